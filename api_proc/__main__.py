@@ -1,0 +1,65 @@
+"""The API process: `python -m api_proc`, started by the supervisor or by hand."""
+
+import asyncio
+import os
+import sys
+
+import uvloop
+
+from api_proc.app import openai_app
+from api_proc.server import HttpServer, adopt, listen, url_of
+from api_proc.state import ApiState
+from api_proc.text import TextProcessor
+from protocol.client import AsyncEngineClient
+from protocol.config import ConfigError
+from protocol.lifecycle import Drain, Role, Stop
+from protocol.process import ChildProcess
+
+
+def main() -> None:
+    """Serve until the supervisor or a signal ends the process."""
+    # One prompt at a time is tokenized, beside everything else; a pool of threads would disturb it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    child = ChildProcess.from_argv("api_proc", Role.API, sys.argv[1:])
+    child.progress("tokenizer")
+    try:
+        text = TextProcessor.load(child.config.model)
+    except ConfigError as error:
+        child.fatal("tokenizer", error, retry=False)
+    uvloop.run(_serve(child, text))
+
+
+async def _serve(child: ChildProcess, text: TextProcessor) -> None:
+    api = child.config.api
+    try:
+        listening = (
+            listen(api.host, api.port) if child.listen_fd is None else adopt(child.listen_fd)
+        )
+    except OSError as error:
+        child.fatal(f"listening on {api.host}:{api.port}", error, retry=False)
+    async with AsyncEngineClient(child.core_client_address) as client:
+        state = ApiState(client, child.config, text)
+        server = HttpServer(openai_app(state))
+        drains: list[asyncio.Task[None]] = []
+
+        def on_message(message: Drain | Stop) -> None:
+            if isinstance(message, Stop):
+                sys.stderr.flush()
+                os._exit(0)
+            state.drain()
+            drains.append(asyncio.create_task(_report_drained(child, state)))
+
+        child.attach_asyncio(asyncio.get_running_loop(), on_message)
+        child.ready(url_of(listening))
+        await server.serve(sockets=[listening])
+    text.close()
+
+
+async def _report_drained(child: ChildProcess, state: ApiState) -> None:
+    """The supervisor waits for this, and holds the deadline."""
+    await state.wait_idle()
+    child.drained()
+
+
+if __name__ == "__main__":
+    main()

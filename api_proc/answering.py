@@ -1,0 +1,96 @@
+"""From the steps of a generation to one HTTP answer, streamed or whole."""
+
+import logging
+from typing import Protocol
+
+from api_proc.connection import Connection
+from api_proc.errors import ApiError, from_request_error, internal
+from api_proc.generation import Generation
+from api_proc.responses import DONE_FRAME, PromptTokensDetails, Usage
+from api_proc.sequence import Delta, OutputSequence
+from protocol.ledger import RequestFailed
+
+log = logging.getLogger("troika.api")
+
+
+class Reply(Protocol):
+    """The shape of one API's answers."""
+
+    prompt_param: str
+    """Name of the field that the prompt came in."""
+
+    def frames(self, sequence: OutputSequence, delta: Delta) -> bytes:
+        """Server-sent events for what is new, or nothing."""
+
+    def usage_frame(self) -> bytes:
+        """The event after the last choice, where it was asked for."""
+
+    def collect(self, sequence: OutputSequence, delta: Delta) -> None:
+        """Keep what is new for the whole answer."""
+
+    def body(self) -> bytes:
+        """The whole answer."""
+
+
+def usage_of(generation: Generation, num_prompts: int) -> Usage:
+    """Count the tokens so far."""
+    sequences = generation.sequences
+    firsts = sequences[:: len(sequences) // num_prompts]
+    num_prompt_tokens = sum(sequence.num_prompt_tokens for sequence in firsts)
+    num_output_tokens = sum(sequence.num_output_tokens for sequence in sequences)
+    return Usage(
+        num_prompt_tokens,
+        num_output_tokens,
+        num_prompt_tokens + num_output_tokens,
+        PromptTokensDetails(sum(sequence.num_cached_tokens for sequence in firsts)),
+    )
+
+
+async def answer(
+    connection: Connection, generation: Generation, reply: Reply, *, is_streamed: bool
+) -> None:
+    """Send the answer of a generation.
+
+    Raises:
+        ApiError: the engine has given up before anything was sent.
+    """
+    if is_streamed:
+        await _answer_streamed(connection, generation, reply)
+    else:
+        await _answer_whole(connection, generation, reply)
+
+
+async def _answer_whole(connection: Connection, generation: Generation, reply: Reply) -> None:
+    """Wait for all sequences and send one JSON body."""
+    try:
+        async for step in generation.steps():
+            for sequence, delta in step:
+                reply.collect(sequence, delta)
+    except RequestFailed as failure:
+        raise from_request_error(failure.error, reply.prompt_param) from failure
+    if not generation.cancelled:
+        await connection.send_json(200, reply.body())
+
+
+async def _answer_streamed(connection: Connection, generation: Generation, reply: Reply) -> None:
+    """Send what comes as server-sent events; all that one step brought goes in one piece."""
+    connection.keep_alive()
+    try:
+        async for step in generation.steps():
+            frames = b"".join([reply.frames(sequence, delta) for sequence, delta in step])
+            if frames:
+                await connection.send_frames(frames)
+        if not generation.cancelled:
+            await connection.send_frames(reply.usage_frame() + DONE_FRAME, more=False)
+    except RequestFailed as failure:
+        await _fail(connection, from_request_error(failure.error, reply.prompt_param))
+    except Exception:
+        log.exception("request %s failed", connection.request_id)
+        await _fail(connection, internal())
+
+
+async def _fail(connection: Connection, error: ApiError) -> None:
+    """The status line cannot be taken back, so an error in the middle becomes an event."""
+    if not connection.response_started:
+        raise error
+    await connection.send_frames(b"data: %b\n\n%b" % (error.body(), DONE_FRAME), more=False)

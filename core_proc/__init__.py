@@ -1,0 +1,1 @@
+"""EngineCore: requests, tokens and blocks; nothing of text or tensors."""

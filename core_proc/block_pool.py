@@ -1,0 +1,142 @@
+"""KV blocks: who holds how many references, which are free, which contents are cached.
+
+Free blocks wait in a queue whose front is handed out first. Blocks without a hash return to the
+front, cached ones to the end, so cached contents live as long as there is anything else to take.
+"""
+
+from collections.abc import Sequence
+
+NULL_BLOCK = 0
+"""Never handed out: padding for block tables in the worker, and the ring's anchor here."""
+
+
+class BlockPool:
+    """Reference counts, the free queue and the map from content hash to blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Create `num_blocks` blocks, the null block included."""
+        assert num_blocks >= 2, f"num_blocks {num_blocks} must be at least 2"
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._blocks_of: dict[bytes, list[int]] = {}
+        """Equal contents are not merged afterwards, so several blocks may carry one hash."""
+        # The free queue: a ring linked in both directions and anchored at the null block, so that a
+        # cache hit takes its block out of the middle without a search.
+        self._next = [*range(1, num_blocks), NULL_BLOCK]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that requests can hold."""
+        return self.num_blocks - 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks from the front; contents that they still cached are forgotten."""
+        assert count <= self.num_free
+        taken = []
+        following, hashes, ref_counts = self._next, self._hashes, self._ref_counts
+        block_id = following[NULL_BLOCK]
+        for _ in range(count):
+            if hashes[block_id] is not None:
+                self.forget(block_id)
+            ref_counts[block_id] = 1
+            taken.append(block_id)
+            block_id = following[block_id]
+        following[NULL_BLOCK] = block_id
+        self._prev[block_id] = NULL_BLOCK
+        self.num_free -= count
+        return taken
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Add a reference to each cached block, taking it out of the free queue if it was there."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                before, after = self._prev[block_id], self._next[block_id]
+                self._next[before] = after
+                self._prev[after] = before
+                self.num_free -= 1
+            self._ref_counts[block_id] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop a reference to each block of one table, given in the table's order.
+
+        The tail goes first, so that the heads of prefixes, which more requests share, live longest.
+        """
+        plain_after = NULL_BLOCK
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] > 0:
+                continue
+            assert self._ref_counts[block_id] == 0, f"block {block_id} was free already"
+            if self._hashes[block_id] is None:
+                self._insert_after(plain_after, block_id)
+                plain_after = block_id
+            else:
+                self._insert_after(self._prev[NULL_BLOCK], block_id)
+            self.num_free += 1
+
+    def _insert_after(self, before: int, block_id: int) -> None:
+        after = self._next[before]
+        self._next[before] = self._prev[after] = block_id
+        self._prev[block_id], self._next[block_id] = before, after
+
+    def cached_block(self, block_hash: bytes) -> int | None:
+        """Find the oldest block that holds this content."""
+        blocks = self._blocks_of.get(block_hash)
+        return blocks[0] if blocks else None
+
+    def remember(self, block_id: int, block_hash: bytes) -> None:
+        """Make a full block's content known to the cache."""
+        assert self._hashes[block_id] is None
+        assert self._ref_counts[block_id] > 0
+        self._hashes[block_id] = block_hash
+        self._blocks_of.setdefault(block_hash, []).append(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Take a block's content out of the cache."""
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        self._hashes[block_id] = None
+        blocks = self._blocks_of[block_hash]
+        blocks.remove(block_id)
+        if not blocks:
+            del self._blocks_of[block_hash]
+
+    def forget_all(self) -> None:
+        """Empty the cache; references stay."""
+        self._blocks_of.clear()
+        self._hashes = [None] * self.num_blocks
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether nobody holds the block."""
+        return self._ref_counts[block_id] == 0
+
+    def ref_count(self, block_id: int) -> int:
+        """Return how many tables hold the block."""
+        return self._ref_counts[block_id]
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """Return the cached content's hash, if the block's content is cached."""
+        return self._hashes[block_id]
+
+    def free_ids(self) -> list[int]:
+        """List the free queue, front first (walks it: for tests)."""
+        ids = []
+        block_id = self._next[NULL_BLOCK]
+        while block_id != NULL_BLOCK:
+            ids.append(block_id)
+            block_id = self._next[block_id]
+        return ids
+
+    def check_invariants(self) -> None:
+        """Compare the queue, the counts and the hash map with each other."""
+        free = self.free_ids()
+        assert len(free) == len(set(free)) == self.num_free
+        assert self._ref_counts[NULL_BLOCK] == 0
+        assert set(free) == {i for i in range(1, self.num_blocks) if self._ref_counts[i] == 0}
+        assert all(self._prev[self._next[i]] == i for i in [NULL_BLOCK, *free])
+        known = {block_id: key for key, ids in self._blocks_of.items() for block_id in ids}
+        assert known == {i: key for i, key in enumerate(self._hashes) if key is not None}
+        assert all(self._blocks_of.values())

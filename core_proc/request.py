@@ -1,0 +1,198 @@
+"""A request as the core sees it: its tokens, how far they are computed, and its state."""
+
+import enum
+from array import array
+from collections.abc import Sequence
+
+from protocol.sampling import FinishReason, SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    """Holds a sequence slot and KV blocks; the worker mirrors it."""
+    PREEMPTED = "preempted"
+    """Waits again, without blocks; its outputs are kept and will be computed again."""
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH_CAPPED = "finished_length_capped"
+    FINISHED_ABORTED = "finished_aborted"
+    FINISHED_ERROR = "finished_error"
+
+
+FINISHED_STATUS = {
+    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
+    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
+    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
+    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+}
+
+_FINISHED = frozenset(FINISHED_STATUS.values())
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset(
+        {
+            RequestStatus.RUNNING,
+            RequestStatus.FINISHED_ABORTED,
+            RequestStatus.FINISHED_ERROR,
+        }
+    ),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED}) | _FINISHED,
+    # A preempted request may still stop: a token of a step in flight arrives late.
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING}) | _FINISHED,
+    RequestStatus.FINISHED_STOPPED: frozenset(),
+    RequestStatus.FINISHED_LENGTH_CAPPED: frozenset(),
+    RequestStatus.FINISHED_ABORTED: frozenset(),
+    RequestStatus.FINISHED_ERROR: frozenset(),
+}
+"""From each status to the ones that may follow it."""
+
+
+class Request:
+    """One request, from its arrival until it finishes; compared by identity."""
+
+    __slots__ = (
+        "arrival_index",
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "finish_reason",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_late_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "owner",
+        "priority",
+        "quiet_until",
+        "req_id",
+        "sampling_params",
+        "status",
+        "stop_token_id",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        req_id: int,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        output_token_ids: Sequence[int] = (),
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: str = "",
+        owner: object = None,
+    ) -> None:
+        self.req_id = req_id
+        self.sampling_params = sampling_params
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
+        self.owner = owner
+        """Whoever asked: opaque to the scheduler."""
+
+        self.token_ids = array("I", prompt_token_ids)
+        """Prompt and outputs; only tokens that have arrived from the worker."""
+        self.token_ids.extend(output_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache when first admitted; None until then."""
+        self.num_preemptions = 0
+
+        # The scheduler's.
+        self.arrival_index = 0
+        """Counts the requests in the order in which the scheduler got them."""
+        self.num_computed_tokens = 0
+        """Positions whose KV exists once every step sent so far has run."""
+        self.num_late_tokens = 0
+        """Of a preempted request: outputs that steps in flight still owe."""
+        self.quiet_until = 0
+        """While fewer tokens are computed, one more needs no block, no hash and no limit check."""
+        self.max_num_tokens = 0
+        """Prompt and outputs at which the request ends."""
+        self.stop_token_ids: frozenset[int] = frozenset()
+        """EOS, unless ignored, and the request's own stop tokens."""
+
+        # The KV manager's.
+        self.block_ids: list[int] = []
+        """Block table: entry i holds the KV of positions from i x block_size on."""
+        self.block_hashes: list[bytes] = []
+        """Hash chain over the known full blocks, extended when needed."""
+        self.num_hashed_blocks = 0
+        """Leading blocks of the table that the prefix cache knows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and outputs."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Outputs of a running request that steps in flight will bring (placeholders).
+
+        A step samples exactly when it reaches the end of the tokens, pending ones included, so the
+        count follows from how far the computed tokens are ahead.
+        """
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens].tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the known outputs."""
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
+        return self.finish_reason is not None
+
+    def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        """Work out which tokens and which length end the request.
+
+        Raises:
+            ValueError: no token is left to sample; the text names the field.
+        """
+        params = self.sampling_params
+        self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.stop_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self.stop_token_ids |= eos_token_ids
+        if self.num_prompt_tokens == 0:
+            raise ValueError("prompt_token_ids must not be empty")
+        if self.num_tokens >= self.max_num_tokens:
+            raise ValueError(
+                f"output_token_ids leave no token to sample: with the prompt there are"
+                f" {self.num_tokens} tokens, and {self.max_num_tokens} end the request"
+            )
+
+    def become(self, status: RequestStatus) -> None:
+        """Change the status along `TRANSITIONS`; anything else is a bug."""
+        assert status in TRANSITIONS[self.status], (
+            f"request {self.req_id} cannot go from {self.status.value} to {status.value}"
+        )
+        self.status = status
+
+    def finish(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
+        """Enter the finished status of `reason`."""
+        self.become(FINISHED_STATUS[reason])
+        self.finish_reason = reason
+        self.stop_token_id = stop_token_id

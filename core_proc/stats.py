@@ -1,0 +1,48 @@
+"""Counts what the core's loop does, and says it in one line now and then."""
+
+import bisect
+
+from protocol.api_core import LOOP_BUCKETS_S, EngineStats
+
+
+class LoopHistogram:
+    """Durations of the loop's iterations in the buckets that the wire knows."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(LOOP_BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one iteration."""
+        self.counts[bisect.bisect_left(LOOP_BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+class StatsLine:
+    """The line that tells a reader of the log how busy the engine is."""
+
+    def __init__(self, interval_s: float, now: float) -> None:
+        self._interval_s = interval_s
+        self._last = EngineStats()
+        self._last_time = now
+
+    def due(self, now: float) -> bool:
+        """Whether a line may be printed."""
+        return now - self._last_time >= self._interval_s
+
+    def render(self, stats: EngineStats, now: float) -> str | None:
+        """The line for the interval that ends now; None if nothing ran in it."""
+        last, seconds = self._last, now - self._last_time
+        self._last, self._last_time = stats, now
+        if stats.num_steps == last.num_steps and not stats.num_running_reqs:
+            return None
+        queries = stats.prefix_cache_queries - last.prefix_cache_queries
+        hits = stats.prefix_cache_hits - last.prefix_cache_hits
+        prompt = (stats.prompt_tokens - last.prompt_tokens) / seconds
+        generated = (stats.generation_tokens - last.generation_tokens) / seconds
+        return (
+            f"Running: {stats.num_running_reqs} reqs, Waiting: {stats.num_waiting_reqs} reqs, "
+            f"KV cache usage: {stats.kv_cache_usage:.1%}, "
+            f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}, "
+            f"Prompt: {prompt:.1f} tokens/s, Generation: {generated:.1f} tokens/s"
+        )

@@ -1,0 +1,1 @@
+"""What the processes share: messages, configuration, channels, child processes and the client."""

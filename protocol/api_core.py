@@ -1,0 +1,225 @@
+"""Link 1, clients and core: requests in, tokens out, exactly once by index.
+
+A client (the API process or an embedding host) keeps every open request in its ledger. The core is
+a cache of it: after a restart the client adds its open requests again, outputs included.
+"""
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.message import Decoder, Message, Record, RequestId, Text, TokenIds
+from protocol.sampling import CacheSalt, FinishReason, Priority, SamplingParams
+
+RequestIds = Annotated[list[RequestId], Meta(max_length=2**20)]
+Count = Annotated[int, Meta(ge=0)]
+
+
+class EngineState(enum.StrEnum):
+    """Where the core stands, as its clients see it."""
+
+    STARTING = "starting"
+    """No worker has been adopted yet."""
+    READY = "ready"
+    RECOVERING = "recovering"
+    """A worker was lost; accepted requests wait for its successor."""
+    DRAINING = "draining"
+    """Accepted requests are finished, new ones refused."""
+
+
+class ErrorCode(enum.StrEnum):
+    """What went wrong with one request; the API turns it into an HTTP status."""
+
+    INVALID = "invalid_value"
+    TOO_LONG = "context_length_exceeded"
+    UNSERVABLE = "exceeds_kv_cache"
+    DUPLICATE = "duplicate_request_id"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    INTERNAL = "internal_error"
+
+
+class RequestError(Record):
+    """Why one request was refused or failed; `param` names the field, `message` the bound."""
+
+    code: ErrorCode
+    message: Text
+    param: str | None = None
+
+
+class Connect(Message):
+    """Client → core, first on every connection and whenever the core's epoch is unknown."""
+
+    pid: Annotated[int, Meta(ge=0)]
+    """The client's process on this host, watched for its death; 0 for a client on another host."""
+
+
+class AddRequest(Message):
+    """Client → core: a request, new or sent again from the ledger.
+
+    An open request with the same id is replaced: that is how a client repairs what it has missed.
+    """
+
+    request_id: RequestId
+    """The client's own number, never reused within one incarnation of it."""
+    prompt_token_ids: TokenIds
+    sampling_params: SamplingParams
+    output_token_ids: TokenIds = []
+    """Tokens the client already has; they stay outputs, and the next event starts after them."""
+    priority: Priority = 0
+    """Lower is sooner."""
+    arrival_time: float = 0.0
+    """Seconds since the Unix epoch at which the client accepted it; orders equal priorities."""
+    cache_salt: CacheSalt = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class AbortRequests(Message):
+    """Client → core: nobody waits for these any more. Unknown ids are ignored."""
+
+    request_ids: RequestIds
+
+
+class RequestOutput(Record):
+    """New tokens of one request, and its end."""
+
+    request_id: RequestId
+    first_index: Count
+    """Position of `token_ids[0]` among the request's outputs."""
+    token_ids: TokenIds
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The id of `stop_token_ids` that ended it; None for EOS and all other reasons."""
+    num_cached_tokens: Count | None = None
+    """Prompt tokens found in the prefix cache; with the first output only."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per token of `token_ids`."""
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Of the prompt tokens computed since the last output."""
+
+
+class StepOutputs(Message):
+    """Core → client: what one step brought to this client's requests."""
+
+    outputs: list[RequestOutput]
+
+
+class Refused(Message):
+    """Core → client: this request is not, or no longer, served. Nothing else comes for it."""
+
+    request_id: RequestId | None
+    """None where the frame was unreadable; `seq` then tells which frame it was."""
+    error: RequestError
+    seq: Count = 0
+
+
+class EngineStats(Record):
+    """Gauges as of now and counters since the core started."""
+
+    num_running_reqs: Count = 0
+    num_waiting_reqs: Count = 0
+    kv_cache_usage: float = 0.0
+    """0 to 1."""
+    num_steps: Count = 0
+    num_preemptions: Count = 0
+    prompt_tokens: Count = 0
+    """Prompt tokens of admitted requests."""
+    generation_tokens: Count = 0
+    prefix_cache_queries: Count = 0
+    """Tokens looked up."""
+    prefix_cache_hits: Count = 0
+    """Tokens found."""
+    fenced_frames: Count = 0
+    """Frames of an old epoch, dropped."""
+    worker_restarts: Count = 0
+    loop_seconds_buckets: list[int] = []
+    """Iterations of the core's loop by duration, not cumulative; bounds: `LOOP_BUCKETS_S`."""
+    loop_seconds_sum: float = 0.0
+
+
+LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
+"""Upper bounds of `EngineStats.loop_seconds_buckets`; one more bucket is open-ended."""
+
+
+class Status(Message):
+    """Core → client: answer to Connect, on every change of state, and about once a second.
+
+    The header's epoch is the core's. A client that sees it for the first time sends its ledger.
+    """
+
+    state: EngineState
+    facts: ModelFacts | None
+    """None until a worker was adopted."""
+    stats: EngineStats
+
+
+ClientToCore = Connect | AddRequest | AbortRequests
+CoreToClient = StepOutputs | Refused | Status
+
+decode_from_client: Decoder[ClientToCore] = Decoder(ClientToCore)
+decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
+
+
+def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
+    """Check what depends on the model; the bounds of single fields were checked when decoding.
+
+    The API calls this before it accepts a request and the core again for every client.
+
+    Returns:
+        None, or the error naming the field and the bound.
+    """
+    prompt_len = len(add.prompt_token_ids)
+    total_len = prompt_len + len(add.output_token_ids)
+    if prompt_len == 0:
+        return RequestError(ErrorCode.INVALID, "prompt must hold at least one token", "prompt")
+    if prompt_len >= facts.max_model_len or total_len > facts.max_model_len:
+        return RequestError(
+            ErrorCode.TOO_LONG,
+            f"prompt has {prompt_len} tokens; the model's context of {facts.max_model_len} tokens"
+            " must hold it and at least one output token",
+            "prompt",
+        )
+    highest = max(max(ids, default=0) for ids in (add.prompt_token_ids, add.output_token_ids))
+    if highest >= facts.vocab_size:
+        return RequestError(
+            ErrorCode.INVALID,
+            f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens",
+            "prompt",
+        )
+    return _validate_params(add.sampling_params, facts) or _validate_room(add, facts)
+
+
+def _validate_params(params: SamplingParams, facts: ModelFacts) -> RequestError | None:
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token_id in ids:
+            if token_id >= facts.vocab_size:
+                return RequestError(
+                    ErrorCode.INVALID,
+                    f"token id {token_id} is outside the vocabulary of {facts.vocab_size} tokens",
+                    name,
+                )
+    if params.min_tokens > params.max_tokens:
+        return RequestError(
+            ErrorCode.INVALID,
+            f"min_tokens {params.min_tokens} is greater than max_tokens {params.max_tokens}",
+            "min_tokens",
+        )
+    return None
+
+
+def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:
+    """A request that could not run even alone is refused, instead of blocking all others."""
+    total = min(len(add.prompt_token_ids) + add.sampling_params.max_tokens, facts.max_model_len)
+    needed = -(-(total - 1) // facts.block_size)  # the last sampled token never needs a slot
+    usable = facts.num_gpu_blocks - 1
+    if needed <= usable:
+        return None
+    return RequestError(
+        ErrorCode.UNSERVABLE,
+        f"prompt of {len(add.prompt_token_ids)} tokens with max_tokens "
+        f"{add.sampling_params.max_tokens} needs {needed} KV blocks of {facts.block_size} tokens, "
+        f"and the whole cache has {usable}",
+        "max_tokens",
+    )

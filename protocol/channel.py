@@ -1,0 +1,254 @@
+"""Sockets: the only file that knows ZMQ options, addresses and frames.
+
+Binding sides are ROUTERs, connecting sides DEALERs with a random identity per incarnation. Every
+socket has LINGER 0, a high-water mark and a largest message; nothing here ever blocks.
+"""
+
+import enum
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from protocol.message import Header, ProtocolError, pack_header, unpack_header
+
+MAX_FRAME_BYTES = 16 * 2**20
+MAX_IPC_PATH_BYTES = 107
+"""The kernel's limit on the path of a socket file."""
+_LONGEST_NAME = "supervisor.sock"
+_MAX_PARTS = 3
+_RECONNECT_MS = 20
+_RECONNECT_MAX_MS = 500
+_HANDSHAKE_MS = 2000
+
+
+class HighWaterMark(enum.IntEnum):
+    """Messages queued per peer and direction before a send is refused."""
+
+    CLIENT_LINK = 4096
+    WORKER_LINK = 64
+    LIFECYCLE_LINK = 1024
+
+
+class PeerGone(Exception):
+    """The peer addressed is not connected any more."""
+
+
+class LinkEvent(enum.Enum):
+    """What happened to a connection."""
+
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+
+
+class Received(NamedTuple):
+    """One message as it came from the wire."""
+
+    peer: bytes
+    """Identity of the sender; empty on connecting sockets, which have one peer."""
+    header: Header
+    body: bytes
+
+
+def client_address(run_dir: str) -> str:
+    """Where the core listens for clients."""
+    return f"ipc://{run_dir}/core.sock"
+
+
+def worker_address(run_dir: str) -> str:
+    """Where the core listens for workers."""
+    return f"ipc://{run_dir}/workers.sock"
+
+
+def lifecycle_address(run_dir: str) -> str:
+    """Where the supervisor listens."""
+    return f"ipc://{run_dir}/{_LONGEST_NAME}"
+
+
+def make_run_dir(path: str | None) -> str:
+    """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
+
+    Args:
+        path: the directory; None for a new one under `$XDG_RUNTIME_DIR` or the temporary directory.
+
+    Raises:
+        ValueError: the directory cannot be used; the text says why.
+    """
+    if path is None:
+        base = os.environ.get("XDG_RUNTIME_DIR")
+        path = tempfile.mkdtemp(
+            prefix="troika-", dir=base if base and os.path.isdir(base) else None
+        )
+    path = os.path.abspath(path)
+    longest = len(os.fsencode(f"{path}/{_LONGEST_NAME}"))
+    if longest > MAX_IPC_PATH_BYTES:
+        raise ValueError(
+            f"run_dir {path} is too long: socket paths of {longest} bytes exceed the system's "
+            f"{MAX_IPC_PATH_BYTES}"
+        )
+    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+        raise ValueError(f"run_dir {path} must be a directory of this user, and no link")
+    if info.st_mode & 0o077:
+        raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
+    return path
+
+
+def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, int(hwm))
+    socket.setsockopt(zmq.RCVHWM, int(hwm))
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+def _receive(socket: zmq.Socket[bytes], num_prefix: int) -> list[bytes] | None:
+    """Read one message; None if there is none. Too many or too few parts: ProtocolError."""
+    try:
+        parts = [socket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    num_parts = 1
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK)
+        num_parts += 1
+        if num_parts <= _MAX_PARTS:
+            parts.append(part)
+    if num_parts != num_prefix + 2:
+        raise ProtocolError(f"message has {num_parts} parts instead of {num_prefix + 2}")
+    return parts
+
+
+class _Channel:
+    """What both kinds of sockets share: polling, bounded draining, closing."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.num_bad_frames = 0
+        """Messages dropped because they could not be read."""
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered descriptor for event loops: drain after every wake-up and every send."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def drain(self, limit: int) -> Iterator[Received]:
+        """Yield the messages that have arrived, at most `limit`; unreadable ones are counted."""
+        for _ in range(limit):
+            try:
+                received = self._receive_one()
+            except ProtocolError:
+                self.num_bad_frames += 1
+                continue
+            if received is None:
+                return
+            yield received
+
+    def _receive_one(self) -> Received | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the socket; queued messages are dropped."""
+        self.socket.close(linger=0)
+
+
+class RouterChannel(_Channel):
+    """The binding side of a link, with any number of peers."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
+        """Bind to `address`; a socket file left by a dead predecessor is replaced."""
+        socket = context.socket(zmq.ROUTER)
+        _configure(socket, hwm)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        socket.bind(address)
+        super().__init__(socket)
+        self._next_seq: dict[bytes, int] = {}
+
+    def _receive_one(self) -> Received | None:
+        parts = _receive(self.socket, num_prefix=1)
+        return None if parts is None else Received(parts[0], unpack_header(parts[1]), parts[2])
+
+    def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
+        """Send one message.
+
+        Returns:
+            False if the peer's queue is full.
+
+        Raises:
+            PeerGone: the peer is not connected.
+        """
+        seq = self._next_seq.get(peer, 0)
+        try:
+            self.socket.send_multipart([peer, pack_header(epoch, seq), body], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self.forget(peer)
+                raise PeerGone(peer.hex()) from error
+            raise
+        self._next_seq[peer] = seq + 1
+        return True
+
+    def forget(self, peer: bytes) -> None:
+        """Drop the counters of a peer that is gone."""
+        self._next_seq.pop(peer, None)
+
+
+class DealerChannel(_Channel):
+    """The connecting side of a link; it reconnects by itself and says when."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
+        """Start connecting to `address`; nobody needs to listen there yet."""
+        socket = context.socket(zmq.DEALER)
+        _configure(socket, hwm)
+        socket.setsockopt(zmq.IDENTITY, b"T" + secrets.token_bytes(15))
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self.monitor = socket.get_monitor_socket(
+            zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        )
+        socket.connect(address)
+        super().__init__(socket)
+        self._next_seq = 0
+
+    def _receive_one(self) -> Received | None:
+        parts = _receive(self.socket, num_prefix=0)
+        return None if parts is None else Received(b"", unpack_header(parts[0]), parts[1])
+
+    def link_events(self) -> list[LinkEvent]:
+        """Connections made and lost since the last call, in order."""
+        events = []
+        while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            message = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            connected = message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+            events.append(LinkEvent.CONNECTED if connected else LinkEvent.DISCONNECTED)
+        return events
+
+    def send(self, epoch: int, body: bytes) -> bool:
+        """Send one message; False if nobody is connected or the queue is full."""
+        try:
+            self.socket.send_multipart([pack_header(epoch, self._next_seq), body], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._next_seq += 1
+        return True
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number that the next sent message will carry."""
+        return self._next_seq
+
+    def close(self) -> None:
+        """Close both sockets; queued messages are dropped."""
+        self.socket.disable_monitor()
+        super().close()

@@ -1,0 +1,121 @@
+"""The parent's side of a process: start by command, death by pidfd, stop with a deadline."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from protocol.config import EngineConfig
+
+_MAX_CONFIG_BYTES = 32 * 1024
+"""Fits into a pipe's buffer, so that writing it never waits for the child."""
+
+
+class Child:
+    """One running process. Descriptors are closed with `close`, after its death."""
+
+    def __init__(
+        self,
+        module: str,
+        config: EngineConfig,
+        *,
+        epoch: int,
+        rank: int = 0,
+        listen_fd: int | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """Start `python -m module`; the caller's signals, environment and loop stay untouched."""
+        config_read, config_write = os.pipe()
+        parent_read, self._parent_write = os.pipe()
+        try:
+            body = msgspec.msgpack.encode(config)
+            assert len(body) <= _MAX_CONFIG_BYTES, "configuration too large for a pipe"
+            os.write(config_write, body)
+            os.close(config_write)
+            inherited = [config_read, parent_read, *([] if listen_fd is None else [listen_fd])]
+            command = [sys.executable, "-P", "-m", module, *arguments]
+            command += ["--config-fd", str(config_read), "--parent-fd", str(parent_read)]
+            command += ["--epoch", str(epoch), "--rank", str(rank)]
+            command += [] if listen_fd is None else ["--listen-fd", str(listen_fd)]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=inherited,
+                env=_environment(),
+                start_new_session=True,
+            )
+        finally:
+            os.close(config_read)
+            os.close(parent_read)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        """Readable as soon as the process is dead."""
+        self.epoch = epoch
+        self.started_at = time.monotonic()
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end, at most so long."""
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        return self.poll()
+
+    def kill(self) -> None:
+        """Send SIGKILL; the pidfd makes sure that it hits this process and no other."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def stop(self, grace_s: float) -> int:
+        """End it: close its parent pipe, wait for `grace_s`, then kill. Returns the exit status."""
+        self.release()
+        if self.wait(grace_s) is None:
+            self.kill()
+        status = self._process.wait()
+        self.close()
+        return status
+
+    def release(self) -> None:
+        """Let the child see EOF on its parent pipe."""
+        if self._parent_write >= 0:
+            os.close(self._parent_write)
+            self._parent_write = -1
+
+    def close(self) -> None:
+        """Close all descriptors; only after the end of the process."""
+        self.release()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def rss_bytes(self) -> int:
+        """Resident memory; 0 if the process is gone."""
+        return rss_bytes(self.pid)
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _environment() -> dict[str, str]:
+    """The caller's environment, with this package importable and no settings of its own."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment

@@ -1,0 +1,259 @@
+"""The one configuration of the engine: every field with its bound, default and description.
+
+Flags, environment variables, YAML keys and embedding keywords are all generated from these structs
+(protocol/settings.py). Values learned at run time (number of KV blocks, context length of the
+checkpoint) are never written back here: they travel as `ModelFacts`.
+"""
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, field
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A group of settings; field names are unique over all sections."""
+
+
+class Dtype(enum.StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Device(enum.StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class LogLevel(enum.StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class ModelConfig(_Section):
+    """Which model is served, and how."""
+
+    model: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Checkpoint directory in Hugging Face format, 'demo' for the model that "
+            "comes with the engine, or 'null' for a worker that computes nothing.",
+        ),
+    ] = "demo"
+    served_model_name: Annotated[
+        str | None,
+        Meta(description="Name in the API. Default: the last part of the model's path."),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Meta(description="Directory of the tokenizer, if it is not the model's."),
+    ] = None
+    chat_template: Annotated[
+        str | None, Meta(description="File with a Jinja chat template, instead of the model's.")
+    ] = None
+    dtype: Annotated[
+        Dtype, Meta(description="Type of weights, activations and KV; auto: as in config.json.")
+    ] = Dtype.AUTO
+    device: Annotated[Device, Meta(description="Where to compute; auto: CUDA if there is any.")] = (
+        Device.AUTO
+    )
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=2, lt=2**31)] | None,
+        Meta(
+            description="Longest prompt and output together, in tokens. Default: as in "
+            "config.json, less if the KV cache cannot hold that.",
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**63 - 1,
+            description="Base of the seeds drawn for requests that bring none; 0: unpredictable.",
+        ),
+    ] = 0
+
+
+class CacheConfig(_Section):
+    """The KV cache."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
+    num_gpu_blocks_override: Annotated[
+        Annotated[int, Meta(ge=2, lt=2**31)] | None,
+        Meta(description="Number of KV blocks, instead of measuring memory."),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(gt=0.0, le=1.0, description="Share of the GPU's memory for weights and KV cache."),
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1, lt=2**50)] | None,
+        Meta(
+            description="Bytes for the KV cache. Default on the CPU: 4 GiB, at most half of the "
+            "free memory.",
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Share KV blocks between requests that begin alike.")
+    ] = True
+
+
+class SchedulerConfig(_Section):
+    """How a step is filled."""
+
+    max_num_seqs: Annotated[
+        int, Meta(ge=1, le=16384, description="Most requests computed in one step.")
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=2**20, description="Most tokens computed in one step.")
+    ] = 2048
+    max_num_scheduled_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=2**20)] | None,
+        Meta(description="Token budget of a step, if less than that."),
+    ] = None
+    long_prefill_token_threshold: Annotated[
+        int,
+        Meta(
+            ge=0, le=2**20, description="Most prompt tokens of one request per step; 0: no limit."
+        ),
+    ] = 0
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="Split prompts over steps where the budget ends.")
+    ] = True
+    scheduling_policy: Annotated[
+        str, Meta(pattern="^(fcfs|priority)$", description="Order of admission: fcfs or priority.")
+    ] = "fcfs"
+    scheduler_reserve_full_isl: Annotated[
+        bool,
+        Meta(description="Admit a request only when the cache has room for all its tokens so far."),
+    ] = True
+    watermark: Annotated[
+        float,
+        Meta(ge=0.0, lt=1.0, description="Share of KV blocks kept free at admission."),
+    ] = 0.0
+    max_steps_in_flight: Annotated[
+        int,
+        Meta(ge=1, le=8, description="Steps dispatched to the worker before the first returns."),
+    ] = 2
+    max_num_waiting: Annotated[
+        int,
+        Meta(ge=1, le=10**6, description="Most requests in the queue; past it: refused with 429."),
+    ] = 10_000
+
+
+class ParallelConfig(_Section):
+    """How many workers share one model."""
+
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="Ranks that the model is split over.")
+    ] = 1
+
+
+class WorkerConfig(_Section):
+    """The computing process."""
+
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Meta(description="CPU threads. Default: the usable cores."),
+    ] = None
+    null_step_ms: Annotated[
+        float, Meta(ge=0.0, le=60_000.0, description="Time a step of the null worker takes.")
+    ] = 0.0
+
+
+class ApiConfig(_Section):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0: any free one.")] = 8000
+    api_key: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Bearer token that every route but the health ones asks for."),
+    ] = None
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=2**30, description="Largest request body accepted.")
+    ] = 4 * 2**20
+
+
+class RecoveryConfig(_Section):
+    """Starting, stopping and replacing processes."""
+
+    startup_timeout_s: Annotated[
+        float, Meta(gt=0.0, le=86_400.0, description="Longest wait for a process without progress.")
+    ] = 600.0
+    shutdown_timeout_s: Annotated[
+        float,
+        Meta(ge=0.0, le=86_400.0, description="Longest wait for running requests at shutdown."),
+    ] = 30.0
+    restart_backoff_max_s: Annotated[
+        float, Meta(ge=0.0, le=3600.0, description="Longest pause between two restarts.")
+    ] = 30.0
+
+
+class RunConfig(_Section):
+    """What surrounds the processes."""
+
+    run_dir: Annotated[
+        str | None,
+        Meta(description="Directory for the sockets (mode 0700). Default: a new temporary one."),
+    ] = None
+    log_level: Annotated[LogLevel, Meta(description="Least severe messages to print.")] = (
+        LogLevel.INFO
+    )
+    log_stats_interval_s: Annotated[
+        float, Meta(gt=0.0, le=3600.0, description="Seconds between statistics lines while busy.")
+    ] = 10.0
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of one engine; the same value reaches every process."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    api: ApiConfig = field(default_factory=ApiConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used; the text names it and its bound."""
+
+
+def validate(config: EngineConfig) -> EngineConfig:
+    """Check bounds that a single field's type cannot express.
+
+    Raises:
+        ConfigError: naming the settings that contradict each other.
+    """
+    scheduler = config.scheduler
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {scheduler.max_num_batched_tokens} must be at least "
+            f"max_num_seqs {scheduler.max_num_seqs}"
+        )
+    if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
+        raise ConfigError("tensor_parallel_size above 1 works with the null model only")
+    max_model_len = config.model.max_model_len
+    if max_model_len is None:
+        return config
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens {scheduler.max_num_batched_tokens} must be at least "
+            f"max_model_len {max_model_len} without enable_chunked_prefill"
+        )
+    if scheduler.long_prefill_token_threshold > max_model_len:
+        raise ConfigError(
+            f"long_prefill_token_threshold {scheduler.long_prefill_token_threshold} must be at "
+            f"most max_model_len {max_model_len}"
+        )
+    return config

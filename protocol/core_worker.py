@@ -1,0 +1,145 @@
+"""Link 2, core and workers: full data once, then only what changed.
+
+The worker mirrors the running set in admission order, so a steady decode step names nobody: every
+mirrored request computes one more token unless the message says otherwise. Rules of the mirror:
+
+1. `preempted_req_ids` and `finished_req_ids` leave the mirror first. A preempted request is
+   forgotten; it comes back, if at all, as a new one.
+2. `scheduled_new_reqs` are appended to it, in order.
+3. `scheduled_cached_reqs` appends blocks to the tables of the requests that it names.
+4. Every mirrored request is scheduled for `num_scheduled_tokens.get(req_id, 1)` tokens (0: it sits
+   this step out), from its number of computed tokens on, in mirror order.
+5. A request samples one token in every step that reaches the end of its known tokens; the worker
+   appends that token itself and feeds it forward.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.message import Decoder, Message, Record, RequestId, Text, TokenIds
+from protocol.sampling import SamplingParams
+
+StepId = Annotated[int, Meta(ge=0, lt=2**53)]
+BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
+
+
+class ModelFacts(Record):
+    """What only a worker can know: the loaded model and the memory it found."""
+
+    model: Text
+    """Name or directory as configured."""
+    vocab_size: Annotated[int, Meta(ge=1, lt=2**31)]
+    max_model_len: Annotated[int, Meta(ge=2, lt=2**31)]
+    """Tokens, prompt and output together."""
+    block_size: Annotated[int, Meta(ge=1, le=1024)]
+    num_gpu_blocks: Annotated[int, Meta(ge=2, lt=2**31)]
+    """Blocks in the pool, with block 0, the null block, which is never handed out."""
+    eos_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)]
+    dtype: Text = ""
+    device: Text = ""
+
+
+class WorkerHello(Message):
+    """Worker → core, the first message of a connection: who I am and what I have loaded.
+
+    The header's epoch is the worker's own, as its supervisor issued it.
+    """
+
+    rank: Annotated[int, Meta(ge=0, lt=1024)]
+    pid: Annotated[int, Meta(ge=1)]
+    facts: ModelFacts
+
+
+class Adopt(Message):
+    """Core → worker: forget every request; the next step is `first_step_id`.
+
+    The header's epoch, the greatest of the core's and all workers', holds for the link from now on.
+    """
+
+    first_step_id: StepId
+
+
+class NewRequestData(Record):
+    """A request the worker does not know: new, or resumed after a preemption."""
+
+    req_id: RequestId
+    token_ids: TokenIds
+    """Prompt and outputs so far."""
+    num_prompt_tokens: Annotated[int, Meta(ge=1)]
+    """The first so many of `token_ids` are the prompt; outputs stay outputs."""
+    sampling_params: SamplingParams
+    block_ids: BlockIds
+    num_computed_tokens: Annotated[int, Meta(ge=0)]
+    """Computing starts here: KV of the positions before comes from the prefix cache."""
+    num_cached_tokens: Annotated[int, Meta(ge=0)]
+    """KV of so many positions is in the blocks. One more than `num_computed_tokens` where the whole
+    prompt was found: its last token is computed for its logits, and no KV is written for it."""
+
+
+class CachedRequestData(Record):
+    """Columns over the known requests whose block tables grow in this step."""
+
+    req_ids: list[RequestId] = []
+    new_block_ids: list[BlockIds] = []
+
+
+class SchedulerOutput(Message):
+    """Core → worker: one step. The same bytes go to every rank."""
+
+    step_id: StepId
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[RequestId, Annotated[int, Meta(ge=0)]]
+    """Only what differs from one token."""
+    total_num_scheduled_tokens: Annotated[int, Meta(ge=0)]
+    """Over the whole mirror; both ends add up and compare."""
+    preempted_req_ids: list[RequestId]
+    finished_req_ids: list[RequestId]
+
+
+class TokenLogprobs(Record):
+    """Log-probabilities at one position, of the raw logits (before penalties and temperature)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """Position of the token in the whole vocabulary by likelihood, from 1."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptLogprobs(Record):
+    """Log-probabilities of prompt tokens computed in one step."""
+
+    req_id: RequestId
+    first_position: int
+    """Position of the first entry's token; the token at position 0 has no logprob."""
+    entries: list[TokenLogprobs]
+
+
+class ModelRunnerOutput(Message):
+    """Worker rank 0 → core: what a step sampled."""
+
+    step_id: StepId
+    sampled_token_ids: TokenIds
+    """One token for each request that sampled, in mirror order."""
+    logprobs: dict[RequestId, TokenLogprobs] = {}
+    """Of the requests that asked for them."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    forward_ns: Annotated[int, Meta(ge=0)] = 0
+    """From the step's arrival to its tokens."""
+
+
+class StepFailed(Message):
+    """Worker → core: this step raised. The worker exits after it; the text is for the log."""
+
+    step_id: StepId
+    error: Text
+
+
+WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed
+CoreToWorker = Adopt | SchedulerOutput
+
+decode_from_worker: Decoder[WorkerToCore] = Decoder(WorkerToCore)
+decode_from_core: Decoder[CoreToWorker] = Decoder(CoreToWorker)

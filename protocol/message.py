@@ -1,0 +1,94 @@
+"""The ground of the wire: base structs, frame header, typed encoding and decoding.
+
+A message on any link is two ZMQ frames: a fixed header (magic, version, epoch, sequence number) and
+a msgpack body. Bodies are positional (`array_like`) tagged structs: append fields at the end, with
+defaults, and never reorder them. docs/protocol.md describes the wire for other languages.
+"""
+
+import struct
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Goes up with every change that an older peer cannot read."""
+
+MAGIC = 0x4B54
+"""The bytes `TK`, little-endian."""
+
+_HEADER = struct.Struct("<HHIQ")
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=2**21)]
+RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Message(
+    msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False, forbid_unknown_fields=True
+):
+    """A message that travels on its own: its class name is the tag in front of its fields."""
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+    """A row inside a message: positional fields without a tag."""
+
+
+class ProtocolError(Exception):
+    """A frame that cannot be read: wrong magic, version, shape or content."""
+
+
+class Header(NamedTuple):
+    """What stands in front of every body."""
+
+    epoch: int
+    """Incarnation the sender believes in; receivers drop frames of any other."""
+    seq: int
+    """Counts the sender's frames on this link, from 0."""
+
+
+def pack_header(epoch: int, seq: int) -> bytes:
+    """Return the 16 header bytes."""
+    return _HEADER.pack(MAGIC, PROTOCOL_VERSION, epoch, seq)
+
+
+def unpack_header(frame: bytes) -> Header:
+    """Read a header frame.
+
+    Raises:
+        ProtocolError: wrong length, magic or protocol version.
+    """
+    if len(frame) != _HEADER.size:
+        raise ProtocolError(f"header has {len(frame)} bytes instead of {_HEADER.size}")
+    magic, version, epoch, seq = _HEADER.unpack(frame)
+    if magic != MAGIC:
+        raise ProtocolError(f"header starts with {magic:#06x} instead of {MAGIC:#06x}")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"peer speaks protocol version {version}, this one {PROTOCOL_VERSION}")
+    return Header(epoch, seq)
+
+
+encode = msgspec.msgpack.Encoder().encode
+"""Encode one message body."""
+
+T = TypeVar("T")
+
+
+class Decoder(Generic[T]):
+    """Decodes the bodies of one direction of one link into its union of messages."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+
+    def __call__(self, body: bytes) -> T:
+        """Decode one body.
+
+        Raises:
+            ProtocolError: the body is no message of this direction; the text names the place.
+        """
+        try:
+            return self._decoder.decode(body)  # type: ignore[no-any-return]
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(str(error)) from error
+        except (RecursionError, OverflowError, MemoryError) as error:
+            raise ProtocolError(f"body cannot be decoded: {type(error).__name__}") from error

@@ -1,0 +1,192 @@
+"""The child's side of a process: its arguments, its parent's death, its lifecycle link, its log.
+
+A process is started by command, `python -m core_proc ...`, by a supervisor or by hand. A supervisor
+hands over the configuration in a pipe (secrets stay out of argv and environment) and keeps the
+write end of a second one open: its EOF means that the parent is gone.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import zmq
+
+from protocol import settings
+from protocol.channel import (
+    DealerChannel,
+    HighWaterMark,
+    client_address,
+    lifecycle_address,
+    make_run_dir,
+    worker_address,
+)
+from protocol.config import EngineConfig
+from protocol.lifecycle import (
+    Drain,
+    Drained,
+    Fatal,
+    Hello,
+    Progress,
+    Ready,
+    Role,
+    Stop,
+    ToSupervisor,
+    decode_from_supervisor,
+)
+from protocol.message import encode
+
+if TYPE_CHECKING:
+    import asyncio
+
+EXIT_FATAL = 1
+EXIT_ORPHANED = 75
+_MAX_TEXT = 4096
+
+
+class ChildProcess:
+    """What a main program needs to know about its surroundings, and how it reports to them."""
+
+    def __init__(self, role: Role, arguments: argparse.Namespace, config: EngineConfig) -> None:
+        self.role = role
+        self.config = config
+        self.epoch: int = arguments.epoch
+        self.rank: int = arguments.rank
+        self.listen_fd: int | None = arguments.listen_fd
+        self.run_dir = make_run_dir(config.run.run_dir)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.log = logging.getLogger(f"troika.{role}")
+        self._lifecycle: DealerChannel | None = None
+        if arguments.parent_fd is not None:
+            watch_parent(arguments.parent_fd)
+            self._lifecycle = DealerChannel(
+                self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
+            )
+            self._wait_for_supervisor()
+            self._tell(Hello(role, self.rank, os.getpid()))
+
+    @classmethod
+    def from_argv(cls, program: str, role: Role, argv: Sequence[str]) -> "ChildProcess":
+        """Parse the command line and set up logging to stderr.
+
+        Ends the program with usage and status 2 where the arguments are wrong.
+        """
+        parser = argparse.ArgumentParser(program, allow_abbrev=False)
+        group = parser.add_argument_group("supervision", "Set by the supervisor.")
+        group.add_argument("--config-fd", type=int, help="descriptor to read all settings from")
+        group.add_argument("--parent-fd", type=int, help="descriptor whose EOF ends this process")
+        group.add_argument("--listen-fd", type=int, help="listening socket to serve HTTP on")
+        group.add_argument("--epoch", type=int, default=1, help="incarnation, ever increasing")
+        group.add_argument("--rank", type=int, default=0, help="place among the workers")
+        settings.add_flags(parser)
+        config = settings.parse_args(parser, argv)
+        arguments = parser.parse_args(argv)
+        if arguments.config_fd is not None:
+            with os.fdopen(arguments.config_fd, "rb") as pipe:
+                config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
+        elif config.run.run_dir is None:
+            parser.error("--run-dir is needed where no supervisor sets it")
+        label = f"{role} {arguments.rank}" if role is Role.WORKER else str(role)
+        configure_logging(label, config.run.log_level)
+        return cls(role, arguments, config)
+
+    @property
+    def core_client_address(self) -> str:
+        """Where the core listens for clients."""
+        return client_address(self.run_dir)
+
+    @property
+    def core_worker_address(self) -> str:
+        """Where the core listens for workers."""
+        return worker_address(self.run_dir)
+
+    @property
+    def lifecycle_socket(self) -> zmq.Socket[bytes] | None:
+        """Socket to poll for `messages`; None where there is no supervisor."""
+        return None if self._lifecycle is None else self._lifecycle.socket
+
+    def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Report a step of the start; extends its deadline."""
+        self._tell(Progress(phase, done, total))
+
+    def ready(self, detail: str = "") -> None:
+        """Report that the start is over."""
+        self._tell(Ready(detail))
+
+    def drained(self) -> None:
+        """Report that nothing is running here any more."""
+        self._tell(Drained())
+
+    def fatal(
+        self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
+    ) -> NoReturn:
+        """Report why this process cannot go on, and exit."""
+        text = f"{type(error).__name__}: {error}"
+        self.log.error("%s failed: %s", phase, text, exc_info=retry)
+        self._tell(Fatal(phase, text[:_MAX_TEXT], hint[:_MAX_TEXT], retry))
+        if self._lifecycle is not None:
+            self._lifecycle.socket.setsockopt(zmq.LINGER, 1000)
+            self._lifecycle.socket.close()
+            self.context.term()
+        sys.stderr.flush()
+        os._exit(EXIT_FATAL)
+
+    def messages(self) -> list[Drain | Stop]:
+        """Commands that have arrived from the supervisor."""
+        if self._lifecycle is None:
+            return []
+        decoded = [decode_from_supervisor(item.body) for item in self._lifecycle.drain(limit=16)]
+        return [message for message in decoded if isinstance(message, Drain | Stop)]
+
+    def attach_asyncio(
+        self, loop: "asyncio.AbstractEventLoop", on_message: Callable[[Drain | Stop], None]
+    ) -> None:
+        """Deliver the supervisor's commands through an event loop."""
+        if self._lifecycle is None:
+            return
+
+        def deliver() -> None:
+            for message in self.messages():
+                on_message(message)
+
+        loop.add_reader(self._lifecycle.fd, deliver)
+        loop.call_soon(deliver)
+
+    def _tell(self, message: ToSupervisor) -> None:
+        if self._lifecycle is not None:
+            self._lifecycle.send(self.epoch, encode(message))
+
+    def _wait_for_supervisor(self) -> None:
+        """The supervisor listens before it starts children, so this takes a millisecond."""
+        assert self._lifecycle is not None
+        if not self._lifecycle.socket.poll(timeout=5000, flags=zmq.POLLOUT):
+            sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
+
+
+def watch_parent(parent_fd: int) -> None:
+    """End this process as soon as the other end of a pipe is closed."""
+
+    def wait() -> None:
+        os.read(parent_fd, 1)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def configure_logging(label: str, level: str) -> None:
+    """Send the package's log to stderr, each line with the process's label.
+
+    Only the `troika` logger is set up; the root logger stays as it is.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s [{label}] %(levelname)s %(message)s", "%H:%M:%S")
+    )
+    logger = logging.getLogger("troika")
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())

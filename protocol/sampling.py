@@ -1,0 +1,79 @@
+"""Sampling parameters, finish reasons, and every bound on them, written once.
+
+The API builds its request bodies from the same annotated types, and the core decodes
+`SamplingParams` from the wire with the same bounds, so both refuse the same values.
+"""
+
+import enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.message import Record, TokenId
+
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+
+Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=1024)]
+MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
+MinTokens = Annotated[int, Meta(ge=0, lt=2**31)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=128)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumSequences = Annotated[int, Meta(ge=1, le=128)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+CacheSalt = Annotated[str, Meta(max_length=256)]
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this temperature the sampler takes the most likely token."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(Record):
+    """How the tokens of one request are chosen: resolved values, with nothing left to default.
+
+    `seed` is always explicit here (whoever accepts the request draws one if the user gave none), so
+    that a request sent again continues with the same tokens. Stop strings are not here: they are
+    the API's business.
+    """
+
+    max_tokens: MaxTokens = 16
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    """0 or -1: off."""
+    min_p: MinP = 0.0
+    seed: Seed = 0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    min_tokens: MinTokens = 0
+    ignore_eos: bool = False
+    stop_token_ids: StopTokenIds = []
+    logit_bias: LogitBias = {}
+    logprobs: NumLogprobs | None = None
+    """Top logprobs per output token besides the sampled one's; None: no logprobs at all."""
+    prompt_logprobs: NumLogprobs | None = None
+    """The same per prompt token; such a request computes its whole prompt, reading no cached KV."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_TEMPERATURE

@@ -1,0 +1,197 @@
+"""Reads an EngineConfig from flags, environment, YAML file and defaults, in this precedence.
+
+Everything here is generated from the fields of `EngineConfig`: `max_num_seqs` is the flag
+`--max-num-seqs`, the variable `TROIKA_MAX_NUM_SEQS` and the YAML key `max_num_seqs`,
+which may have dashes too.
+"""
+
+import argparse
+import difflib
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from protocol.config import ConfigError, EngineConfig, validate
+
+ENV_PREFIX = "TROIKA_"
+
+
+class Setting(NamedTuple):
+    """One field of one section."""
+
+    section: str
+    name: str
+    type: Any
+    default: Any
+    description: str
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the flag takes no value but has a `--no-` form."""
+        return _base_type(self.type) is bool
+
+
+def settings() -> Iterator[Setting]:
+    """All settings, section by section."""
+    for section in msgspec.structs.fields(EngineConfig):
+        hints = typing.get_type_hints(section.type, include_extras=True)
+        for item in msgspec.structs.fields(section.type):
+            hint = hints[item.name]
+            description = next(
+                (meta.description or "" for meta in getattr(hint, "__metadata__", ())), ""
+            )
+            yield Setting(section.name, item.name, hint, item.default, description)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per setting, grouped by section, and `--config`."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings by name")
+    groups = {
+        item.name: parser.add_argument_group(item.name, (item.type.__doc__ or "").split("\n")[0])
+        for item in msgspec.structs.fields(EngineConfig)
+    }
+    for setting in settings():
+        shown = getattr(setting.default, "value", setting.default)
+        text = setting.description + ("" if shown is None else f" (default: {shown})")
+        options: dict[str, Any] = {
+            "dest": setting.name,
+            "default": argparse.SUPPRESS,
+            "help": text.replace("%", "%%"),
+        }
+        if setting.is_bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = _metavar(setting)
+        groups[setting.section].add_argument(setting.flag, **options)
+
+
+def resolve(
+    flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None
+) -> EngineConfig:
+    """Merge the sources into one checked configuration.
+
+    Args:
+        flags: values by setting name; they win over everything.
+        environ: the process environment; only `TROIKA_*` is read.
+        file: YAML file with settings by name, in flat form.
+
+    Raises:
+        ConfigError: an unknown name (with a suggestion), a wrong type or a value out of bounds.
+    """
+    known = {setting.name: setting for setting in settings()}
+    values: dict[str, tuple[Any, str]] = {}
+    if file is not None:
+        for key, value in _read_yaml(file).items():
+            values[_known_name(str(key).replace("-", "_"), known, file)] = (
+                value,
+                f"{key} in {file}",
+            )
+    for variable, text in environ.items():
+        if variable.startswith(ENV_PREFIX):
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            values[_known_name(name, known, "the environment")] = (text, variable)
+    for name, value in flags.items():
+        _known_name(name, known, "the arguments")
+        values[name] = (value, known[name].flag)
+    tree: dict[str, dict[str, Any]] = {}
+    for name, (value, origin) in values.items():
+        tree.setdefault(known[name].section, {})[name] = _convert(value, known[name], origin)
+    return validate(msgspec.convert(tree, EngineConfig))
+
+
+def configure(**values: Any) -> EngineConfig:
+    """Build a configuration from keywords, as an embedding program would: no flags, no environment.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    return resolve(values, {})
+
+
+def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
+    """Parse a command line that `add_flags` described.
+
+    An error ends the program with the usage on stderr and status 2, as argparse does.
+    """
+    parsed, unknown = parser.parse_known_args(argv)
+    arguments = vars(parsed)
+    names = {setting.name for setting in settings()}
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        parser.error(
+            f"unknown argument {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
+        )
+    flags = {name: value for name, value in arguments.items() if name in names}
+    try:
+        return resolve(flags, os.environ, arguments.get("config"))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _read_yaml(file: str) -> dict[Any, Any]:
+    try:
+        content = msgspec.yaml.decode(Path(file).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a mapping of setting names to values")
+    return content
+
+
+def _known_name(name: str, known: Mapping[str, Setting], source: str) -> str:
+    if name in known:
+        return name
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"unknown setting {name} in {source}{hint}")
+
+
+def _convert(value: Any, setting: Setting, origin: str) -> Any:
+    """Text of flags and variables becomes the field's type; bounds are checked for every source."""
+    if value is None or (isinstance(value, str) and value.lower() == "none"):
+        if type(None) in _union_members(setting.type):
+            return None
+        raise ConfigError(f"{origin} must have a value")
+    if setting.is_bool and isinstance(value, str):
+        value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
+    try:
+        return msgspec.convert(value, setting.type, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {error} (got {value!r})") from error
+
+
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    bare = _without_metadata(hint)
+    if typing.get_origin(bare) in (typing.Union, types.UnionType):
+        return tuple(_without_metadata(member) for member in typing.get_args(bare))
+    return (bare,)
+
+
+def _without_metadata(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+
+
+def _base_type(hint: Any) -> Any:
+    return next(member for member in _union_members(hint) if member is not type(None))
+
+
+def _metavar(setting: Setting) -> str:
+    base = _base_type(setting.type)
+    if hasattr(base, "__members__"):
+        return "{" + ",".join(base.__members__.values()) + "}"
+    return {int: "N", float: "X", str: "TEXT"}.get(base, "VALUE")

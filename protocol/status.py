@@ -1,0 +1,69 @@
+"""Asks a supervisor how its processes are; for the status command and for embedding programs."""
+
+import time
+
+import zmq
+
+from protocol.channel import DealerChannel, HighWaterMark, lifecycle_address
+from protocol.lifecycle import StatusQuery, StatusReply, decode_from_supervisor
+from protocol.message import encode
+
+_ANY_EPOCH = 0
+_DRAIN_LIMIT = 16
+
+
+class StatusLink:
+    """A connection to the supervisor of one run directory. Not thread-safe."""
+
+    def __init__(self, run_dir: str) -> None:
+        """Begin to connect; nobody needs to listen there yet."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel = DealerChannel(
+            self._context, lifecycle_address(run_dir), HighWaterMark.LIFECYCLE_LINK
+        )
+
+    def query(self, timeout_s: float, watch_fd: int | None = None) -> StatusReply | None:
+        """Ask once.
+
+        Args:
+            timeout_s: the longest wait.
+            watch_fd: descriptor, such as a pidfd, whose readability ends the wait early.
+
+        Returns:
+            The answer; None if there was none in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._channel.link_events()
+        self._latest_reply()  # an answer to an earlier question that came too late
+        if not self._wait(zmq.POLLOUT, deadline, watch_fd):
+            return None
+        if not self._channel.send(_ANY_EPOCH, encode(StatusQuery())):
+            return None
+        while self._wait(zmq.POLLIN, deadline, watch_fd):
+            reply = self._latest_reply()
+            if reply is not None:
+                return reply
+        return None
+
+    def close(self) -> None:
+        """Disconnect."""
+        if not self._channel.socket.closed:
+            self._channel.close()
+            self._context.term()
+
+    def _wait(self, flag: int, deadline: float, watch_fd: int | None) -> bool:
+        poller = zmq.Poller()
+        poller.register(self._channel.socket, flag)
+        if watch_fd is not None:
+            poller.register(watch_fd, zmq.POLLIN)
+        remaining_ms = max(0, round((deadline - time.monotonic()) * 1000))
+        ready = dict(poller.poll(remaining_ms))
+        return self._channel.socket in ready
+
+    def _latest_reply(self) -> StatusReply | None:
+        reply = None
+        for received in self._channel.drain(_DRAIN_LIMIT):
+            message = decode_from_supervisor(received.body)
+            if isinstance(message, StatusReply):
+                reply = message
+        return reply

@@ -1,0 +1,1 @@
+"""Commands around the three processes: start, test, measure, replay."""

@@ -1,0 +1,22 @@
+"""The installed command: `troika serve [MODEL] [flags]` and `troika status`."""
+
+import sys
+
+_USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows all flags
+       troika status [flags]          show the processes of a running engine"""
+
+
+def main() -> int:
+    """Hand over to a command. Returns its exit status, 2 where there is no such command."""
+    command, *argv = sys.argv[1:] or [""]
+    if command == "serve":
+        from scripts import supervisor
+
+        return supervisor.main(argv, "troika serve")
+    if command == "status":
+        from scripts import status
+
+        return status.main(argv, "troika status")
+    is_asked = command in ("-h", "--help")
+    print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
+    return 0 if is_asked else 2

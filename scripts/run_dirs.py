@@ -1,0 +1,139 @@
+"""Run directories: one living supervisor each, epochs that only grow, a register to find them.
+
+A given directory keeps `epoch` and `supervisor.lock` beyond the supervisor's end; a temporary one
+disappears with it. The register is a directory of links, one per supervisor of this user.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+from protocol.channel import lifecycle_address, make_run_dir
+
+_EPOCH_FILE = "epoch"
+_LOCK_FILE = "supervisor.lock"
+_TEMPORARY = "temporary"
+_GIVEN = "given"
+_CONNECT_TIMEOUT_S = 0.5
+
+
+class RunDirBusyError(Exception):
+    """Another supervisor lives in that directory."""
+
+
+class RunDir:
+    """A directory that this process holds until `close`."""
+
+    def __init__(self, path: str | None, *, is_temporary: bool = False) -> None:
+        """Create or take over a directory.
+
+        Args:
+            path: None for a new temporary one.
+            is_temporary: whether a given one may be removed by whoever finds it abandoned.
+
+        Raises:
+            ValueError: the directory cannot be used; the text says why.
+            RunDirBusyError: another supervisor uses it.
+        """
+        self.path = make_run_dir(path)
+        self._is_own = path is None
+        self._is_temporary = is_temporary or self._is_own
+        self._link: Path | None = None
+        self._lock_fd = os.open(self._file(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(self._lock_fd, 20).decode(errors="replace").strip()
+            os.close(self._lock_fd)
+            text = f"run_dir {self.path} is in use by the supervisor with pid {holder}"
+            raise RunDirBusyError(text) from error
+        os.ftruncate(self._lock_fd, 0)
+        os.write(self._lock_fd, f"{os.getpid()}\n".encode())
+        self._epoch = self._read_epoch()
+
+    def next_epoch(self) -> int:
+        """A number greater than any that was handed out in this directory before."""
+        self._epoch += 1
+        draft = self._file(f"{_EPOCH_FILE}.new")
+        draft.write_text(f"{self._epoch}\n")
+        draft.replace(self._file(_EPOCH_FILE))
+        return self._epoch
+
+    def raise_epoch(self, least: int) -> None:
+        """Let the next epoch be greater than `least`."""
+        self._epoch = max(self._epoch, least)
+
+    def register(self) -> None:
+        """Make this directory known to `live_run_dirs`; its supervisor listens already."""
+        register = _register_dir()
+        _forget_dead(register)
+        kind = _TEMPORARY if self._is_temporary else _GIVEN
+        self._link = register / f"{kind}-{os.getpid()}"
+        self._link.unlink(missing_ok=True)
+        self._link.symlink_to(self.path)
+
+    def close(self, *, is_abandoned: bool) -> None:
+        """Let go of the directory: remove a temporary one, clear any other of its sockets.
+
+        Args:
+            is_abandoned: whether nobody else will remove a temporary one that was given.
+        """
+        if self._link is not None:
+            self._link.unlink(missing_ok=True)
+        if self._is_own or (self._is_temporary and is_abandoned):
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            for file in Path(self.path).glob("*.sock"):
+                file.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+    def _file(self, name: str) -> Path:
+        return Path(self.path) / name
+
+    def _read_epoch(self) -> int:
+        try:
+            return int(self._file(_EPOCH_FILE).read_text())
+        except FileNotFoundError:
+            return 0
+        except ValueError as error:
+            os.close(self._lock_fd)
+            raise ValueError(f"{self._file(_EPOCH_FILE)} must hold a number") from error
+
+
+def live_run_dirs() -> list[str]:
+    """The run directories of this user's living supervisors."""
+    links = sorted(_register_dir().iterdir())
+    return [os.readlink(link) for link in links if _is_live(os.readlink(link))]
+
+
+def _register_dir() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    parent = base if base and os.path.isdir(base) else tempfile.gettempdir()
+    return Path(make_run_dir(f"{parent}/troika-{os.getuid()}"))
+
+
+def _forget_dead(register: Path) -> None:
+    """Clear what supervisors that were killed have left."""
+    for link in register.iterdir():
+        target = os.readlink(link)
+        if _is_live(target):
+            continue
+        link.unlink(missing_ok=True)
+        if link.name.startswith(_TEMPORARY):
+            shutil.rmtree(target, ignore_errors=True)
+
+
+def _is_live(run_dir: str) -> bool:
+    """Whether somebody listens on its lifecycle socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_S)
+        try:
+            probe.connect(lifecycle_address(run_dir).removeprefix("ipc://"))
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+    return True

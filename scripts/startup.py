@@ -1,0 +1,100 @@
+"""What happens before an engine starts: flags, the model's directory, the HTTP socket, signals."""
+
+import argparse
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from protocol import settings
+from protocol.config import ConfigError, EngineConfig
+
+DEMO_MODEL_DIR = Path(__file__).resolve().parent / "demo_model"
+_BACKLOG = 2048
+
+
+def complete(config: EngineConfig) -> EngineConfig:
+    """Replace the name of the model by its directory.
+
+    Raises:
+        ConfigError: there is no such model; the text says what is possible.
+    """
+    model = config.model
+    if model.model == "null":
+        return config
+    directory = DEMO_MODEL_DIR if model.model == "demo" else Path(model.model).absolute()
+    if not (directory / "config.json").is_file():
+        problem = "has no config.json" if directory.is_dir() else "is no directory"
+        raise ConfigError(
+            f"model {directory} {problem}; give a checkpoint directory in Hugging Face format, "
+            "'demo' or 'null'"
+        )
+    served = model.served_model_name or ("demo" if model.model == "demo" else None)
+    model = msgspec.structs.replace(model, model=str(directory), served_model_name=served)
+    return msgspec.structs.replace(config, model=model)
+
+
+def served_name(config: EngineConfig) -> str:
+    """The model's name in the API."""
+    return config.model.served_model_name or Path(config.model.model).name
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Listen for HTTP.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on host {host}, port {port}: {error.strerror}; "
+            "choose others with --host and --port (port 0: any free one)"
+        ) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Root of the HTTP server's addresses."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def watch_signals() -> int:
+    """Let SIGINT, SIGTERM and SIGHUP do nothing but write a byte to the descriptor returned."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    return read_fd
+
+
+def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:
+    """Read the command line. Wrong arguments end the program with status 2."""
+    parser = argparse.ArgumentParser(
+        program, description="Serve a model over HTTP.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="checkpoint directory, 'demo' (default) or 'null'; the same as --model",
+    )
+    parser.add_argument("--no-api", action="store_true", help="start no HTTP server")
+    for flag in ("--config-fd", "--parent-fd", "--epoch", "--rank"):
+        parser.add_argument(flag, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--temporary-run-dir", action="store_true", help=argparse.SUPPRESS)
+    settings.add_flags(parser)
+    config = settings.parse_args(parser, argv)
+    arguments = parser.parse_args(argv)
+    if arguments.config_fd is not None:
+        with os.fdopen(arguments.config_fd, "rb") as pipe:
+            config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
+    return arguments, config

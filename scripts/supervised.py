@@ -1,0 +1,155 @@
+"""What supervision handles: slots, processes, groups of ranks, and the actions it asks for."""
+
+from dataclasses import dataclass
+
+from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Ready, Role, Stop
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """A place for one process; its incarnations follow each other there."""
+
+    role: Role
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank}" if self.rank else str(self.role)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a process with this epoch."""
+
+    slot: Slot
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send SIGKILL."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message over the lifecycle link."""
+
+    slot: Slot
+    message: Drain | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """A step of a start, for the console."""
+
+    slot: Slot
+    message: Progress | Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The engine serves for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log; `severity` is a level of the logging module."""
+
+    severity: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Everything has ended; the supervisor exits with this status."""
+
+    status: int
+
+
+Action = Start | Kill | Tell | Show | Announce | Note | Exit
+
+
+class Process:
+    """One slot and its present incarnation."""
+
+    __slots__ = (
+        "deadline",
+        "epoch",
+        "fatal",
+        "is_alive",
+        "is_doomed",
+        "num_restarts",
+        "slot",
+        "state",
+    )
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.epoch = 0
+        self.state = ProcessState.STOPPED
+        self.num_restarts = -1
+        self.is_alive = False
+        self.is_doomed = False
+        """SIGKILL was sent; its death is awaited."""
+        self.deadline: float | None = None
+        """When it is killed unless its start makes progress."""
+        self.fatal: Fatal | None = None
+        """Its last words."""
+
+    def begin(self, epoch: int, deadline: float) -> Start:
+        """A new incarnation."""
+        assert not self.is_alive, f"{self.slot} would live twice"
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self.state = ProcessState.STARTING
+        self.num_restarts += 1
+        self.is_alive = True
+        self.is_doomed = False
+        self.deadline = deadline
+        self.fatal = None
+        return Start(self.slot, epoch)
+
+    def kill(self) -> list[Action]:
+        """Kill it if that is still needed."""
+        if not self.is_alive or self.is_doomed:
+            return []
+        self.is_doomed = True
+        self.deadline = None
+        return [Kill(self.slot)]
+
+
+class Group:
+    """All ranks of one role."""
+
+    __slots__ = (
+        "is_failing",
+        "num_deaths",
+        "num_failures",
+        "processes",
+        "ready_since",
+        "resume_at",
+    )
+
+    def __init__(self, role: Role, num_ranks: int) -> None:
+        self.processes = [Process(Slot(role, rank)) for rank in range(num_ranks)]
+        self.resume_at: float | None = None
+        """When the successors start; the group may still have to die until then."""
+        self.is_failing = False
+        """One rank has died; the others are being killed."""
+        self.num_deaths = 0
+        """In a row, without a healthy time between."""
+        self.num_failures = 0
+        """Of these, not by a signal from outside."""
+        self.ready_since: float | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return not any(process.is_alive for process in self.processes)
+
+    @property
+    def is_ready(self) -> bool:
+        return all(process.state is ProcessState.READY for process in self.processes)
+
+    def kill(self) -> list[Action]:
+        return [action for process in self.processes for action in process.kill()]

@@ -1,0 +1,321 @@
+"""Supervision as a state machine: events and a clock in, actions out. No sockets, no processes.
+
+The ranks of one role form a group that lives and dies together. A group is started again only when
+the death of all its processes is known, with a greater epoch and after a pause that doubles with
+every death in a row. The first start is special: what would fail again ends the engine.
+"""
+
+import enum
+import logging
+import random
+import signal
+from collections.abc import Callable, Mapping
+
+from protocol.config import RecoveryConfig
+from protocol.lifecycle import (
+    Drain,
+    Drained,
+    Fatal,
+    Hello,
+    ProcessState,
+    Progress,
+    Ready,
+    Role,
+    Stop,
+)
+from scripts.supervised import (
+    Action,
+    Announce,
+    Exit,
+    Group,
+    Note,
+    Process,
+    Show,
+    Slot,
+    Tell,
+)
+
+HEALTHY_S = 60.0
+"""A group ready for so long has its deaths forgotten."""
+STOP_GRACE_S = 5.0
+"""From Stop to SIGKILL, for all processes together."""
+CRASH_LOOP_DEATHS = 5
+_FIRST_BACKOFF_S = 0.1
+_MAX_DOUBLINGS = 32
+_STOP_ORDER = (Role.API, Role.CORE, Role.WORKER)
+_DRAIN_ORDER = (Role.API, Role.CORE)
+
+
+class _Phase(enum.Enum):
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()
+    STOPPING = enum.auto()
+
+
+class Supervision:
+    """Decides which process runs when. Every method returns what is to be done, in order."""
+
+    def __init__(
+        self,
+        recovery: RecoveryConfig,
+        num_ranks: Mapping[Role, int],
+        next_epoch: Callable[[], int],
+        rng: random.Random,
+    ) -> None:
+        """Supervise `num_ranks[role]` processes of each role, started in the mapping's order."""
+        self._recovery = recovery
+        self._next_epoch = next_epoch
+        self._rng = rng
+        self._groups = {role: Group(role, number) for role, number in num_ranks.items()}
+        self._phase = _Phase.RUNNING
+        self._was_ready = False
+        self._deadline: float | None = None
+        """Of draining or stopping."""
+        self._fronts = [role for role in _DRAIN_ORDER if role in self._groups]
+        self._stages = [role for role in _STOP_ORDER if role in self._groups]
+        self._told: set[Role] = set()
+        self._exit_status = 0
+        self.failure: str | None = None
+        """Why the engine gave up."""
+
+    @property
+    def processes(self) -> list[Process]:
+        """All slots, for reports."""
+        return [process for group in self._groups.values() for process in group.processes]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every process serves."""
+        return self._phase is _Phase.RUNNING and all(g.is_ready for g in self._groups.values())
+
+    @property
+    def state(self) -> ProcessState:
+        """The engine as a whole."""
+        if self._phase is not _Phase.RUNNING:
+            return ProcessState.DRAINING
+        return ProcessState.READY if self.is_ready else ProcessState.STARTING
+
+    def find(self, epoch: int) -> Process | None:
+        """The living process of that epoch."""
+        return next((p for p in self.processes if p.is_alive and p.epoch == epoch), None)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due at the latest; None: only after an event."""
+        times = [self._deadline, *(process.deadline for process in self.processes)]
+        times += [group.resume_at for group in self._groups.values() if group.is_gone]
+        return min((time for time in times if time is not None), default=None)
+
+    # Events -------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> list[Action]:
+        """Start everything; nobody waits for anybody."""
+        return [action for group in self._groups.values() for action in self._start(group, now)]
+
+    def on_message(
+        self, epoch: int, message: Hello | Progress | Ready | Fatal | Drained, now: float
+    ) -> list[Action]:
+        """A child has spoken. Words of the dead are ignored."""
+        process = self.find(epoch)
+        if process is None:
+            return []
+        if process.state is ProcessState.STARTING and not process.is_doomed:
+            process.deadline = now + self._recovery.startup_timeout_s
+        match message:
+            case Progress():
+                return [Show(process.slot, message)]
+            case Ready():
+                return self._on_ready(process, message, now)
+            case Fatal():
+                process.fatal = message
+            case Drained():
+                return self._on_drained(process, now)
+        return []
+
+    def on_death(self, slot: Slot, status: int, now: float) -> list[Action]:
+        """A child is dead and reaped; `status` is negative for a signal."""
+        group = self._groups[slot.role]
+        process = group.processes[slot.rank]
+        assert process.is_alive, f"{slot} died twice"
+        process.is_alive = False
+        process.deadline = None
+        if self._phase is _Phase.STOPPING:
+            process.state = ProcessState.STOPPED
+            return self._advance_stop()
+        process.state = ProcessState.BACKOFF
+        if group.is_failing:
+            return self._resume(group, now)
+        story = _story(process, status)
+        self._count_death(group, status, now)
+        if self._is_hopeless(group, process):
+            return self._give_up(process, story, now)
+        actions: list[Action] = [Note(logging.WARNING, story)]
+        if self._phase is _Phase.DRAINING and slot.role is self._fronts[0]:
+            return actions + self._begin_stop(now)
+        group.is_failing = True
+        group.resume_at = now + self._delay_s(group)
+        return actions + group.kill() + self._resume(group, now)
+
+    def on_signal(self, now: float) -> list[Action]:
+        """Asked to end: drain first; asked again: end at once."""
+        if self._phase is _Phase.RUNNING:
+            self._phase = _Phase.DRAINING
+            self._deadline = now + self._recovery.shutdown_timeout_s
+            text = "finishing what runs; another signal stops at once"
+            return [Note(logging.INFO, text), *self._drain_next(now)]
+        if self._phase is _Phase.DRAINING:
+            self._exit_status = 1
+        return self.on_orphaned(now)
+
+    def on_orphaned(self, now: float) -> list[Action]:
+        """Nobody waits for results any more: kill everything."""
+        stop = [] if self._phase is _Phase.STOPPING else self._begin_stop(now)
+        return stop + self._kill_all()
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due by now."""
+        actions: list[Action] = []
+        for process in self.processes:
+            if process.deadline is not None and process.deadline <= now:
+                limit_s = self._recovery.startup_timeout_s
+                text = f"{process.slot} has made no progress for {limit_s:g} s; it is killed"
+                actions += [Note(logging.ERROR, text), *process.kill()]
+        for group in self._groups.values():
+            actions += self._resume(group, now)
+        if self._deadline is None or now < self._deadline:
+            return actions
+        if self._phase is _Phase.DRAINING:
+            text = f"requests still run after {self._recovery.shutdown_timeout_s:g} s"
+            return [*actions, Note(logging.WARNING, text), *self._begin_stop(now)]
+        return actions + self._end_stop(now)
+
+    # Starting -----------------------------------------------------------------------------------
+
+    def _start(self, group: Group, now: float) -> list[Action]:
+        group.resume_at = None
+        group.is_failing = False
+        group.ready_since = None
+        deadline = now + self._recovery.startup_timeout_s
+        return [process.begin(self._next_epoch(), deadline) for process in group.processes]
+
+    def _resume(self, group: Group, now: float) -> list[Action]:
+        if group.resume_at is None or now < group.resume_at or not group.is_gone:
+            return []
+        return self._start(group, now)
+
+    def _on_ready(self, process: Process, message: Ready, now: float) -> list[Action]:
+        if process.state is not ProcessState.STARTING or process.is_doomed:
+            return []
+        process.state = ProcessState.READY
+        process.deadline = None
+        group = self._groups[process.slot.role]
+        if group.is_ready:
+            group.ready_since = now
+        actions: list[Action] = [Show(process.slot, message)]
+        if self.is_ready and not self._was_ready:
+            self._was_ready = True
+            actions.append(Announce())
+        return actions
+
+    # Dying --------------------------------------------------------------------------------------
+
+    def _count_death(self, group: Group, status: int, now: float) -> None:
+        if group.ready_since is not None and now - group.ready_since >= HEALTHY_S:
+            group.num_deaths = group.num_failures = 0
+        group.num_deaths += 1
+        if status not in (-signal.SIGKILL, -signal.SIGTERM):
+            group.num_failures += 1
+
+    def _delay_s(self, group: Group) -> float:
+        if group.num_deaths == 1:
+            return 0.0
+        doublings = min(group.num_deaths - 2, _MAX_DOUBLINGS)
+        delay_s = min(_FIRST_BACKOFF_S * 2.0**doublings, self._recovery.restart_backoff_max_s)
+        return delay_s * self._rng.uniform(0.5, 1.0)
+
+    def _is_hopeless(self, group: Group, process: Process) -> bool:
+        """Only a first start is given up: afterwards there are requests to come back for."""
+        if self._was_ready or self._phase is not _Phase.RUNNING:
+            return False
+        told = process.fatal is not None and not process.fatal.retry
+        return told or group.num_failures >= CRASH_LOOP_DEATHS
+
+    def _give_up(self, process: Process, story: str, now: float) -> list[Action]:
+        hint = process.fatal.hint if process.fatal is not None else ""
+        self.failure = story + (f"\nhint: {hint}" if hint else "")
+        self._exit_status = 1
+        return self._begin_stop(now)
+
+    # Ending -------------------------------------------------------------------------------------
+
+    def _drain_next(self, now: float) -> list[Action]:
+        """Outermost first: what the API has accepted still needs the core."""
+        if not self._fronts or self._recovery.shutdown_timeout_s == 0:
+            return self._begin_stop(now)
+        front = self._groups[self._fronts[0]].processes[0]
+        if front.state is not ProcessState.READY:
+            return self._begin_stop(now)
+        front.state = ProcessState.DRAINING
+        return [Tell(front.slot, Drain())]
+
+    def _on_drained(self, process: Process, now: float) -> list[Action]:
+        if self._phase is not _Phase.DRAINING or process.slot.role is not self._fronts[0]:
+            return []
+        self._fronts.pop(0)
+        return self._drain_next(now)
+
+    def _begin_stop(self, now: float) -> list[Action]:
+        self._phase = _Phase.STOPPING
+        self._deadline = now + STOP_GRACE_S
+        for group in self._groups.values():
+            group.resume_at = None
+        for process in self.processes:
+            process.deadline = None
+            process.state = process.state if process.is_alive else ProcessState.STOPPED
+        return self._advance_stop()
+
+    def _advance_stop(self) -> list[Action]:
+        while self._stages and self._groups[self._stages[0]].is_gone:
+            self._stages.pop(0)
+        if not self._stages:
+            self._deadline = None
+            return [Exit(self._exit_status)]
+        role = self._stages[0]
+        if role in self._told:
+            return []
+        self._told.add(role)
+        return [action for p in self._groups[role].processes for action in _stop(p)]
+
+    def _end_stop(self, now: float) -> list[Action]:
+        kills = self._kill_all()
+        if kills:
+            self._deadline = now + STOP_GRACE_S
+            return [Note(logging.WARNING, "processes that do not stop are killed"), *kills]
+        self._deadline = None
+        return [Note(logging.ERROR, "processes survived SIGKILL"), Exit(1)]
+
+    def _kill_all(self) -> list[Action]:
+        return [action for group in self._groups.values() for action in group.kill()]
+
+
+def _stop(process: Process) -> list[Action]:
+    """Whoever is still starting does not listen yet."""
+    if not process.is_alive:
+        return []
+    if process.state is ProcessState.STARTING:
+        return process.kill()
+    return [Tell(process.slot, Stop())]
+
+
+def _story(process: Process, status: int) -> str:
+    if process.fatal is not None:
+        return f"{process.slot} failed while {process.fatal.phase}: {process.fatal.error}"
+    if status < 0:
+        return f"{process.slot} died of {_signal_name(-status)}"
+    return f"{process.slot} ended with status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

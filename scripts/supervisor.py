@@ -1,0 +1,345 @@
+"""The supervisor: `python -m scripts.supervisor [MODEL] [flags]` starts an engine and keeps it.
+
+Here are its sockets, signals and processes; scripts/supervision.py decides what to do.
+"""
+
+import argparse
+import logging
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from protocol.channel import (
+    HighWaterMark,
+    PeerGone,
+    Received,
+    RouterChannel,
+    client_address,
+    lifecycle_address,
+)
+from protocol.child import Child, rss_bytes
+from protocol.config import ConfigError, EngineConfig
+from protocol.launch import FAILURE_FILE
+from protocol.lifecycle import (
+    Hello,
+    ProcessStatus,
+    Progress,
+    Role,
+    StatusQuery,
+    StatusReply,
+    decode_to_supervisor,
+)
+from protocol.message import Message, ProtocolError, encode
+from protocol.process import EXIT_FATAL, configure_logging
+from scripts.console import Console
+from scripts.run_dirs import RunDir, RunDirBusyError
+from scripts.startup import complete, open_listener, parse, served_name, url_of, watch_signals
+from scripts.supervised import Action, Announce, Exit, Kill, Note, Show, Slot, Start, Tell
+from scripts.supervision import Supervision
+
+MODULES = {Role.API: "api_proc", Role.CORE: "core_proc", Role.WORKER: "worker_proc"}
+_DRAIN_LIMIT = 256
+_LAST_WORDS_MS = 100
+_CANNOT_START = 127
+_OWN_EPOCH = 0
+
+
+class Supervisor:
+    """Runs one engine from start to end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        run_dir: RunDir,
+        console: Console,
+        *,
+        listener: socket.socket | None,
+        parent_fd: int | None,
+        started_at: float,
+    ) -> None:
+        """Listen for children; `run` starts them.
+
+        Args:
+            config: complete, as every child gets it.
+            listener: socket for the API; None: no API.
+            parent_fd: its EOF ends everything at once.
+            started_at: monotonic time from which the start is counted.
+        """
+        self._config = config
+        self._console = console
+        self._listener = listener
+        self._parent_fd = parent_fd
+        self._started_at = started_at
+        num_ranks = {Role.WORKER: config.parallel.tensor_parallel_size, Role.CORE: 1}
+        if listener is not None:
+            num_ranks[Role.API] = 1
+        self.supervision = Supervision(
+            config.recovery, num_ranks, run_dir.next_epoch, random.Random()
+        )
+        self._children: dict[Slot, Child] = {}
+        self._peers: dict[Slot, bytes] = {}
+        self._stillborn: list[Slot] = []
+        self._exit_status: int | None = None
+        self.was_orphaned = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._link = RouterChannel(
+            self._context, lifecycle_address(run_dir.path), HighWaterMark.LIFECYCLE_LINK
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+        if parent_fd is not None:
+            self._poller.register(parent_fd, zmq.POLLIN)
+
+    @property
+    def url(self) -> str | None:
+        """Address of the HTTP server."""
+        return None if self._listener is None else url_of(self._listener)
+
+    def run(self, signal_fd: int) -> int:
+        """Start everything, and serve until the end.
+
+        Args:
+            signal_fd: readable when a signal to stop has come, one byte each.
+
+        Returns:
+            The exit status.
+        """
+        self._poller.register(signal_fd, zmq.POLLIN)
+        self._perform(self.supervision.begin(time.monotonic()))
+        while self._exit_status is None:
+            ready = dict(self._poller.poll(self._poll_ms()))
+            if signal_fd in ready:
+                os.read(signal_fd, 64)
+                self._perform(self.supervision.on_signal(time.monotonic()))
+            if self._parent_fd is not None and self._parent_fd in ready:
+                self._on_orphaned()
+            self._drain_link()
+            self._reap(ready)
+            self._perform(self.supervision.tick(time.monotonic()))
+        self._link.close()
+        self._context.term()
+        return self._exit_status
+
+    def _poll_ms(self) -> int | None:
+        if self._stillborn:
+            return 0
+        deadline = self.supervision.next_deadline()
+        if deadline is None:
+            return None
+        return max(0, int((deadline - time.monotonic()) * 1000) + 1)
+
+    # Events -------------------------------------------------------------------------------------
+
+    def _on_orphaned(self) -> None:
+        assert self._parent_fd is not None
+        self._poller.unregister(self._parent_fd)
+        self.was_orphaned = True
+        self._perform(self.supervision.on_orphaned(time.monotonic()))
+
+    def _drain_link(self) -> None:
+        for received in self._link.drain(_DRAIN_LIMIT):
+            try:
+                self._on_message(received)
+            except ProtocolError as error:
+                self._console.note(logging.ERROR, f"unreadable lifecycle message: {error}")
+
+    def _on_message(self, received: Received) -> None:
+        message = decode_to_supervisor(received.body)
+        if isinstance(message, StatusQuery):
+            self._send(received.peer, _OWN_EPOCH, self._status())
+            return
+        epoch = received.header.epoch
+        if isinstance(message, Hello):
+            process = self.supervision.find(epoch)
+            if process is not None and self._children[process.slot].pid == message.pid:
+                self._peers[process.slot] = received.peer
+        self._perform(self.supervision.on_message(epoch, message, time.monotonic()))
+
+    def _reap(self, ready: Mapping[Any, int]) -> None:
+        """Report the dead, after their last words."""
+        stillborn, self._stillborn = self._stillborn, []
+        for slot in stillborn:
+            self._perform(self.supervision.on_death(slot, _CANNOT_START, time.monotonic()))
+        dead = [slot for slot, child in self._children.items() if child.pidfd in ready]
+        for slot in dead:
+            child = self._children[slot]
+            status = child.poll()
+            assert status is not None, "a readable pidfd means a dead process"
+            if status == EXIT_FATAL:
+                self._link.socket.poll(_LAST_WORDS_MS)
+                self._drain_link()
+            self._poller.unregister(child.pidfd)
+            child.close()
+            del self._children[slot]
+            self._forget_peer(slot)
+            self._perform(self.supervision.on_death(slot, status, time.monotonic()))
+
+    def _forget_peer(self, slot: Slot) -> None:
+        peer = self._peers.pop(slot, None)
+        if peer is not None:
+            self._link.forget(peer)
+
+    def _status(self) -> StatusReply:
+        rows = [
+            ProcessStatus(
+                Role.SUPERVISOR,
+                0,
+                os.getpid(),
+                _OWN_EPOCH,
+                self.supervision.state,
+                rss_bytes(os.getpid()),
+                0,
+            )
+        ]
+        for process in self.supervision.processes:
+            child = self._children.get(process.slot)
+            rows.append(
+                ProcessStatus(
+                    process.slot.role,
+                    process.slot.rank,
+                    None if child is None else child.pid,
+                    process.epoch,
+                    process.state,
+                    0 if child is None else child.rss_bytes(),
+                    process.num_restarts,
+                )
+            )
+        return StatusReply(rows, self.supervision.is_ready, self.url, self.supervision.failure)
+
+    # Actions ------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start(action)
+                case Kill():
+                    self._children[action.slot].kill()
+                case Tell():
+                    self._tell(action)
+                case Show():
+                    self._show(action)
+                case Announce():
+                    self._announce()
+                case Note():
+                    self._console.note(action.severity, action.text)
+                case Exit():
+                    self._exit_status = action.status
+
+    def _start(self, action: Start) -> None:
+        slot = action.slot
+        listen_fd = None
+        if slot.role is Role.API:
+            assert self._listener is not None
+            listen_fd = self._listener.fileno()
+        now = time.monotonic()
+        self._console.starting(slot, now)
+        try:
+            child = Child(
+                MODULES[slot.role],
+                self._config,
+                epoch=action.epoch,
+                rank=slot.rank,
+                listen_fd=listen_fd,
+            )
+        except OSError as error:
+            self._console.note(logging.ERROR, f"cannot start {slot}: {error}")
+            self._stillborn.append(slot)
+            return
+        self._children[slot] = child
+        self._poller.register(child.pidfd, zmq.POLLIN)
+
+    def _tell(self, action: Tell) -> None:
+        """Whoever does not hear it is killed when its time is over."""
+        peer = self._peers.get(action.slot)
+        child = self._children.get(action.slot)
+        if peer is not None and child is not None:
+            self._send(peer, child.epoch, action.message)
+
+    def _send(self, peer: bytes, epoch: int, message: Message) -> None:
+        try:
+            self._link.send(peer, epoch, encode(message))
+        except PeerGone:
+            return
+
+    def _show(self, action: Show) -> None:
+        now = time.monotonic()
+        if isinstance(action.message, Progress):
+            self._console.progress(action.slot, action.message, now)
+        else:
+            self._console.ready(action.slot, action.message, now)
+
+    def _announce(self) -> None:
+        name = served_name(self._config)
+        place = f"{self.url}/v1" if self.url else client_address(str(self._config.run.run_dir))
+        seconds = time.monotonic() - self._started_at
+        self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")
+
+
+def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> int:
+    """Run an engine until it is stopped. Returns the exit status."""
+    started_at = time.monotonic()
+    arguments, config = parse(program, sys.argv[1:] if argv is None else argv)
+    configure_logging("supervisor", config.run.log_level)
+    signal_fd = watch_signals()
+    is_embedded = arguments.parent_fd is not None
+    console = Console(sys.stderr, is_terminal=sys.stderr.isatty(), is_quiet=is_embedded)
+    try:
+        status, failure = _serve(arguments, config, console, signal_fd, started_at)
+    except (ConfigError, ValueError, RunDirBusyError) as error:
+        status, failure = 1, str(error)
+    if failure is not None:
+        console.error(failure)
+        if is_embedded:
+            _leave_word(config.run.run_dir, failure)
+    return status
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    console: Console,
+    signal_fd: int,
+    started_at: float,
+) -> tuple[int, str | None]:
+    """Returns the exit status, and why the engine gave up, if it did."""
+    config = complete(config)
+    run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
+    is_abandoned = False
+    try:
+        run_dir.raise_epoch(arguments.epoch or 0)
+        run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
+        config = msgspec.structs.replace(config, run=run)
+        listener = None if arguments.no_api else open_listener(config.api.host, config.api.port)
+        supervisor = Supervisor(
+            config,
+            run_dir,
+            console,
+            listener=listener,
+            parent_fd=arguments.parent_fd,
+            started_at=started_at,
+        )
+        run_dir.register()
+        status = supervisor.run(signal_fd)
+        is_abandoned = supervisor.was_orphaned
+        return status, supervisor.supervision.failure
+    finally:
+        run_dir.close(is_abandoned=is_abandoned)
+
+
+def _leave_word(run_dir: str | None, failure: str) -> None:
+    """For the program that embeds this engine; it may have removed the directory already."""
+    if run_dir is not None and os.path.isdir(run_dir):
+        (Path(run_dir) / FAILURE_FILE).write_text(failure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

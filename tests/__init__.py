@@ -1,0 +1,1 @@
+"""Tests, one folder per package; system/ runs real processes, gpu/ needs CUDA."""

@@ -1,0 +1,212 @@
+"""A stand-in for `protocol.client.AsyncEngineClient` with scripted tokens, and a live server."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import uvloop
+
+from api_proc.app import openai_app
+from api_proc.server import HttpServer, listen, url_of
+from api_proc.state import ApiState
+from api_proc.text import TextProcessor
+from api_proc.tokenizer import FIRST_BYTE_ID
+from protocol.api_core import (
+    AddRequest,
+    EngineState,
+    EngineStats,
+    RequestOutput,
+    Status,
+    validate_request,
+)
+from protocol.client import RequestStream
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.ledger import RequestFailed
+from protocol.sampling import FinishReason, SamplingParams
+
+EOS_ID = 2
+FACTS = ModelFacts("null", 1000, 512, 16, 200, [EOS_ID])
+REPLY = "The quick brown fox jumps over the lazy dog. "
+
+Script = Callable[[AddRequest], Iterator[RequestOutput]]
+
+
+def ids_of(text: str) -> list[int]:
+    return [FIRST_BYTE_ID + byte for byte in text.encode()]
+
+
+def repeating(text: str = REPLY, *, per_output: int = 1) -> Script:
+    """Say `text` over and over until max_tokens."""
+    return saying(ids_of(text) * 100, per_output=per_output)
+
+
+def saying(token_ids: list[int], *, per_output: int = 1) -> Script:
+    """Say these tokens, ending at EOS or at max_tokens."""
+
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        params = add.sampling_params
+        said = token_ids[: params.max_tokens]
+        if EOS_ID in said and not params.ignore_eos:
+            said = said[: said.index(EOS_ID) + 1]
+        for first in range(0, len(said), per_output):
+            ids = said[first : first + per_output]
+            is_last = first + per_output >= len(said)
+            reason = FinishReason.STOP if ids[-1] == EOS_ID else FinishReason.LENGTH
+            yield RequestOutput(
+                add.request_id,
+                first,
+                ids,
+                reason if is_last else None,
+                num_cached_tokens=len(add.prompt_token_ids) // 16 * 16 if first == 0 else None,
+                logprobs=[logprobs_of(i, params.logprobs) for i in ids]
+                if params.logprobs is not None
+                else None,
+                prompt_logprobs=prompt_part(add) if first == 0 else None,
+            )
+
+    return script
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """The token itself, its successor, and so on; the last of them is impossible."""
+    values = [-0.5 - i for i in range(num_top)]
+    if num_top > 1:
+        values[-1] = float("-inf")
+    return TokenLogprobs(token_id, -0.5, 1, [token_id + i for i in range(num_top)], values)
+
+
+def prompt_part(add: AddRequest) -> list[PromptLogprobs] | None:
+    num_top = add.sampling_params.prompt_logprobs
+    if num_top is None:
+        return None
+    entries = [logprobs_of(i, num_top) for i in add.prompt_token_ids[1:]]
+    return [PromptLogprobs(add.request_id, 1, entries)]
+
+
+class FakeClient:
+    """Plays a script for every request: one output per turn of the event loop."""
+
+    def __init__(self, facts: ModelFacts | None = FACTS, script: Script | None = None) -> None:
+        self.facts = facts
+        self.status: Status | None = None
+        self.last_status_time = 0.0
+        self.connected = True
+        self.script = script or repeating()
+        self.is_paused = False
+        self.refusal: RequestFailed | None = None
+        self.requests: list[AddRequest] = []
+        self.cancelled: list[int] = []
+        self.streams: dict[int, RequestStream] = {}
+        self._scripts: dict[int, Iterator[RequestOutput]] = {}
+        if facts is not None:
+            self.report(EngineState.READY)
+
+    def report(self, state: EngineState, **stats: Any) -> None:
+        self.status = Status(state, self.facts, EngineStats(**stats))
+        self.last_status_time = time.monotonic()
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> RequestStream:
+        add = AddRequest(
+            len(self.requests) + 1, prompt_token_ids, params, [], priority, 0.0, cache_salt
+        )
+        assert self.facts is not None
+        error = validate_request(add, self.facts)
+        if error is not None:
+            raise RequestFailed(error)
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(add)
+        stream = RequestStream(self, add.request_id)  # type: ignore[arg-type]
+        self.streams[add.request_id] = stream
+        self._scripts[add.request_id] = self.script(add)
+        asyncio.get_running_loop().call_soon(self._turn, add.request_id)
+        return stream
+
+    def cancel(self, request_id: int) -> None:
+        if self._scripts.pop(request_id, None) is not None:
+            self.cancelled.append(request_id)
+
+    def _turn(self, request_id: int) -> None:
+        script = self._scripts.get(request_id)
+        if script is None:
+            return
+        loop = asyncio.get_running_loop()
+        if self.is_paused:
+            loop.call_later(0.002, self._turn, request_id)
+            return
+        output = next(script, None)
+        if output is None:
+            return
+        if output.finish_reason is not None:
+            del self._scripts[request_id]
+        self.streams[request_id].deliver(output)
+        loop.call_soon(self._turn, request_id)
+
+
+class LiveServer:
+    """The application under uvicorn in a thread of its own."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: FakeClient,
+        text: TextProcessor | None = None,
+        keep_alive_interval_s: float = 15.0,
+    ) -> None:
+        self.client = client
+        self.text = text or TextProcessor.load(config.model)
+        self.state = ApiState(client, config, self.text)  # type: ignore[arg-type]
+        app = openai_app(self.state, keep_alive_interval_s=keep_alive_interval_s)
+        self._server = HttpServer(app)
+        self._socket = listen("127.0.0.1", 0)
+        self.url = url_of(self._socket)
+        self.port = self._socket.getsockname()[1]
+        self.loop: asyncio.AbstractEventLoop
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "LiveServer":
+        self._thread.start()
+        self._started.result(timeout=10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+        self.text.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function inside the server's event loop and return its result."""
+
+        async def run() -> Any:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=10)
+
+    def _run(self) -> None:
+        uvloop.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.loop.call_soon(self._started.set_result, None)
+        await self._server.serve(sockets=[self._socket])
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Return as soon as `condition` holds; fail where it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not hold in time"
+        time.sleep(0.002)

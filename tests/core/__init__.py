@@ -1,0 +1,1 @@
+"""Tests of core_proc: no processes, no sockets, no torch."""

@@ -1,0 +1,158 @@
+"""A scheduler and a fake worker on one bench, with requests called by name."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from core_proc.invariants import check_invariants
+from core_proc.request import Request
+from core_proc.scheduler import Scheduler
+from protocol.core_worker import SchedulerOutput
+from protocol.sampling import SamplingParams
+from tests.core.fake_worker import FakeWorker
+
+EOS = 2
+PLAIN_TOKEN = 7
+
+
+class Harness:
+    """Adds requests, runs steps, and keeps what was delivered."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 1024,
+        seqs: int = 16,
+        budget: int = 2048,
+        caching: bool = False,
+        depth: int = 1,
+        script: Mapping[str, Sequence[int]] | None = None,
+        **config: object,
+    ) -> None:
+        """`script` holds sampled tokens by name; past its end, and without it, all are equal."""
+        self.scheduler = Scheduler(
+            num_blocks=blocks,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
+            max_steps_in_flight=depth,
+            eos_token_ids=[EOS],
+            **config,  # type: ignore[arg-type]
+        )
+        self.worker = FakeWorker(self.scheduler.kv.block_size, blocks, self._sample)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.sent: list[SchedulerOutput] = []
+        self._script = script or {}
+        self._names: dict[int, str] = {}
+        self._pipe: deque[SchedulerOutput] = deque()
+
+    def _sample(self, req_id: int, position: int) -> int:
+        tokens = self._script.get(self._names[req_id], ())
+        return tokens[position] if position < len(tokens) else PLAIN_TOKEN
+
+    def add(
+        self,
+        name: str,
+        prompt: int | Sequence[int],
+        max_tokens: int = 8,
+        *,
+        priority: int = 0,
+        params: SamplingParams | None = None,
+        outputs: Sequence[int] = (),
+        salt: str = "",
+    ) -> Request:
+        """Add a request; a prompt given as a length is unlike all others."""
+        req_id = len(self._names)
+        ids = (
+            [1000 * (req_id + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+        )
+        request = Request(
+            req_id,
+            ids,
+            params or SamplingParams(max_tokens=max_tokens),
+            output_token_ids=outputs,
+            priority=priority,
+            arrival_time=float(req_id),
+            cache_salt=salt,
+        )
+        self._names[req_id] = name
+        self.requests[name] = request
+        self.outputs[name] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> bool:
+        return self.scheduler.abort_request(self.requests[name].req_id) is not None
+
+    def schedule(self) -> dict[str, int]:
+        """Schedule one step without its output; returns the tokens granted by name."""
+        message = self.scheduler.schedule()
+        check_invariants(self.scheduler)
+        if message is None:
+            return {}
+        self.sent.append(message)
+        self._pipe.append(message)
+        counts = {
+            self._names[request.req_id]: message.num_scheduled_tokens.get(request.req_id, 1)
+            for request in self.scheduler.running
+        }
+        return {name: num_tokens for name, num_tokens in counts.items() if num_tokens}
+
+    def update(self) -> dict[str, int]:
+        """Bring back the oldest step's output; returns the tokens delivered by name."""
+        tokens = {}
+        output = self.worker.execute(self._pipe.popleft())
+        for result in self.scheduler.update_from_output(output):
+            name = self._names[result.request.req_id]
+            self.outputs[name] += result.new_token_ids
+            tokens[name] = result.new_token_ids[0]
+            assert name not in self.finished
+            if result.finish_reason is not None:
+                self.finished[name] = result.finish_reason.value
+        check_invariants(self.scheduler)
+        return tokens
+
+    def step(self) -> dict[str, int]:
+        """Schedule and bring back one step."""
+        granted = self.schedule()
+        if self._pipe:
+            self.update()
+        return granted
+
+    def steps(self, count: int) -> list[dict[str, int]]:
+        return [self.step() for _ in range(count)]
+
+    def run(self, limit: int = 1000) -> None:
+        """Step until nothing is left, notices included."""
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished and not self._pipe:
+                self.step()
+                return
+            self.step()
+        raise AssertionError(f"requests are left after {limit} steps")
+
+    def names(self, req_ids: Sequence[int]) -> list[str]:
+        return [self._names[req_id] for req_id in req_ids]
+
+    @property
+    def preempted(self) -> list[str]:
+        """Whom the newest step preempted."""
+        return self.names(self.sent[-1].preempted_req_ids)
+
+    @property
+    def notices(self) -> list[str]:
+        """Whom the newest step reported as finished."""
+        return self.names(self.sent[-1].finished_req_ids)
+
+    @property
+    def num_free(self) -> int:
+        return self.scheduler.kv.num_free_blocks
+
+    def lose_worker(self) -> None:
+        """The worker dies; its successor knows nothing."""
+        self._pipe.clear()
+        self.scheduler.recompute_all()
+        self.worker = FakeWorker(
+            self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks, self._sample
+        )

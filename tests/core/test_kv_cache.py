@@ -1,0 +1,156 @@
+"""Block tables and the prefix cache, without a scheduler."""
+
+import pytest
+
+from core_proc.kv_cache import KVCacheManager
+from core_proc.request import Request
+from protocol.sampling import SamplingParams
+
+BLOCK = 16
+
+
+def _manager(num_blocks: int = 11, caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(num_blocks, BLOCK, caching)
+
+
+def _request(tokens: list[int], salt: str = "", prompt_logprobs: int | None = None) -> Request:
+    params = SamplingParams(prompt_logprobs=prompt_logprobs)
+    return Request(tokens[0], tokens, params, cache_salt=salt)
+
+
+def _admit(kv: KVCacheManager, request: Request) -> int:
+    """Admit with all tokens and return how many blocks the cache had."""
+    hits = kv.find_cached_prefix(request)
+    assert kv.admit(request, hits, request.num_tokens, 0, 0)
+    request.num_computed_tokens = request.num_tokens
+    return len(hits)
+
+
+def test_hits_reuse_blocks_and_eviction_follows_the_queue() -> None:
+    """The worked example of the block order: reuse, growth, eviction."""
+    kv = _manager()
+    tokens = list(range(100, 155))
+    first = _request(tokens)
+    assert _admit(kv, first) == 0
+    assert first.block_ids == [1, 2, 3, 4]
+    kv.free(first)
+    assert kv.pool.free_ids() == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
+
+    second = _request(tokens[:48] + [7, 7, 7, 7, 7])
+    assert _admit(kv, second) == 3
+    assert second.block_ids == [1, 2, 3, 4]
+    kv.free(second)
+
+    third = _request(list(range(500, 650)))
+    assert _admit(kv, third) == 0
+    assert third.block_ids == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
+    kv.free(third)
+    assert kv.find_cached_prefix(_request(tokens)) == []
+
+
+def test_a_refusal_changes_nothing_although_hits_exist() -> None:
+    kv = _manager(num_blocks=5)
+    first = _request(list(range(32)))
+    _admit(kv, first)
+    kv.free(first)
+    other = _request(list(range(900, 916)))
+    _admit(kv, other)
+    free = kv.pool.free_ids()
+
+    big = _request(list(range(32)) + [5] * 32)
+    hits = kv.find_cached_prefix(big)
+    assert hits == [1, 2]
+    assert not kv.admit(big, hits, big.num_tokens, 0, 0)
+    assert kv.pool.free_ids() == free
+    assert big.block_ids == []
+    kv.check_invariants([other])
+
+
+def test_hits_in_the_free_queue_use_up_free_blocks() -> None:
+    kv = _manager(num_blocks=4)
+    first = _request(list(range(48)))
+    _admit(kv, first)
+    kv.free(first)
+    again = _request(list(range(48)))
+    hits = kv.find_cached_prefix(again)
+    assert len(hits) == 3
+    assert not kv.admit(again, hits, 48, 0, headroom=1)
+    assert kv.admit(again, hits, 48, 0, headroom=0)
+
+
+def test_reserved_tokens_must_fit_but_take_no_blocks() -> None:
+    kv = _manager(num_blocks=4)
+    request = _request(list(range(64)))
+    assert not kv.admit(request, [], 16, 64, 0)
+    assert kv.admit(request, [], 16, 48, 0)
+    assert kv.num_free_blocks == 2
+
+
+def test_salts_do_not_share() -> None:
+    kv = _manager()
+    tokens = list(range(33))
+    assert _admit(kv, _request(tokens, salt="one")) == 0
+    assert _admit(kv, _request(tokens, salt="two")) == 0
+    assert _admit(kv, _request(tokens, salt="one")) == 2
+
+
+def test_prompt_logprobs_read_nothing_and_still_feed_the_cache() -> None:
+    kv = _manager()
+    tokens = list(range(33))
+    assert _admit(kv, _request(tokens, prompt_logprobs=0)) == 0
+    assert _admit(kv, _request(tokens, prompt_logprobs=0)) == 0
+    assert _admit(kv, _request(tokens)) == 2
+
+
+def test_a_block_is_cached_only_with_all_tokens_before_it() -> None:
+    """The same second block after another first one is no hit."""
+    kv = _manager()
+    _admit(kv, _request([1] * 16 + [2] * 16))
+    assert kv.find_cached_prefix(_request([3] * 16 + [2] * 16)) == []
+    assert len(kv.find_cached_prefix(_request([1] * 16 + [4] * 16))) == 1
+
+
+def test_blocks_filled_by_outputs_are_cached_once_their_ids_are_known() -> None:
+    kv = _manager()
+    request = _request([1] * 15)
+    _admit(kv, request)
+    kv.grow(request, 16)
+    assert request.num_hashed_blocks == 0
+    request.token_ids.append(9)
+    kv.grow(request, 17)
+    assert len(kv.find_cached_prefix(_request([1] * 15 + [9]))) == 1
+
+
+def test_growth_that_does_not_fit_changes_nothing() -> None:
+    kv = _manager(num_blocks=3)
+    request = _request([1] * 16)
+    _admit(kv, request)
+    assert kv.grow(request, 48) is None
+    assert kv.grow(request, 32) == [2]
+    assert kv.grow(request, 32) == []
+
+
+def test_reset_is_refused_while_blocks_are_held() -> None:
+    kv = _manager()
+    request = _request([1] * 16)
+    _admit(kv, request)
+    assert not kv.reset_prefix_cache()
+    kv.free(request)
+    assert kv.reset_prefix_cache()
+    assert kv.find_cached_prefix(_request([1] * 16)) == []
+
+
+@pytest.mark.parametrize(("num_held", "usage"), [(0, 0.0), (5, 0.5), (10, 1.0)])
+def test_usage_is_the_held_share(num_held: int, usage: float) -> None:
+    kv = _manager()
+    kv.pool.allocate(num_held)
+    assert kv.usage == usage
+
+
+def test_without_caching_nothing_is_remembered() -> None:
+    kv = _manager(caching=False)
+    request = _request([1] * 32)
+    _admit(kv, request)
+    kv.free(request)
+    assert kv.find_cached_prefix(_request([1] * 32)) == []
+    assert kv.pool.free_ids()[:2] == [2, 1]

@@ -1,0 +1,89 @@
+"""Headers and bodies: what was sent is what is read, and everything else is refused by name."""
+
+import contextlib
+import random
+
+import pytest
+
+from protocol import api_core, core_worker, lifecycle
+from protocol.api_core import AddRequest, Connect
+from protocol.core_worker import CachedRequestData, SchedulerOutput
+from protocol.message import ProtocolError, encode, pack_header, unpack_header
+from protocol.sampling import SamplingParams
+
+DECODERS = [
+    api_core.decode_from_client,
+    api_core.decode_from_core,
+    core_worker.decode_from_core,
+    core_worker.decode_from_worker,
+    lifecycle.decode_from_supervisor,
+    lifecycle.decode_to_supervisor,
+]
+
+
+def test_header_round_trip() -> None:
+    assert unpack_header(pack_header(7, 2**40)) == (7, 2**40)
+
+
+@pytest.mark.parametrize(
+    ("frame", "complaint"),
+    [
+        (b"", "0 bytes"),
+        (b"XX" + pack_header(1, 1)[2:], "instead of 0x4b54"),
+        (pack_header(1, 1)[:2] + b"\xff\xff" + pack_header(1, 1)[4:], "version 65535"),
+    ],
+)
+def test_foreign_header_is_refused(frame: bytes, complaint: str) -> None:
+    with pytest.raises(ProtocolError, match=complaint):
+        unpack_header(frame)
+
+
+def test_steady_step_is_tiny() -> None:
+    """A decode step in which nothing changes names no request, whatever runs."""
+    step = SchedulerOutput(10**6, [], CachedRequestData(), {}, 256, [], [])
+    assert len(encode(step)) <= 66
+
+
+def test_message_round_trip() -> None:
+    add = AddRequest(3, [1, 2], SamplingParams(logit_bias={5: -1.5}, seed=9), [7], -2, 1.5, "salt")
+    assert api_core.decode_from_client(encode(add)) == add
+
+
+@pytest.mark.parametrize(
+    ("params", "place"),
+    [
+        (SamplingParams(temperature=2.5), "2.0"),
+        (SamplingParams(max_tokens=0), ">= 1"),
+        (SamplingParams(top_p=0.0), "> 0.0"),
+        (SamplingParams(logit_bias={1: 101.0}), "100.0"),
+        (SamplingParams(stop_token_ids=[1] * 129), "128"),
+    ],
+)
+def test_bounds_hold_on_the_wire(params: SamplingParams, place: str) -> None:
+    """The core refuses what a client that skips the API's checks sends."""
+    with pytest.raises(ProtocolError, match=place):
+        api_core.decode_from_client(encode(AddRequest(1, [1], params)))
+
+
+def test_messages_of_the_other_direction_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="Connect"):
+        api_core.decode_from_core(encode(Connect(1)))
+
+
+def test_garbage_never_escapes_as_another_exception() -> None:
+    """Random bytes and mutated messages are decoded or refused, never anything else."""
+    rng = random.Random(0)
+    good = encode(AddRequest(1, list(range(50)), SamplingParams()))
+    for _ in range(20_000):
+        body = bytearray(good if rng.random() < 0.7 else rng.randbytes(rng.randint(0, 60)))
+        for _ in range(rng.randint(0, 4)):
+            if body:
+                body[rng.randrange(len(body))] = rng.randrange(256)
+        for decode in DECODERS[:2] if rng.random() < 0.9 else DECODERS:
+            with contextlib.suppress(ProtocolError):
+                decode(bytes(body))
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        api_core.decode_from_client(b"\x91" * 200_000)

@@ -1,0 +1,86 @@
+"""Settings: one struct, four sources, and errors that name the setting and its bound."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from protocol.config import ConfigError, Dtype, EngineConfig
+from protocol.settings import add_flags, configure, parse_args, resolve, settings
+
+
+def parse(*argv: str) -> EngineConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    return parse_args(parser, argv)
+
+
+def test_defaults() -> None:
+    assert parse() == EngineConfig()
+
+
+def test_every_setting_has_a_flag_and_a_description() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    shown = parser.format_help()
+    for setting in settings():
+        assert setting.flag in shown
+        assert setting.description, setting.name
+
+
+def test_names_are_unique_over_all_sections() -> None:
+    names = [setting.name for setting in settings()]
+    assert len(names) == len(set(names))
+
+
+def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("max-num-seqs: 3\nport: 3\nblock_size: 3\n")
+    environ = {"TROIKA_MAX_NUM_SEQS": "2", "TROIKA_PORT": "2", "OTHER": "x"}
+    config = resolve({"max_num_seqs": "1"}, environ, str(file))
+    assert config.scheduler.max_num_seqs == 1
+    assert config.api.port == 2
+    assert config.cache.block_size == 3
+    assert config.cache.gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"max_num_seqs": 0}, "--max-num-seqs.*>= 1.*got 0"),
+        ({"max_num_seqs": "many"}, "--max-num-seqs.*int"),
+        ({"port": 65536}, "--port.*65535"),
+        ({"dtype": "int3"}, "--dtype.*int3"),
+        ({"max_num_sequences": 1}, "did you mean max_num_seqs"),
+        ({"max_model_len": 1}, "--max-model-len.*>= 2"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "at least max_num_seqs 16"),
+        ({"max_model_len": 10, "long_prefill_token_threshold": 20}, "at most max_model_len 10"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"max_num_batched_tokens": None}, "must have a value"),
+    ],
+)
+def test_bad_value_is_named_with_its_bound(values: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        configure(**values)
+
+
+@pytest.mark.parametrize("content", ["- 1\n", "port: [", "prot: 1\n"])
+def test_bad_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"engine\.yaml"):
+        resolve({}, {}, str(file))
+
+
+def test_unknown_flag_ends_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--max-num-sequs", "3")
+    assert caught.value.code == 2
+    assert "did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
+def test_switches_and_enumerations() -> None:
+    config = parse("--no-enable-prefix-caching", "--dtype", "float16", "--max-model-len", "none")
+    assert not config.cache.enable_prefix_caching
+    assert config.model.dtype is Dtype.FLOAT16
+    assert config.model.max_model_len is None

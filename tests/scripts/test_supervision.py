@@ -1,0 +1,368 @@
+"""The supervisor's policy in virtual time: which process runs when, and how everything ends."""
+
+import random
+import signal
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.config import RecoveryConfig
+from protocol.lifecycle import (
+    Drain,
+    Drained,
+    Fatal,
+    Hello,
+    ProcessState,
+    Progress,
+    Ready,
+    Role,
+    Stop,
+)
+from scripts.supervised import Action, Announce, Exit, Kill, Note, Show, Slot, Start, Tell
+from scripts.supervision import CRASH_LOOP_DEATHS, HEALTHY_S, STOP_GRACE_S, Supervision
+
+API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
+RECOVERY = RecoveryConfig(
+    startup_timeout_s=10.0, shutdown_timeout_s=20.0, restart_backoff_max_s=2.0
+)
+
+
+class Drill:
+    """A supervision, a clock, and the processes it believes in; checks what always holds."""
+
+    def __init__(self, num_workers: int = 1, recovery: RecoveryConfig = RECOVERY, api: bool = True):
+        num_ranks = {Role.WORKER: num_workers, Role.CORE: 1, **({Role.API: 1} if api else {})}
+        self.supervision = Supervision(recovery, num_ranks, count(1).__next__, random.Random(0))
+        self.now = 1000.0
+        self.living: dict[Slot, int] = {}
+        self.doomed: set[Slot] = set()
+        self.last_epoch = 0
+        self.exit_status: int | None = None
+        self.take(self.supervision.begin(self.now))
+
+    def take(self, actions: list[Action]) -> list[Action]:
+        """Carry out what a process table would; notes are left out of the result."""
+        assert self.exit_status is None or not actions, "something happens after the end"
+        for action in actions:
+            match action:
+                case Start(slot, epoch):
+                    assert slot not in self.living, "two incarnations at once"
+                    assert epoch > self.last_epoch, "epochs must grow"
+                    self.last_epoch = self.living[slot] = epoch
+                case Kill(slot):
+                    assert slot in self.living
+                    assert slot not in self.doomed, "killed twice"
+                    self.doomed.add(slot)
+                case Tell(slot, _):
+                    assert slot in self.living
+                case Exit(status):
+                    self.exit_status = status
+        return [action for action in actions if not isinstance(action, Note)]
+
+    def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
+        return self.take(self.supervision.on_message(self.living[slot], message, self.now))
+
+    def die(self, slot: Slot, status: int = -signal.SIGKILL) -> list[Action]:
+        del self.living[slot]
+        self.doomed.discard(slot)
+        return self.take(self.supervision.on_death(slot, status, self.now))
+
+    def signal(self) -> list[Action]:
+        return self.take(self.supervision.on_signal(self.now))
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Let time pass, waking at every deadline."""
+        end, actions = self.now + seconds, []
+        while (due := self.supervision.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            actions += self.take(self.supervision.tick(self.now))
+        self.now = end
+        return actions
+
+    def all_ready(self) -> "Drill":
+        for slot in list(self.living):
+            self.say(slot, Ready())
+        return self
+
+    def state(self, slot: Slot) -> ProcessState:
+        return next(p.state for p in self.supervision.processes if p.slot == slot)
+
+
+def test_everything_starts_at_once_worker_first() -> None:
+    """The slowest goes first, and nobody waits for anybody."""
+    assert list(Drill().living) == [WORKER, CORE, API]
+
+
+def test_announced_once_when_the_last_process_is_ready() -> None:
+    """Not before, and not again after a recovery."""
+    drill = Drill()
+    assert drill.say(CORE, Ready()) == [Show(CORE, Ready())]
+    drill.say(API, Ready())
+    assert drill.say(WORKER, Ready("cpu")) == [Show(WORKER, Ready("cpu")), Announce()]
+    assert drill.supervision.is_ready
+    drill.die(WORKER)
+    assert not drill.supervision.is_ready
+    assert drill.say(WORKER, Ready()) == [Show(WORKER, Ready())]
+    assert drill.supervision.is_ready
+
+
+@pytest.mark.parametrize("slot", [API, CORE, WORKER])
+def test_first_death_is_answered_at_once_and_touches_nobody_else(slot: Slot) -> None:
+    """One process is replaced, with a greater epoch."""
+    drill = Drill().all_ready()
+    others = {k: v for k, v in drill.living.items() if k != slot}
+    assert drill.die(slot) == [Start(slot, 4)]
+    assert {k: v for k, v in drill.living.items() if k != slot} == others
+
+
+def test_pauses_double_up_to_the_limit_and_are_forgotten_when_healthy() -> None:
+    """0, then 0.1 s and so on with jitter between half and whole; 60 s of health start over."""
+    drill = Drill().all_ready()
+    pauses = []
+    for _ in range(8):
+        drill.die(CORE)
+        started = drill.now
+        while CORE not in drill.living:
+            assert drill.state(CORE) is ProcessState.BACKOFF
+            due = drill.supervision.next_deadline()
+            assert due is not None
+            drill.wait(due - drill.now)
+        pauses.append(drill.now - started)
+        drill.say(CORE, Ready())
+    assert pauses[0] == 0.0
+    for pause, whole in zip(pauses[1:], [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0], strict=True):
+        assert whole / 2 - 1e-6 <= pause <= whole + 1e-6
+    drill.wait(HEALTHY_S)
+    assert [type(action) for action in drill.die(CORE)] == [Start]
+
+
+def test_death_before_ready_does_not_count_as_healthy_time() -> None:
+    """A process that needs minutes to fail still backs off."""
+    drill = Drill().all_ready()
+    drill.die(CORE)
+    for _ in range(10):
+        drill.wait(9.0)
+        drill.say(CORE, Progress("still loading"))
+    assert drill.die(CORE) == []
+
+
+def test_ranks_of_a_group_are_replaced_together() -> None:
+    """The death of one rank kills the others; successors wait for the last death."""
+    drill = Drill(num_workers=3).all_ready()
+    ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
+    assert drill.die(ranks[1]) == [Kill(ranks[0]), Kill(ranks[2])]
+    assert drill.wait(5.0) == []
+    assert drill.die(ranks[0]) == []
+    assert drill.die(ranks[2]) == [Start(rank, 6 + rank.rank) for rank in ranks]
+    assert drill.die(ranks[0]) == [Kill(ranks[1]), Kill(ranks[2])]
+
+
+def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
+    """The deadline moves with every message of the start and ends with Ready."""
+    drill = Drill()
+    drill.say(CORE, Ready())
+    drill.say(API, Ready())
+    for _ in range(3):
+        assert drill.wait(9.0) == []
+        drill.say(WORKER, Progress("weights", 1, 2))
+    assert drill.wait(9.9) == []
+    assert drill.wait(0.2) == [Kill(WORKER)]
+    assert drill.wait(100.0) == [], "killed once"
+    assert drill.die(WORKER) == [Start(WORKER, 4)]
+    drill.say(WORKER, Ready())
+    assert drill.supervision.next_deadline() is None
+
+
+def test_words_of_the_dead_change_nothing() -> None:
+    """A message with the epoch of a former incarnation is ignored."""
+    drill = Drill().all_ready()
+    old = drill.living[CORE]
+    drill.die(CORE)
+    assert drill.take(drill.supervision.on_message(old, Ready(), drill.now)) == []
+    assert drill.state(CORE) is ProcessState.STARTING
+
+
+def test_ready_of_a_doomed_process_does_not_count() -> None:
+    """Who was sent SIGKILL does not serve, whatever it says."""
+    drill = Drill()
+    drill.wait(10.0)
+    assert drill.doomed == {WORKER, CORE, API}
+    assert drill.say(CORE, Ready()) == []
+    assert not drill.supervision.is_ready
+
+
+def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
+    """Everything stops, status 1; who is still starting is killed instead of told."""
+    drill = Drill()
+    drill.say(CORE, Ready())
+    drill.say(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
+    assert drill.die(WORKER, 1) == [Kill(API)]
+    assert drill.die(API) == [Tell(CORE, Stop())]
+    assert drill.die(CORE, 0) == [Exit(1)]
+    assert drill.supervision.failure == (
+        "worker failed while loading: no such layer\nhint: use another model"
+    )
+
+
+def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
+    """Requests wait to be finished: later failures back off but never end the engine."""
+    drill = Drill().all_ready()
+    for _ in range(20):
+        drill.say(WORKER, Fatal("loading", "no memory", retry=False))
+        drill.die(WORKER, 1)
+        drill.wait(2.0)
+    assert drill.exit_status is None
+    assert drill.supervision.failure is None
+
+
+def test_first_start_that_keeps_failing_is_given_up_but_not_for_kills_from_outside() -> None:
+    """Five failures of its own end it; SIGKILL and SIGTERM say nothing about the process."""
+    drill = Drill()
+    for _ in range(CRASH_LOOP_DEATHS + 3):
+        drill.die(WORKER)
+        drill.wait(2.0)
+    for _ in range(CRASH_LOOP_DEATHS - 1):
+        drill.die(WORKER, 1)
+        drill.wait(2.0)
+    assert drill.exit_status is None
+    drill.die(WORKER, -signal.SIGSEGV)
+    assert drill.supervision.failure == "worker died of SIGSEGV"
+
+
+def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
+    """API, core, worker: nobody loses the one it works with; status 0."""
+    drill = Drill().all_ready()
+    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.state(API) is ProcessState.DRAINING
+    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Tell(API, Stop())]
+    assert drill.die(API, 0) == [Tell(CORE, Stop())]
+    assert drill.die(CORE, 0) == [Tell(WORKER, Stop())]
+    assert drill.die(WORKER, 0) == [Exit(0)]
+
+
+def test_without_api_the_core_is_drained() -> None:
+    """An embedded engine has clients of the core only."""
+    drill = Drill(api=False).all_ready()
+    assert drill.signal() == [Tell(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+
+
+def test_draining_ends_at_its_deadline() -> None:
+    """Requests that take too long do not hold up the end."""
+    drill = Drill().all_ready()
+    drill.signal()
+    assert drill.wait(19.9) == []
+    assert drill.wait(0.2) == [Tell(API, Stop())]
+
+
+def test_zero_shutdown_timeout_skips_draining() -> None:
+    """Nothing is waited for."""
+    recovery = RecoveryConfig(shutdown_timeout_s=0.0)
+    assert Drill(recovery=recovery).all_ready().signal() == [Tell(API, Stop())]
+
+
+def test_signal_during_the_first_start_ends_it_at_once() -> None:
+    """A process that still imports does not listen, so it is killed."""
+    drill = Drill()
+    assert drill.signal() == [Kill(API)]
+    assert drill.die(API) == [Kill(CORE)]
+    assert drill.die(CORE) == [Kill(WORKER)]
+    assert drill.die(WORKER) == [Exit(0)]
+
+
+def test_stop_that_is_not_obeyed_ends_in_kill_and_never_lasts() -> None:
+    """5 s for all together, then SIGKILL; what survives even that is left behind with status 1."""
+    drill = Drill().all_ready()
+    drill.signal()
+    drill.say(API, Drained())
+    drill.say(CORE, Drained())
+    assert drill.wait(STOP_GRACE_S) == [Kill(WORKER), Kill(CORE), Kill(API)]
+    assert drill.wait(STOP_GRACE_S) == [Exit(1)]
+
+
+def test_second_signal_kills_at_once() -> None:
+    """Requests were cut off, so the status is 1."""
+    drill = Drill().all_ready()
+    drill.signal()
+    assert drill.signal() == [Tell(API, Stop()), Kill(WORKER), Kill(CORE), Kill(API)]
+    drill.die(WORKER)
+    drill.die(CORE)
+    assert drill.die(API) == [Exit(1)]
+
+
+def test_worker_is_replaced_while_draining_but_the_api_is_not() -> None:
+    """What was accepted is finished; without the API there is nobody left to finish for."""
+    drill = Drill().all_ready()
+    drill.signal()
+    assert drill.die(WORKER) == [Start(WORKER, 4)]
+    assert drill.die(CORE) == [Start(CORE, 5)]
+    assert drill.die(API) == [Kill(CORE)]
+    assert drill.die(CORE) == [Kill(WORKER)]
+
+
+def test_orphaned_supervisor_kills_everything() -> None:
+    """Nobody is left to wait for results."""
+    drill = Drill().all_ready()
+    drill.die(CORE)
+    drill.die(CORE)
+    assert drill.state(CORE) is ProcessState.BACKOFF
+    actions = drill.take(drill.supervision.on_orphaned(drill.now))
+    assert actions == [Tell(API, Stop()), Kill(WORKER), Kill(API)]
+    drill.die(API)
+    assert drill.die(WORKER) == [Exit(0)]
+
+
+EVENTS = st.sampled_from(
+    ["ready", "progress", "fatal", "drained", "die", "crash", "wait", "signal"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.integers(0, 9)), max_size=80), st.integers(1, 3))
+def test_any_history_keeps_the_invariants_and_can_be_ended(
+    events: list[tuple[str, int]], num_workers: int
+) -> None:
+    """One life per slot, growing epochs, no start in a dying group, and two signals end it all."""
+    drill = Drill(num_workers)
+    for event, choice in events:
+        if drill.exit_status is not None:
+            return
+        slot = sorted(drill.living)[choice % len(drill.living)] if drill.living else None
+        match event:
+            case "wait":
+                drill.wait(choice * 1.7)
+            case "signal" if choice == 0:
+                drill.signal()
+            case "ready" if slot:
+                drill.say(slot, Ready())
+            case "progress" if slot:
+                drill.say(slot, Progress("weights", choice, 9))
+            case "fatal" if slot:
+                drill.say(slot, Fatal("loading", "broken", retry=choice > 3))
+            case "drained" if slot:
+                drill.say(slot, Drained())
+            case "die" | "crash" if slot:
+                drill.die(slot, -signal.SIGKILL if event == "die" else 1)
+        check_groups(drill)
+    for _ in range(2):
+        if drill.exit_status is None:
+            drill.signal()
+    assert drill.exit_status is not None or drill.doomed == set(drill.living)
+    for slot in list(drill.living):
+        drill.die(slot)
+    assert drill.exit_status is not None
+
+
+def check_groups(drill: Drill) -> None:
+    """A slot lives exactly if its state says so, and a dying group has no newcomers."""
+    for process in drill.supervision.processes:
+        assert process.is_alive == (process.slot in drill.living)
+        dead_states = (ProcessState.BACKOFF, ProcessState.STOPPED)
+        assert process.is_alive == (process.state not in dead_states)
+    workers = [slot for slot in drill.living if slot.role is Role.WORKER]
+    num_ranks = sum(p.slot.role is Role.WORKER for p in drill.supervision.processes)
+    if drill.exit_status is None and drill.supervision.state is not ProcessState.DRAINING:
+        assert len(workers) == num_ranks or set(workers) <= drill.doomed

@@ -1,0 +1,96 @@
+"""The walls between the packages: who may import whom, read from the source and seen in a run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = {"api_proc", "core_proc", "worker_proc"}
+STDLIB = set(sys.stdlib_module_names)
+ALLOWED = {
+    "protocol": {"protocol", "msgspec", "zmq"},
+    "api_proc": {
+        *{"api_proc", "protocol", "msgspec", "starlette", "uvicorn", "uvloop", "httptools"},
+        *{"tokenizers", "jinja2", "prometheus_client"},
+    },
+    "core_proc": {"core_proc", "protocol", "msgspec", "zmq"},
+    "worker_proc": {
+        *{"worker_proc", "protocol", "msgspec", "zmq", "torch", "transformers"},
+        *{"safetensors", "numpy"},
+    },
+}
+PURE = {
+    "core_proc": ["engine", "scheduler", "policy", "kv_cache", "block_pool", "request", "workers"],
+    "worker_proc": ["shim", "mirror", "runner", "null_runner"],
+    "protocol": ["ledger", "message", "sampling", "config", "settings", "api_core", "core_worker"],
+}
+"""Modules that decide: no sockets, no threads, no sleeping."""
+WITHOUT_TORCH = ["worker_proc.loop", "worker_proc.null_runner", "worker_proc.__main__"]
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, at any depth of its code."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_package_imports_only_what_its_wall_allows(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        foreign = imported(path) - STDLIB - ALLOWED[package]
+        assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / package / f"{name}.py" for package, names in PURE.items() for name in names]
+)
+def test_state_machines_have_no_sockets_threads_or_sleeps(path: Path) -> None:
+    assert not imported(path) & {"zmq", "threading", "socket", "asyncio", "multiprocessing"}
+    if path.stem != "null_runner":  # it sleeps on purpose, to play a slow model
+        assert "sleep(" not in path.read_text()
+
+
+def modules_after(statement: str) -> set[str]:
+    script = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules))"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "banned"),
+    [
+        ("core_proc.__main__", {"torch", "transformers", "tokenizers", "numpy", "asyncio"}),
+        ("api_proc.__main__", {"torch", "transformers", "core_proc", "worker_proc", "numpy"}),
+        *((module, {"torch", "transformers", "numpy"}) for module in WITHOUT_TORCH),
+        ("protocol.sync_client", {"torch", "transformers", "tokenizers", "numpy", "starlette"}),
+    ],
+)
+def test_running_process_has_not_loaded_what_it_must_not(module: str, banned: set[str]) -> None:
+    assert not modules_after(f"import {module}") & banned
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    """What comes from a wire or a file is decoded by typed decoders only."""
+    banned = ("pickle", "marshal", "eval(", "recv_pyobj", "yaml.load", "torch.load", "shelve")
+    for package in ALLOWED:
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text().replace(".eval()", "")
+            assert not [word for word in banned if word in text], path
+
+
+def test_every_file_says_what_it_is_for_and_stays_short() -> None:
+    for package in [*ALLOWED, "scripts", "tests"]:
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+            assert text.count("\n") <= 400, f"{path} is too long"

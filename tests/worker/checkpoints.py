@@ -1,0 +1,154 @@
+"""Builds small checkpoints with random weights, one per architecture, for the worker's tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+VOCAB_SIZE = 512
+EOS_TOKEN_ID = 2
+WINDOW = 13
+"""Of the sliding layers: no multiple of a block, and shorter than most test contexts."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One kind of model, and a small configuration of it."""
+
+    name: str
+    config: Callable[[], PretrainedConfig]
+
+
+def _without(*names: str, **more: Any) -> dict[str, Any]:
+    return {key: value for key, value in _SHAPE.items() if key not in names} | more
+
+
+ARCHITECTURES = (
+    Architecture("llama", lambda: LlamaConfig(**_SHAPE)),
+    Architecture("llama_tied", lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True)),
+    Architecture("qwen2", lambda: Qwen2Config(**_SHAPE)),
+    Architecture("qwen3", lambda: Qwen3Config(**_SHAPE)),
+    Architecture("mistral_window", lambda: MistralConfig(**_SHAPE, sliding_window=WINDOW)),
+    Architecture(
+        "gemma2",
+        lambda: Gemma2Config(
+            **_without("num_hidden_layers", num_hidden_layers=4),
+            tie_word_embeddings=False,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=20.0,
+        ),
+    ),
+    Architecture(
+        "gemma3",
+        lambda: Gemma3TextConfig(
+            **_without("num_hidden_layers", num_hidden_layers=3),
+            tie_word_embeddings=False,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+    Architecture("phi3", lambda: Phi3Config(**_without("head_dim"))),
+    Architecture(
+        "gpt2",
+        lambda: GPT2Config(
+            vocab_size=VOCAB_SIZE,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=256,
+            bos_token_id=1,
+            eos_token_id=EOS_TOKEN_ID,
+        ),
+    ),  # fmt: skip
+    Architecture(
+        "opt",
+        lambda: OPTConfig(
+            **_without("intermediate_size", "num_key_value_heads", "head_dim", ffn_dim=96),
+            word_embed_proj_dim=64,
+        ),
+    ),
+    Architecture("mixtral", lambda: MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4)),
+    Architecture(
+        "qwen3_moe",
+        lambda: Qwen3MoeConfig(
+            **_SHAPE, **_EXPERTS, num_experts=4, moe_intermediate_size=48, norm_topk_prob=True
+        ),
+    ),
+    Architecture(
+        "deepseek_v3",
+        lambda: DeepseekV3Config(
+            **_without("head_dim", "num_key_value_heads"),
+            **_EXPERTS,
+            num_key_value_heads=4,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=12,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+            moe_intermediate_size=48,
+            first_k_dense_replace=1,
+        ),
+    ),  # fmt: skip
+)
+
+
+def build_checkpoint(
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+) -> PreTrainedModel:
+    """Write a checkpoint whose greedy outputs vary from token to token, and return its model."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                spread = 1.0 if "embed" in name or "wte" in name else parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, 1.5 * spread)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = EOS_TOKEN_ID
+    model = model.to(dtype)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model

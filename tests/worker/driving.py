@@ -1,0 +1,70 @@
+"""Drives a runner with the real scheduler, as the core would, for the worker's tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core_proc.request import Request
+from core_proc.scheduler import Scheduler
+from protocol.core_worker import CoreToWorker, ModelFacts, SchedulerOutput, decode_from_core
+from protocol.message import encode
+from protocol.sampling import SamplingParams
+from worker_proc.runner import Runner
+
+MAX_STEPS = 10_000
+
+
+@dataclass(slots=True)
+class Run:
+    """What came out of driving some requests to their ends."""
+
+    output_token_ids: list[list[int]]
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    longest_step: int = 0
+    step_ids: list[int] = field(default_factory=list)
+
+
+def make_scheduler(facts: ModelFacts, **options: object) -> Scheduler:
+    """Return a scheduler for the pool and limits of a worker."""
+    settings: dict[str, object] = {
+        "num_blocks": facts.num_gpu_blocks,
+        "block_size": facts.block_size,
+        "max_model_len": facts.max_model_len,
+        "eos_token_ids": facts.eos_token_ids,
+    }
+    return Scheduler(**(settings | options))  # type: ignore[arg-type]
+
+
+def drive(
+    runner: Runner,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    **options: object,
+) -> Run:
+    """Run `prompts` to their ends through a new scheduler; every step crosses the wire."""
+    scheduler = make_scheduler(runner.facts, **options)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    requests = [Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+    for request in requests:
+        scheduler.add_request(request)
+    runner.reset()
+    run = Run([])
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        assert step is not None
+        run.num_steps += 1
+        assert run.num_steps < MAX_STEPS
+        run.longest_step = max(run.longest_step, step.total_num_scheduled_tokens)
+        scheduler.update_from_output(runner.execute(across_the_wire(step)))
+    run.output_token_ids = [list(request.output_token_ids) for request in requests]
+    run.num_preemptions = scheduler.num_preemptions
+    run.num_cached_tokens = scheduler.num_prefix_hits
+    return run
+
+
+def across_the_wire(step: SchedulerOutput) -> SchedulerOutput:
+    """Encode and decode a step, as the link would."""
+    received: CoreToWorker = decode_from_core(encode(step))
+    assert isinstance(received, SchedulerOutput)
+    return received

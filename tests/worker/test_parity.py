@@ -1,0 +1,137 @@
+"""Greedy tokens equal those of transformers' own `generate`, however the scheduler cuts the work."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import (
+    ARCHITECTURES,
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    Architecture,
+    build_checkpoint,
+)
+from tests.worker.driving import drive
+from worker_proc.model_runner import ModelRunner, load_model_runner
+
+NUM_PROMPTS = 16
+MAX_TOKENS = 12
+BLOCK_SIZE = 4
+SHARED_PREFIX_LEN = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One architecture's checkpoint, and what transformers makes of the prompts."""
+
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+def make_prompts() -> list[list[int]]:
+    """Mixed lengths, some with a common beginning, two alike (a whole prompt in the cache)."""
+    rng = random.Random(11)
+    shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(SHARED_PREFIX_LEN)]
+    prompts = []
+    for index in range(NUM_PROMPTS - 1):
+        own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 40))]
+        prompts.append(shared + own if index % 3 == 0 else own)
+    prompts[5] = prompts[6][:1]
+    prompts[7] = [*prompts[7], *own][: 4 * BLOCK_SIZE]
+    return [*prompts, list(prompts[7])]
+
+
+def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """Return transformers' greedy continuation."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def make_runner(directory: Path, num_blocks: int, dtype: str = "float32") -> ModelRunner:
+    """Load a checkpoint on the CPU with a pool of `num_blocks`."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=dtype, device="cpu"),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks),
+        scheduler=SchedulerConfig(max_num_batched_tokens=512),
+        worker=WorkerConfig(num_threads=1),
+    )
+    return load_model_runner(config, lambda phase, done, total: None)
+
+
+Serve = Callable[[Architecture], Served]
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Return checkpoints with their expected outputs, each made once."""
+    made: dict[str, Served] = {}
+
+    def make(architecture: Architecture) -> Served:
+        if architecture.name not in made:
+            torch.set_num_threads(1)
+            directory = tmp_path_factory.mktemp(architecture.name)
+            model = build_checkpoint(directory, architecture.config())
+            # The eager form is the one that every rule of every architecture is written in.
+            model.set_attn_implementation("eager")
+            prompts = make_prompts()
+            expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+            made[architecture.name] = Served(directory, prompts, expected)
+        return made[architecture.name]
+
+    return make
+
+
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+ROOMY, TIGHT = 400, 40
+"""Blocks: enough for all requests, and so few that most get preempted."""
+MODES = {
+    "whole_prompts": (ROOMY, {"enable_prefix_caching": False}),
+    "chunked": (ROOMY, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}),
+    "prefix_cache": (ROOMY, {"max_num_seqs": 4}),
+    "preempted": (
+        TIGHT,
+        {"scheduler_reserve_full_isl": False, "max_num_batched_tokens": 48},
+    ),
+    "preempted_chunked": (
+        TIGHT,
+        {
+            "scheduler_reserve_full_isl": False,
+            "max_num_batched_tokens": 16,
+            "enable_prefix_caching": False,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve: Serve) -> None:
+    served = serve(architecture)
+    runners = {blocks: make_runner(served.directory, blocks) for blocks in (ROOMY, TIGHT)}
+    for mode, (num_blocks, options) in MODES.items():
+        run = drive(runners[num_blocks], served.prompts, GREEDY, **({"max_num_seqs": 16} | options))
+        assert served.expected == run.output_token_ids, mode
+        assert (run.num_preemptions > 0) == (num_blocks == TIGHT), mode
+        assert (run.num_cached_tokens > 0) or mode != "prefix_cache"
+
+
+def test_expected_outputs_vary(serve: Serve) -> None:
+    """Parity would prove little if every token were the same."""
+    for architecture in ARCHITECTURES:
+        outputs = serve(architecture).expected
+        assert len({tuple(output) for output in outputs}) > NUM_PROMPTS // 2, architecture.name
+        assert len({token for output in outputs for token in output}) > 20, architecture.name
+        assert all(EOS_TOKEN_ID not in output[:-1] for output in outputs)

@@ -1,0 +1,342 @@
+"""Properties of the sampler: exactness, purity, order of stages, logprobs, robustness.
+
+`_reference` states the whole algorithm in plain Python over a fully sorted vocabulary; the sampler,
+which avoids sorting, must agree with it token for token.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.sampling import SamplingParams
+from worker_proc.inverse_cdf import Filters, sample_full, sample_top_k, scale
+from worker_proc.philox import draw, philox4x32
+from worker_proc.sampler import Sampler
+
+CPU = torch.device("cpu")
+EOS = (2, 5)
+VOCAB = 512
+WORD = 0xFFFFFFFF
+
+
+@dataclass
+class Row:
+    """The least a request needs to be sampled."""
+
+    sampling_params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+
+
+def _row(
+    params: SamplingParams, prompt: Sequence[int] = (1, 2), outputs: Sequence[int] = ()
+) -> Row:
+    return Row(params, [*prompt, *outputs], len(prompt))
+
+
+def _sampler(vocab_size: int = VOCAB) -> Sampler:
+    return Sampler(vocab_size, EOS, CPU)
+
+
+def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    return _sampler(logits.shape[1]).sample(logits, rows).token_ids
+
+
+def _logits(num_rows: int, seed: int = 0, spread: float = 2.0, vocab_size: int = VOCAB) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, vocab_size, generator=generator) * spread).bfloat16()
+
+
+def _philox_words(seed: int, position: int) -> list[int]:
+    c = [position & WORD, position >> 32, 0, 0]
+    k = [seed & WORD, (seed >> 32) & WORD]
+    for _ in range(10):
+        p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(q >> 32) ^ c[1] ^ k[0], q & WORD, (p >> 32) ^ c[3] ^ k[1], p & WORD]
+        k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
+    return c
+
+
+def _edited(logits: Tensor, row: Row) -> Tensor:
+    """Scores of one row after min_tokens, logit_bias and penalties, one token at a time."""
+    p = row.sampling_params
+    outputs = row.token_ids[row.num_prompt_tokens :]
+    counts = Counter(outputs)
+    scores = logits.float().clone()
+    if len(outputs) < p.min_tokens:
+        for token_id in (*EOS, *p.stop_token_ids):
+            scores[token_id] = -math.inf
+    for token_id, bias in p.logit_bias.items():
+        scores[token_id] += bias
+    for token_id in set(row.token_ids):
+        x = scores[token_id]
+        scores[token_id] = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
+    for token_id, count in counts.items():
+        penalty = torch.tensor(p.frequency_penalty) * count + torch.tensor(p.presence_penalty)
+        scores[token_id] -= penalty
+    return scores
+
+
+def _reference(logits: Tensor, row: Row) -> int:
+    """Token of one row by a full sort and Python integers."""
+    p = row.sampling_params
+    scores = _edited(logits, row)
+    if p.greedy:
+        return int((scores == scores.max()).nonzero()[0])
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    nats = (values[0] - values) / torch.tensor(p.temperature)
+    weights = [int(x) for x in ((-nats).exp() * 2.0**40).double().tolist()]
+    weights = [w if w >= p.min_p * 2**40 else 0 for w in weights]
+    if p.top_k > 0:
+        weights = weights[: p.top_k]
+    sums = list(itertools.accumulate(weights))
+    if p.top_p < 1.0:
+        bound = math.ceil(float(sums[-1]) * p.top_p)
+        sums = sums[: next(i for i, s in enumerate(sums) if s >= bound) + 1]
+    words = _philox_words(p.seed, len(row.token_ids))
+    target = (((words[0] << 32 | words[1]) >> 2) * sums[-1]) >> 62
+    return int(ids[next(i for i, s in enumerate(sums) if s > target)])
+
+
+def _random_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1e-3, 0.3, 0.7, 1.0, 1.0, 2.0]),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6]),
+        top_k=rng.choice([-1, 0, 0, 1, 3, 50, 200, VOCAB, VOCAB + 9]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
+        seed=rng.getrandbits(64) - 2**63,
+        presence_penalty=rng.choice([0.0, 0.0, 1.5, -2.0]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.3, -1.0]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.5]),
+        min_tokens=rng.choice([0, 0, 4]),
+        ignore_eos=rng.random() < 0.5,
+        stop_token_ids=rng.choice([[], [7, 9]]),
+        logit_bias=rng.choice([{}, {3: 4.0, 8: -100.0}]),
+        logprobs=rng.choice([None, 0, 3]),
+    )
+
+
+def _random_rows(num_rows: int, seed: int) -> list[Row]:
+    rng = random.Random(seed)
+    return [
+        _row(
+            _random_params(rng),
+            [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))],
+            [rng.randrange(40) for _ in range(rng.randrange(8))],
+        )
+        for _ in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([WORD] * 4, [WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+    """The generator is Random123's philox4x32-10, also with neighbours in the tensor."""
+    counters = torch.tensor([counter, [9, 8, 7, 6]]).T
+    keys = torch.tensor([key, [5, 4]]).T
+    assert philox4x32(counters, keys)[:, 0].tolist() == expected
+
+
+def test_draw_reads_all_bits_of_seed_and_position() -> None:
+    """Draws equal the plain-Python generator's for extreme and negative seeds, far positions."""
+    seeds = [0, 1, -1, -(2**63), 2**63 - 1, 2**32, 2**31]
+    positions = [0, 1, 2**31, 2**32 + 5, 7, 7, 2**20]
+    expected = []
+    for seed, position in zip(seeds, positions, strict=True):
+        words = _philox_words(seed, position)
+        expected.append((words[0] << 32 | words[1]) >> 2)
+    assert draw(seeds, positions).tolist() == expected
+
+
+def test_scale_is_exact() -> None:
+    """Scaling a 62-bit draw to a total equals arbitrary-precision arithmetic at every corner."""
+    rng = random.Random(1)
+    numbers = [0, 1, 2**31 - 1, 2**31, 2**40, 2**62 - 1, *(rng.getrandbits(62) for _ in range(30))]
+    draws, totals = zip(*itertools.product(numbers, numbers), strict=True)
+    scaled = scale(torch.tensor(draws), torch.tensor(totals)).tolist()
+    assert scaled == [(a * b) >> 62 for a, b in zip(draws, totals, strict=True)]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.75])
+def test_draws_at_the_corners_take_their_token(top_p: float) -> None:
+    """Each token owns [its sum before, its sum): first, last and boundary draws land right."""
+    scores = torch.tensor([[-50.0, 1.0, 1.0, -math.inf, 1.0, 1.0, -math.inf]])
+    owners = [1, 2, 4] + ([5] if top_p == 1.0 else [])  # 0.75 of the mass ends with the third
+    total = len(owners) * 2**40
+    for place, owner in enumerate(owners):
+        for target in (place * 2**40, (place + 1) * 2**40 - 1):
+            at = torch.tensor([-(-(target << 62) // total)])
+            one = torch.ones(1)
+            filters = Filters(one, torch.zeros(1).double(), torch.tensor([top_p]).double(), at)
+            full = sample_full(scores, filters, with_top_p=top_p < 1.0)
+            assert full.tolist() == [owner]
+            assert sample_top_k(scores, filters, torch.tensor([6])).tolist() == [owner]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_full_sort_reference(seed: int) -> None:
+    """Random parameters, bf16 logits full of ties: same tokens as the sorted plain version."""
+    logits = _logits(160, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed])
+    rows = _random_rows(160, seed)
+    expected = [_reference(logits[i], row) for i, row in enumerate(rows)]
+    assert _tokens(logits, rows) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_other_dtypes_equal_reference(dtype: torch.dtype) -> None:
+    """Any float dtype works, and gives the reference's tokens."""
+    logits = (_logits(60, 8).double() + 1e-3 * _logits(60, 9).double()).to(dtype)
+    rows = _random_rows(60, 8)
+    expected = [_reference(logits[i], row) for i, row in enumerate(rows)]
+    assert _tokens(logits, rows) == expected
+
+
+def test_large_vocabulary_equals_reference() -> None:
+    """Also where the vocabulary spans many buckets, vector widths and threads."""
+    logits = _logits(6, 3, vocab_size=49152)
+    shapes: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 1000}]
+    shapes += [{"min_p": 0.02}, {"temperature": 0.2}]
+    rows = [_row(SamplingParams(seed=i, **kw)) for i, kw in enumerate(shapes)]
+    assert _tokens(logits, rows) == [_reference(logits[i], row) for i, row in enumerate(rows)]
+
+
+def test_token_does_not_depend_on_the_batch() -> None:
+    """Alone, in a shuffled batch of 32, in another split, again after others: the same tokens."""
+    logits, rows = _logits(32, 5), _random_rows(32, 5)
+    sampler = _sampler()
+    alone = [sampler.sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
+    rng = random.Random(0)
+    for size in (32, 32, 11, 2):
+        order = rng.sample(range(32), size)
+        result = sampler.sample(logits[order], [rows[i] for i in order])
+        assert result.token_ids == [alone[i].token_ids[0] for i in order]
+        assert result.logprobs == [alone[i].logprobs[0] for i in order]
+
+
+def test_chunked_batches_equal_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are treated in chunks that fit the cache; their size changes nothing."""
+    logits, rows = _logits(64, 6), _random_rows(64, 6)
+    whole = _sampler().sample(logits, rows)
+    monkeypatch.setattr("worker_proc.sampler._CPU_CHUNK_ELEMENTS", 3 * VOCAB)
+    assert _sampler().sample(logits, rows) == whole
+
+
+def test_inputs_stay_as_they_are() -> None:
+    """Neither the logits nor the rows are written to, whatever the dtype."""
+    rows = _random_rows(40, 7)
+    for logits in (_logits(40), _logits(40).float()):
+        before, ids = logits.clone(), [list(row.token_ids) for row in rows]
+        _sampler().sample(logits, rows)
+        assert torch.equal(before, logits)
+        assert ids == [row.token_ids for row in rows]
+
+
+def test_only_seed_and_position_move_the_draw() -> None:
+    """The prompt's and outputs' contents do not touch the draw; seed and length do."""
+    logits = _logits(1).expand(50, VOCAB)
+    params = SamplingParams(seed=4)
+    same = [_row(params, [i, i + 1, i + 2]) for i in range(50)]
+    assert len(set(_tokens(logits, same))) == 1
+    assert len(set(_tokens(logits, [_row(params, [0] * n) for n in range(1, 51)]))) > 10
+    assert len(set(_tokens(logits, [_row(SamplingParams(seed=i)) for i in range(50)]))) > 10
+    split = [_row(params, [1, 2, 3]), _row(params, [1], [2, 3])]
+    assert len(set(_tokens(logits[:2], split))) == 1
+
+
+def _exact_probabilities(logits: Tensor, p: SamplingParams) -> list[float]:
+    """Filtered softmax in double precision, by vocabulary id."""
+    values, ids = (logits.double() / p.temperature).sort(descending=True, stable=True)
+    probabilities = values.softmax(-1)
+    probabilities[probabilities < p.min_p * probabilities[0]] = 0.0
+    if p.top_k > 0:
+        probabilities[p.top_k :] = 0.0
+    probabilities /= probabilities.sum()
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities[before >= p.top_p] = 0.0
+    result = torch.zeros_like(probabilities)
+    result[ids] = probabilities / probabilities.sum()
+    return [float(x) for x in result]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_p": 0.8},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.7, "min_p": 0.02, "temperature": 1.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by", ["seed", "position"])
+def test_distribution_by_chi_square(kwargs: dict[str, Any], by: str) -> None:
+    """Over many seeds, and over many positions of one seed, counts follow the filtered softmax."""
+    vocab_size, num_draws = 24, 4000
+    row_logits = _logits(1, 11, vocab_size=vocab_size)[0].float()
+    ids = [0] * num_draws
+    if by == "seed":
+        rows = [_row(SamplingParams(seed=s * 7919, **kwargs)) for s in range(num_draws)]
+    else:
+        rows = [Row(SamplingParams(seed=3, **kwargs), ids[:n], 1) for n in range(1, num_draws + 1)]
+    counts = Counter(_tokens(row_logits.expand(num_draws, -1), rows))
+    probabilities = _exact_probabilities(row_logits, rows[0].sampling_params)
+    assert set(counts) <= {i for i, p in enumerate(probabilities) if p > 0}
+    # Cells with few expected draws are merged into one, as the test's approximation asks.
+    expected = [(counts[i], p * num_draws) for i, p in enumerate(probabilities)]
+    large = [(c, e) for c, e in expected if e >= 8.0]
+    rest = (num_draws - sum(c for c, _ in large), num_draws - sum(e for _, e in large))
+    cells = large + ([rest] if rest[1] > 1.0 else [])
+    chi_square = sum((c - e) ** 2 / e for c, e in cells)
+    freedom = len(cells) - 1
+    assert chi_square < freedom + 4.5 * math.sqrt(2 * freedom)
+
+
+def test_filters_that_leave_one_token_equal_greedy() -> None:
+    """top_k=1, tiny top_p, min_p=1 without ties, tiny temperature: the greedy token."""
+    logits = _logits(64, 12)
+    logits[:, 100] = logits.max(dim=-1).values  # a tie at the top in most rows
+    greedy = _tokens(logits, [_row(SamplingParams(temperature=0.0))] * 64)
+    shapes: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"top_k": 1, "min_p": 0.1}]
+    for kwargs in shapes:
+        rows = [_row(SamplingParams(seed=i, **kwargs)) for i in range(64)]
+        assert _tokens(logits, rows) == greedy
+    untied = _logits(64, 13).float()
+    untied[:, 77] += 20.0
+    shapes = [{"min_p": 1.0}, {"temperature": 2e-5}]
+    for kwargs in shapes:
+        rows = [_row(SamplingParams(seed=i, **kwargs)) for i in range(64)]
+        assert _tokens(untied, rows) == [77] * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_greedy_takes_the_lowest_id_of_equals(dtype: torch.dtype, num_rows: int) -> None:
+    """Ties go to the lowest id, as in argmax, with and without edits in the batch."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randint(0, 3, (num_rows, 5000), generator=generator).to(dtype)
+    logits[:, : 1000 + num_rows] -= 5
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    plain, edited = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, min_tokens=9)
+    for params in (plain, edited):
+        assert _tokens(logits, [_row(params)] * num_rows) == expected

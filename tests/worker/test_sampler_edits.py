@@ -1,0 +1,261 @@
+"""Properties of the sampler's score edits, logprobs, and its manners with broken logits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from protocol.sampling import SamplingParams
+from worker_proc.logit_edits import edit_scores
+from worker_proc.sampler import Sampler
+
+EOS = (2, 5)
+VOCAB = 64
+NAN, INF = math.nan, math.inf
+
+
+@dataclass
+class Row:
+    """The least a request needs to be sampled."""
+
+    sampling_params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+
+
+def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:
+    return Row(SamplingParams(**kwargs), [*prompt, *outputs], len(prompt))
+
+
+def _sampler(vocab_size: int = VOCAB) -> Sampler:
+    return Sampler(vocab_size, EOS, torch.device("cpu"))
+
+
+def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    return _sampler(logits.shape[1]).sample(logits, rows).token_ids
+
+
+def _edit(scores: list[float], row: Row) -> list[float]:
+    """Edited scores of `row`, with neighbours above and below that must not leak into it."""
+    above = _row([0, 1], [2, 2], repetition_penalty=9.0, logit_bias={1: 50.0}, min_tokens=99)
+    below = _row([3], [0, 1], frequency_penalty=2.0, presence_penalty=2.0)
+    tensor = torch.tensor([scores] * 3)
+    edit_scores(tensor, [above, row, below], EOS)
+    result: list[float] = tensor[1].tolist()
+    return result
+
+
+SCORES = [1.0, -1.0, 2.0, -2.0, 0.0, 4.0, 0.5, -0.5]
+
+
+def test_rows_without_edits_are_untouched() -> None:
+    """Default parameters leave every score as it is, next to rows with all edits."""
+    assert _edit(SCORES, _row([0, 1], [2, 3])) == SCORES
+
+
+def test_repetition_penalty_covers_prompt_and_outputs_once() -> None:
+    """Positive scores are divided, others multiplied, once however often the token occurs."""
+    edited = _edit(SCORES, _row([0, 0, 1], [2, 2, 3], repetition_penalty=2.0))
+    assert edited == [0.5, -2.0, 1.0, -4.0, 0.0, 4.0, 0.5, -0.5]
+
+
+def test_presence_penalty_covers_outputs_once() -> None:
+    """Outputs lose the penalty once; the prompt's tokens nothing."""
+    edited = _edit(SCORES, _row([0, 1], [2, 2, 3], presence_penalty=0.5))
+    assert edited == [1.0, -1.0, 1.5, -2.5, 0.0, 4.0, 0.5, -0.5]
+
+
+def test_frequency_penalty_counts_outputs() -> None:
+    """Outputs lose the penalty once per occurrence; the prompt's tokens nothing."""
+    edited = _edit(SCORES, _row([0, 1], [2, 2, 3], frequency_penalty=-0.5))
+    assert edited == [1.0, -1.0, 3.0, -1.5, 0.0, 4.0, 0.5, -0.5]
+
+
+def test_penalties_come_after_the_bias_and_add_up() -> None:
+    """(score + bias), then repetition, then frequency and presence."""
+    row = _row(
+        [0],
+        [2, 2],
+        repetition_penalty=2.0,
+        frequency_penalty=0.25,
+        presence_penalty=0.125,
+        logit_bias={0: -3.0, 2: 4.0},
+    )
+    assert _edit(SCORES, row)[:3] == [(1.0 - 3.0) * 2.0, -1.0, (2.0 + 4.0) / 2.0 - 0.5 - 0.125]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_bans_eos_and_stop_ids_until_reached(ignore_eos: bool) -> None:
+    """EOS and stop ids are impossible below min_tokens, with ignore_eos too, then allowed."""
+    for num_outputs in range(4):
+        row = _row(
+            [1],
+            [6] * num_outputs,
+            min_tokens=2,
+            stop_token_ids=[7, VOCAB + 5],
+            ignore_eos=ignore_eos,
+        )
+        banned = [i for i, score in enumerate(_edit(SCORES, row)) if score == -INF]
+        assert banned == ([2, 5, 7] if num_outputs < 2 else [])
+
+
+def test_min_tokens_counts_outputs_not_prompt() -> None:
+    """A long prompt does not lift the ban; sampled tokens respect it."""
+    logits = torch.zeros(40, VOCAB)
+    logits[:, EOS[0]] = 30.0
+    rows = [_row([1] * 50, [], min_tokens=1, seed=i) for i in range(40)]
+    assert EOS[0] not in _tokens(logits, rows)
+    rows = [_row([1] * 50, [6], min_tokens=1, seed=i) for i in range(40)]
+    assert set(_tokens(logits, rows)) == {EOS[0]}
+
+
+def test_ignore_eos_leaves_eos_an_ordinary_token() -> None:
+    """Without min_tokens, EOS is sampled like any token under ignore_eos."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS[0]] = 30.0
+    assert _tokens(logits, [_row(ignore_eos=True)]) == [EOS[0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logit_bias_forces_and_bans(temperature: float) -> None:
+    """+100 forces a token, -100 bans the most likely one; ids outside the vocabulary pass."""
+    logits = torch.zeros(30, VOCAB)
+    logits[:, 9] = 5.0
+    forced = [
+        _row(temperature=temperature, seed=i, logit_bias={33: 100.0, 10**6: 1.0}) for i in range(30)
+    ]
+    assert _tokens(logits, forced) == [33] * 30
+    banned = [_row(temperature=temperature, seed=i, logit_bias={9: -100.0}) for i in range(30)]
+    assert 9 not in _tokens(logits, banned)
+
+
+def test_prompt_ids_outside_the_vocabulary_are_passed_over() -> None:
+    """Penalties over ids that the logits have no column for change nothing and do not fail."""
+    row = _row([VOCAB + 3, 0], [VOCAB], repetition_penalty=2.0, presence_penalty=1.0)
+    assert _edit(SCORES, row) == [0.5, *SCORES[1:]]
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 2.0},
+    {},
+    {"top_p": 0.9},
+    {"top_k": 4},
+    {"top_k": 60, "min_p": 0.1},
+    {"logprobs": 5},
+]
+
+
+@pytest.mark.parametrize("kwargs", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nan_counts_as_impossible(kwargs: dict[str, Any], dtype: torch.dtype) -> None:
+    """A NaN among good logits is the same as -inf, and neighbours do not notice."""
+    logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
+    clean, broken = logits.clone(), logits.clone()
+    clean[4, 3:50] = -INF
+    broken[4, 3:50] = NAN
+    rows = [_row(seed=i, **kwargs) for i in range(20)]
+    assert _sampler().sample(broken, rows) == _sampler().sample(clean, rows)
+
+
+@pytest.mark.parametrize("kwargs", SHAPES, ids=str)
+def test_hopeless_rows_fall_back(kwargs: dict[str, Any]) -> None:
+    """Rows without any number take token 0, rows with +inf take it; neighbours do not notice."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2))
+    rows = [_row(seed=i, **kwargs) for i in range(6)]
+    expected = _tokens(logits, rows)
+    logits[1], logits[2] = NAN, -INF
+    logits[3, 40], logits[3, 41] = INF, NAN
+    expected[1], expected[2], expected[3] = 0, 0, 40
+    assert _tokens(logits, rows) == expected
+
+
+@pytest.mark.parametrize("kwargs", SHAPES, ids=str)
+def test_all_banned_takes_the_raw_maximum(kwargs: dict[str, Any]) -> None:
+    """Where edits ban all that is possible, the most likely raw token is the answer."""
+    logits = torch.full((3, VOCAB), -INF)
+    logits[:, EOS[0]], logits[:, EOS[1]] = 1.0, 2.0
+    rows = [_row(min_tokens=5, seed=i, **kwargs) for i in range(3)]
+    assert _tokens(logits, rows) == [EOS[1]] * 3
+
+
+@pytest.mark.parametrize("kwargs", SHAPES, ids=str)
+def test_extreme_logits_do_not_overflow(kwargs: dict[str, Any]) -> None:
+    """Largest floats, divided by a penalty under 1 and a low temperature, still give tokens."""
+    largest = torch.finfo(torch.float32).max
+    logits = torch.full((4, VOCAB), -largest)
+    logits[:, 20] = largest
+    rows = [
+        _row([20], [20], seed=i, **{"repetition_penalty": 0.01, "temperature": 1e-4, **kwargs})
+        for i in range(4)
+    ]
+    assert _tokens(logits, rows) == [20] * 4
+
+
+def test_empty_batch() -> None:
+    """No rows, no tokens."""
+    result = _sampler().sample(torch.empty(0, VOCAB), [])
+    assert (result.token_ids, result.logprobs) == ([], [])
+
+
+def test_logprobs_are_of_raw_logits() -> None:
+    """Logprobs ignore temperature, bias and penalties; only rows that ask get them."""
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5)).bfloat16()
+    rows = [
+        _row([4], logprobs=3, temperature=0.1, logit_bias={33: 100.0}),
+        _row(),
+        _row(logprobs=0, temperature=0.0),
+    ]
+    result = _sampler().sample(logits, rows)
+    reference = logits.float().log_softmax(-1)
+    first, second, third = result.logprobs
+    assert first is not None
+    assert second is None
+    assert third is not None
+    assert (first.token_id, len(first.top_ids)) == (33, 3)
+    assert first.logprob == pytest.approx(float(reference[0, 33]))
+    assert first.top_logprobs == pytest.approx(reference[0, first.top_ids].tolist())
+    assert (third.rank, third.top_ids, third.top_logprobs) == (1, [], [])
+
+
+def test_ranks_and_top_ids_follow_one_order() -> None:
+    """Ranks count from 1; ranks and top lists break ties by lowest id."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, -INF]]).repeat(6, 1)
+    entries = _sampler(6).prompt_logprobs(logits, list(range(6)), 6)
+    assert [entry.rank for entry in entries] == [5, 1, 3, 2, 4, 6]
+    assert all(entry.top_ids == [1, 3, 2, 4, 0, 5] for entry in entries)
+    assert entries[5].logprob == entries[0].top_logprobs[5] == -9999.0
+
+
+def test_prompt_logprobs_equal_logsoftmax_in_any_split() -> None:
+    """One entry per position, in order, the same alone as together."""
+    logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(6)).bfloat16()
+    ids = [(7 * i) % VOCAB for i in range(50)]
+    entries = _sampler().prompt_logprobs(logits, ids, 4)
+    reference = logits.float().log_softmax(-1)
+    assert [e.token_id for e in entries] == ids
+    assert [e.logprob for e in entries] == pytest.approx(reference[range(50), ids].tolist())
+    singles = [
+        _sampler().prompt_logprobs(logits[i : i + 1], ids[i : i + 1], 4)[0] for i in range(50)
+    ]
+    assert singles == entries
+
+
+def test_logprobs_are_finite_whatever_the_logits() -> None:
+    """Rows of NaN, of -inf, with +inf, and of extremes still give finite numbers."""
+    logits = torch.zeros(4, VOCAB)
+    logits[0], logits[1] = NAN, -INF
+    logits[2, 3], logits[3, 3] = INF, -1e38
+    for entry in _sampler().prompt_logprobs(logits, [3] * 4, 20):
+        assert all(math.isfinite(x) for x in (entry.logprob, *entry.top_logprobs))
+        assert 1 <= entry.rank <= VOCAB
+
+
+def test_vocabulary_too_large_is_refused() -> None:
+    """The bound that keeps integer sums exact is stated, not overrun."""
+    with pytest.raises(ValueError, match="vocab_size"):
+        _sampler(2**22)

@@ -1,0 +1,1 @@
+"""The computing process: holds the model and its KV cache, and obeys the core."""

@@ -1,0 +1,105 @@
+"""Connects transformers' attention modules to the paged KV cache.
+
+`IMPLEMENTATION` is the name that models are told to use. No mask is registered under it, so
+transformers builds none: which tokens see which follows from the step's plan.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from worker_proc.attention.layer_spec import LayerSpec
+from worker_proc.inputs import StepInputs
+from worker_proc.kv_tensors import KVTensors
+
+IMPLEMENTATION = "troika_paged"
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention over the pool; holds the plan of the step being computed."""
+
+    def begin_step(self, inputs: StepInputs) -> None:
+        """Build every index that the layers share; called once before a step's forward."""
+
+    def attend(
+        self,
+        layer: "PagedLayer",
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Store the row's keys and values, and attend.
+
+        Args:
+            layer: whose pool and rule to use.
+            query: `[T, num_heads, head_dim]`.
+            key: `[T, num_kv_heads, head_dim]`.
+            value: `[T, num_kv_heads, value_head_dim]`.
+            scale: factor on the scores.
+            softcap: bound that scores approach by tanh, if any.
+
+        Returns:
+            `[T, num_heads, value_head_dim]`, contiguous.
+        """
+
+
+class PagedLayer:
+    """What one attention module needs to attend: its pool, its rule and the backend."""
+
+    def __init__(self, spec: LayerSpec, kv: KVTensors, backend: AttentionBackend) -> None:
+        self.spec = spec
+        self.kv = kv
+        self.backend = backend
+
+
+def register() -> None:
+    """Make `IMPLEMENTATION` known to transformers."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
+
+
+def attach(
+    modules: Sequence[nn.Module],
+    specs: Sequence[LayerSpec],
+    pools: Sequence[KVTensors],
+    backend: AttentionBackend,
+) -> None:
+    """Give every attention module, in layer order, its pool and the shared backend."""
+    for module, spec, kv in zip(modules, specs, pools, strict=True):
+        # Straight into the dict: the layer is no submodule and owns no parameter.
+        module.__dict__["paged_layer"] = PagedLayer(spec, kv, backend)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend for one module: the function that transformers calls.
+
+    Args:
+        module: with a `paged_layer`.
+        query: `[1, num_heads, T, head_dim]`.
+        key: `[1, num_kv_heads, T, head_dim]`.
+        value: `[1, num_kv_heads, T, value_head_dim]`.
+        attention_mask: always None.
+        scaling: factor on the scores; None: 1 / sqrt(head_dim).
+        softcap: bound that scores approach by tanh, if any.
+        kwargs: checked by the probe when the model was loaded.
+
+    Returns:
+        `[1, T, num_heads, value_head_dim]` and no weights.
+    """
+    layer = cast(PagedLayer, module.paged_layer)
+    scale = layer.spec.head_dim**-0.5 if scaling is None else scaling
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return layer.backend.attend(layer, *rows, scale, softcap).unsqueeze(0), None

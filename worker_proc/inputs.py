@@ -1,0 +1,110 @@
+"""Packs what one step computes into a single row of tokens, and says where everything lies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.mirror import ScheduledRequest
+
+NULL_SLOT = 0
+"""First slot of the null block: takes the KV that is not to be kept."""
+
+
+class LogitsRange(NamedTuple):
+    """Rows of the step's logits that belong to one request."""
+
+    part: ScheduledRequest
+    first_row: int
+    num_prompt_rows: int
+    """Rows that predict prompt tokens; the row that samples, if any, comes after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One packed step of T tokens, N of whose rows get logits."""
+
+    parts: Sequence[ScheduledRequest]
+    first_rows: list[int]
+    """Row of each part's first token."""
+    input_ids: torch.Tensor
+    """`[1, T]`"""
+    position_ids: torch.Tensor
+    """`[1, T]`"""
+    slot_mapping: torch.Tensor
+    """`[T]`: block · block_size + offset, where each token's KV goes."""
+    logits_indices: torch.Tensor
+    """`[N]`: rows whose logits are wanted."""
+    logits_ranges: list[LogitsRange]
+    """In mirror order; requests without logits are left out."""
+
+
+def to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    """Return `values` as int64 on `device`, without waiting for the copy."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=torch.long)
+    return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
+
+
+def pack_step(
+    parts: Sequence[ScheduledRequest], block_size: int, device: torch.device
+) -> StepInputs:
+    """Lay the tokens of `parts` in one row, in mirror order."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    first_rows: list[int] = []
+    logits_rows: list[int] = []
+    ranges: list[LogitsRange] = []
+    for part in parts:
+        request, start, num_tokens, _ = part
+        first_row = len(tokens)
+        first_rows.append(first_row)
+        if num_tokens == 1:
+            tokens.append(request.token_ids[start])
+            positions.append(start)
+        else:
+            tokens += request.token_ids[start : part.end]
+            positions += range(start, part.end)
+        slots += _slots(part, block_size)
+        _add_logits_rows(part, first_row, logits_rows, ranges)
+    return StepInputs(
+        parts=parts,
+        first_rows=first_rows,
+        input_ids=to_device(tokens, device).unsqueeze(0),
+        position_ids=to_device(positions, device).unsqueeze(0),
+        slot_mapping=to_device(slots, device),
+        logits_indices=to_device(logits_rows, device),
+        logits_ranges=ranges,
+    )
+
+
+def _slots(part: ScheduledRequest, block_size: int) -> list[int]:
+    request, start, num_tokens, _ = part
+    blocks = request.block_ids
+    num_unwritten = min(max(request.num_cached_tokens - start, 0), num_tokens)
+    slots = [NULL_SLOT] * num_unwritten
+    position = start + num_unwritten
+    while position < part.end:
+        index, offset = divmod(position, block_size)
+        count = min(block_size - offset, part.end - position)
+        first = blocks[index] * block_size + offset
+        slots += range(first, first + count)
+        position += count
+    return slots
+
+
+def _add_logits_rows(
+    part: ScheduledRequest, first_row: int, rows: list[int], ranges: list[LogitsRange]
+) -> None:
+    num_prompt_rows = 0
+    if part.request.sampling_params.prompt_logprobs is not None:
+        # The row of position p predicts the token at p + 1, which must still be of the prompt.
+        num_prompt_rows = max(min(part.end, part.request.num_prompt_tokens - 1) - part.start, 0)
+    if not num_prompt_rows and not part.samples:
+        return
+    ranges.append(LogitsRange(part, len(rows), num_prompt_rows))
+    rows += range(first_row, first_row + num_prompt_rows)
+    if part.samples:
+        rows.append(first_row + part.num_tokens - 1)

@@ -1,0 +1,135 @@
+"""What changes a row's scores before a token is chosen: min_tokens, logit_bias, penalties.
+
+All of it is rebuilt from the row's ids at every step, so nothing has to survive a preemption.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from protocol.sampling import SamplingParams
+
+
+class SamplingRow(Protocol):
+    """What the sampler reads of a request."""
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """How to choose."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and outputs so far; the token to choose comes at position len(token_ids)."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The first so many of `token_ids` are the prompt."""
+
+
+def has_edits(row: SamplingRow) -> bool:
+    """Whether `edit_scores` may change this row's scores."""
+    params = row.sampling_params
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.min_tokens
+    )
+
+
+def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
+    """Apply min_tokens, then logit_bias, then the penalties, in place.
+
+    While a row has fewer outputs than min_tokens, the EOS ids and its stop_token_ids are banned
+    (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are passed over. A score
+    that a penalty pushes over the largest float becomes the largest float.
+
+    Args:
+        scores: float32 [n, vocab], without NaN or +inf.
+        rows: n rows.
+        eos_token_ids: the model's.
+    """
+    _ban_stops(scores, rows, eos_token_ids)
+    _add_biases(scores, rows)
+    _penalize_repetition(scores, rows)
+    _penalize_outputs(scores, rows)
+
+
+def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
+    places = [
+        (i, token_id)
+        for i, row in enumerate(rows)
+        if len(row.token_ids) - row.num_prompt_tokens < row.sampling_params.min_tokens
+        for token_id in (*eos_token_ids, *row.sampling_params.stop_token_ids)
+        if token_id < scores.shape[1]
+    ]
+    if places:
+        row_ids, token_ids = torch.tensor(places, device=scores.device).unbind(dim=1)
+        scores[row_ids, token_ids] = -math.inf
+
+
+def _add_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    places, biases = [], []
+    for i, row in enumerate(rows):
+        for token_id, bias in row.sampling_params.logit_bias.items():
+            if token_id < scores.shape[1]:
+                places.append((i, token_id))
+                biases.append(bias)
+    if places:
+        row_ids, token_ids = torch.tensor(places, device=scores.device).unbind(dim=1)
+        values = torch.tensor(biases, dtype=torch.float32, device=scores.device)
+        scores[row_ids, token_ids] = _bounded(scores[row_ids, token_ids] + values)
+
+
+def _penalize_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    factors = [row.sampling_params.repetition_penalty for row in rows]
+    chosen = [i for i, factor in enumerate(factors) if factor != 1.0]
+    if not chosen:
+        return
+    row_ids, token_ids = _places(scores, ((i, rows[i].token_ids) for i in chosen))
+    factor = torch.tensor(factors, dtype=torch.float32, device=scores.device)[row_ids]
+    old = scores[row_ids, token_ids]
+    # Repeated places read and write the same values, so they need no merging.
+    scores[row_ids, token_ids] = _bounded(torch.where(old > 0, old / factor, old * factor))
+
+
+def _penalize_outputs(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    penalties = [
+        (row.sampling_params.frequency_penalty, row.sampling_params.presence_penalty)
+        for row in rows
+    ]
+    chosen = [i for i, pair in enumerate(penalties) if any(pair)]
+    if not chosen:
+        return
+    outputs = ((i, rows[i].token_ids[rows[i].num_prompt_tokens :]) for i in chosen)
+    row_ids, token_ids = _places(scores, outputs)
+    ones = torch.ones_like(row_ids, dtype=torch.int32)
+    counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
+    counts.index_put_((row_ids, token_ids), ones, accumulate=True)
+    both = torch.tensor(penalties, dtype=torch.float32, device=scores.device)
+    frequency, presence = both[row_ids].unbind(dim=1)
+    penalty = frequency * counts[row_ids, token_ids] + presence
+    scores[row_ids, token_ids] = _bounded(scores[row_ids, token_ids] - penalty)
+
+
+def _places(scores: Tensor, lists: Iterable[tuple[int, list[int]]]) -> tuple[Tensor, Tensor]:
+    """Row and token indices of all ids inside the vocabulary, repeats included; int64 [m] each."""
+    row_ids: list[int] = []
+    lengths: list[int] = []
+    flat: list[int] = []
+    for i, token_ids in lists:
+        row_ids.append(i)
+        lengths.append(len(token_ids))
+        flat += token_ids
+    rows = torch.tensor(row_ids, dtype=torch.int64).repeat_interleave(torch.tensor(lengths))
+    tokens = torch.tensor(flat, dtype=torch.int64)
+    inside = tokens < scores.shape[1]
+    return rows[inside].to(scores.device), tokens[inside].to(scores.device)
+
+
+def _bounded(scores: Tensor) -> Tensor:
+    return scores.clamp_(max=torch.finfo(torch.float32).max)

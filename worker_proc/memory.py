@@ -1,0 +1,77 @@
+"""How much memory the KV cache may take."""
+
+from pathlib import Path
+
+import torch
+
+from protocol.config import EngineConfig
+from protocol.sampling import SamplingParams
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.forward import attach_cache, compute_logits
+from worker_proc.inputs import pack_step
+from worker_proc.loader import LoadedModel
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+
+DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
+CUDA_MARGIN_BYTES = 256 * 1024**2
+"""Left free on the device for what the profiled step did not show."""
+
+
+def available_cache_bytes(
+    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
+) -> int:
+    """Return the bytes for the KV cache, as configured or as measured.
+
+    On the CPU: 4 GiB, at most half of the free memory. On CUDA: the configured share of the device
+    less what the largest step needs besides; that step is computed here, on a pool of its own.
+    """
+    if config.cache.kv_cache_memory_bytes is not None:
+        return config.cache.kv_cache_memory_bytes
+    if loaded.device.type == "cpu":
+        return min(DEFAULT_CPU_CACHE_BYTES, free_host_bytes() // 2)
+    return _free_cuda_bytes(loaded, backend, config)
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes that can be allocated without swapping."""
+    for line in meminfo.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise RuntimeError(f"{meminfo} has no line MemAvailable")
+
+
+def _free_cuda_bytes(loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig) -> int:
+    device, utilization = loaded.device, config.cache.gpu_memory_utilization
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step(loaded, backend, config)
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return max(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES, 0)
+
+
+def run_largest_step(
+    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
+) -> None:
+    """Compute a step of max_num_batched_tokens tokens over as many requests as can sample."""
+    block_size = config.cache.block_size
+    num_tokens = config.scheduler.max_num_batched_tokens
+    num_requests = min(config.scheduler.max_num_seqs, num_tokens)
+    longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
+    lengths = [1] * (num_requests - 1)
+    rest = num_tokens - len(lengths)
+    while rest > 0:
+        lengths.append(min(rest, longest))
+        rest -= lengths[-1]
+    num_blocks = -(-longest // block_size)
+    attach_cache(loaded, backend, 1 + num_blocks, block_size)
+    table = list(range(1, 1 + num_blocks))
+    parts = []
+    for req_id, length in enumerate(lengths):
+        request = MirroredRequest(req_id, [0] * length, length, SamplingParams(), table, 0, 0)
+        parts.append(ScheduledRequest(request, 0, length, True))
+    inputs = pack_step(parts, block_size, loaded.device)
+    compute_logits(loaded.model, backend, inputs, loaded.vocab_size)

@@ -1,0 +1,182 @@
+"""The worker's mirror of the running set: full data once, then only what changed.
+
+Applies the rules written in `protocol/core_worker.py` and checks every delta, so that a core and a
+worker that disagree stop at the first step that shows it. No tensors: both runners share it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from protocol.core_worker import NewRequestData, SchedulerOutput
+from protocol.sampling import SamplingParams
+
+
+class MirrorError(Exception):
+    """A step that contradicts what the worker was told before, or that reaches out of bounds."""
+
+
+@dataclass(slots=True, eq=False)
+class MirroredRequest:
+    """What the worker knows of one running request."""
+
+    req_id: int
+    token_ids: list[int]
+    """Prompt and outputs so far; grows with every sampled token."""
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int
+    num_cached_tokens: int
+    """No KV is written for positions before this one."""
+
+
+class ScheduledRequest(NamedTuple):
+    """One request's part of a step."""
+
+    request: MirroredRequest
+    start: int
+    """Position of the first token to compute."""
+    num_tokens: int
+    samples: bool
+    """Whether the step reaches the end of the known tokens."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token to compute: the length of its attention's context."""
+        return self.start + self.num_tokens
+
+
+class Mirror:
+    """Requests in admission order, kept by applying one step after another."""
+
+    def __init__(self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._requests: dict[int, MirroredRequest] = {}
+        self._next_step_id: int | None = None
+
+    @property
+    def requests(self) -> dict[int, MirroredRequest]:
+        """The mirrored requests by id, in admission order."""
+        return self._requests
+
+    def reset(self) -> None:
+        """Forget every request and expect any step next."""
+        self._requests.clear()
+        self._next_step_id = None
+
+    def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
+        """Take over the step's changes and return what it computes, in mirror order.
+
+        Raises:
+            MirrorError: a rule of the link is broken; the mirror is of no further use.
+        """
+        expected = self._next_step_id
+        if expected is not None and step.step_id != expected:
+            raise MirrorError(f"step_id {step.step_id} came instead of {expected}")
+        self._next_step_id = step.step_id + 1
+        for req_id in step.preempted_req_ids:
+            self._remove(req_id, "preempted_req_ids")
+        for req_id in step.finished_req_ids:
+            self._remove(req_id, "finished_req_ids")
+        for new in step.scheduled_new_reqs:
+            self._append(new)
+        self._grow_tables(step)
+        return self._schedule(step)
+
+    def advance(self, scheduled: list[ScheduledRequest], sampled_token_ids: list[int]) -> None:
+        """Count what `scheduled` computed, and append one sampled token to each that sampled."""
+        tokens = iter(sampled_token_ids)
+        for request, start, num_tokens, samples in scheduled:
+            request.num_computed_tokens = start + num_tokens
+            if samples:
+                request.token_ids.append(next(tokens))
+        if next(tokens, None) is not None:
+            raise MirrorError("more tokens were sampled than requests sample")
+
+    def _remove(self, req_id: int, field: str) -> None:
+        if self._requests.pop(req_id, None) is None:
+            raise MirrorError(f"{field} names {req_id}, which is not mirrored")
+
+    def _append(self, new: NewRequestData) -> None:
+        name = f"new request {new.req_id}"
+        if new.req_id in self._requests:
+            raise MirrorError(f"{name} is mirrored already")
+        known = len(new.token_ids)
+        if not new.num_prompt_tokens <= known <= self._max_model_len:
+            raise MirrorError(
+                f"{name} has {known} tokens, outside num_prompt_tokens {new.num_prompt_tokens}"
+                f" to max_model_len {self._max_model_len}"
+            )
+        if not new.num_computed_tokens < known:
+            raise MirrorError(f"{name} has all of its {known} tokens computed")
+        if new.num_cached_tokens - new.num_computed_tokens not in (0, 1):
+            raise MirrorError(
+                f"{name} has {new.num_cached_tokens} cached tokens"
+                f" and {new.num_computed_tokens} computed ones"
+            )
+        if max(new.token_ids) >= self._vocab_size:
+            raise MirrorError(f"{name} holds a token outside vocab_size {self._vocab_size}")
+        self._check_blocks(new.req_id, new.block_ids)
+        self._requests[new.req_id] = MirroredRequest(
+            req_id=new.req_id,
+            token_ids=list(new.token_ids),
+            num_prompt_tokens=new.num_prompt_tokens,
+            sampling_params=new.sampling_params,
+            block_ids=list(new.block_ids),
+            num_computed_tokens=new.num_computed_tokens,
+            num_cached_tokens=new.num_cached_tokens,
+        )
+
+    def _grow_tables(self, step: SchedulerOutput) -> None:
+        cached = step.scheduled_cached_reqs
+        if len(cached.req_ids) != len(cached.new_block_ids):
+            raise MirrorError("columns of scheduled_cached_reqs differ in length")
+        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            request = self._requests.get(req_id)
+            if request is None:
+                raise MirrorError(f"scheduled_cached_reqs names {req_id}, which is not mirrored")
+            self._check_blocks(req_id, block_ids)
+            request.block_ids.extend(block_ids)
+
+    def _check_blocks(self, req_id: int, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            if not 0 < block_id < self._num_blocks:
+                raise MirrorError(
+                    f"request {req_id} got block {block_id}, outside 1 to {self._num_blocks - 1}"
+                )
+
+    def _schedule(self, step: SchedulerOutput) -> list[ScheduledRequest]:
+        counts = step.num_scheduled_tokens
+        if not counts.keys() <= self._requests.keys():
+            unknown = min(counts.keys() - self._requests.keys())
+            raise MirrorError(f"num_scheduled_tokens names {unknown}, which is not mirrored")
+        scheduled, total = [], 0
+        for req_id, request in self._requests.items():
+            num_tokens = counts.get(req_id, 1)
+            if num_tokens == 0:
+                continue
+            total += num_tokens
+            scheduled.append(self._part(request, num_tokens))
+        if total != step.total_num_scheduled_tokens:
+            raise MirrorError(
+                f"total_num_scheduled_tokens is {step.total_num_scheduled_tokens},"
+                f" and the mirror adds up to {total}"
+            )
+        return scheduled
+
+    def _part(self, request: MirroredRequest, num_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        end, known = start + num_tokens, len(request.token_ids)
+        if end > known:
+            raise MirrorError(
+                f"request {request.req_id} is scheduled to position {end} of {known} known tokens"
+            )
+        if end > len(request.block_ids) * self._block_size:
+            raise MirrorError(
+                f"request {request.req_id} is scheduled to position {end}"
+                f" with {len(request.block_ids)} blocks of {self._block_size} tokens"
+            )
+        return ScheduledRequest(request, start, num_tokens, end == known)

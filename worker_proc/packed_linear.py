@@ -1,0 +1,99 @@
+"""Linear layers over weights that oneDNN has packed: the fast path of the CPU.
+
+Besides being two to four times as fast as `torch.nn.functional.linear` for few rows, they give a row
+the same bits whatever other rows it is computed with. Two exceptions to that are worked around: a
+single row runs as two, and very wide bfloat16 outputs run in slices of rows.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+WIDE_OUT_FEATURES = 16_384
+WIDE_SLICE_ROWS = 32
+PACKING_ROWS = 64
+"""oneDNN picks a layout for a number of rows; it then serves every other."""
+
+
+class PackedLinear(nn.Module):
+    """Takes the place of `nn.Linear` (or GPT-2's transposed `Conv1D`) for inference on the CPU."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Pack `weight`, `[out_features, in_features]`."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Models look at their weights' dtype; they never compute with them.
+        self.weight = weight.new_empty(weight.shape, device="meta")
+        self.bias = None if bias is None else bias.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach().contiguous(), PACKING_ROWS
+        )
+        wide = weight.dtype == torch.bfloat16 and self.out_features >= WIDE_OUT_FEATURES
+        self._slice_rows = WIDE_SLICE_ROWS if wide else 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
+        rows = hidden.reshape(-1, self.in_features)
+        num_rows = len(rows)
+        if num_rows == 0:
+            out = rows.new_empty(0, self.out_features)
+        elif num_rows == 1:
+            out = self._linear(rows.expand(2, -1).contiguous())[:1]
+        elif self._slice_rows and num_rows > self._slice_rows:
+            out = self._sliced(rows)
+        else:
+            out = self._linear(rows)
+        return out.view(*hidden.shape[:-1], self.out_features)
+
+    def _linear(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+
+    def _sliced(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(len(rows), self.out_features)
+        first = 0
+        while first < len(rows):
+            # A last slice of one row would not be computed like the others.
+            first = min(first, len(rows) - 2)
+            part = slice(first, first + self._slice_rows)
+            out[part] = self._linear(rows[part])
+            first += self._slice_rows
+        return out
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether weights of `dtype` on `device` can be packed in this build of torch."""
+    return (
+        device.type == "cpu"
+        and dtype in PACKED_DTYPES
+        and torch.backends.mkldnn.is_available()
+        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int:
+    """Replace every linear layer of `model`, freeing its weights as it goes.
+
+    Args:
+        model: whose modules are replaced in place.
+        on_packed: called with (layers done, layers in all) after each.
+
+    Returns:
+        The number of layers replaced.
+    """
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if type(child) in (nn.Linear, Conv1D)
+    ]
+    packed: dict[nn.Module, PackedLinear] = {}
+    for done, (parent, name, child) in enumerate(found, start=1):
+        if child not in packed:
+            weight = child.weight.t() if isinstance(child, Conv1D) else child.weight
+            packed[child] = PackedLinear(weight, child.bias)
+        setattr(parent, name, packed[child])
+        on_packed(done, len(found))
+    return len(packed)

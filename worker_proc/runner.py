@@ -1,0 +1,23 @@
+"""The interface between the worker's loop and whatever computes: a model, or the null runner."""
+
+from typing import Protocol
+
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+
+
+class Runner(Protocol):
+    """Executes steps one at a time, in the order in which the core decided them."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the core must know before its first step; constant."""
+
+    def reset(self) -> None:
+        """Forget every request; the next step may carry any `step_id`."""
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step and return the tokens that it sampled, in mirror order.
+
+        Raises:
+            MirrorError: the step contradicts those before it.
+        """

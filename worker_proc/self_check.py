@@ -1,0 +1,100 @@
+"""Compares the paged forward with transformers' own, once, when a model has been loaded.
+
+What a model does between its attention layers may depend on its tokens standing alone in a row (a
+convolution, positions counted from a mask): that would be wrong for packed rows without any error.
+Two short texts, computed together in two steps, must give the logits that each gives alone.
+"""
+
+import statistics
+
+import torch
+
+from protocol.sampling import SamplingParams
+from worker_proc.attention.interface import IMPLEMENTATION, AttentionBackend
+from worker_proc.errors import UnsupportedModel
+from worker_proc.forward import compute_logits
+from worker_proc.inputs import pack_step
+from worker_proc.loader import LoadedModel
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+
+TEXT_LENGTHS = (5, 3)
+NUM_DECODED = 2
+"""The last tokens of each text, computed in a step each."""
+MAX_ERROR = {torch.float32: 0.01}
+MAX_ERROR_OF_HALF = 0.15
+"""Relative. The median over rows counts: a rounding that sends one row to another expert is fine."""
+
+
+def num_blocks_needed(block_size: int) -> int:
+    """Return how many blocks the pool must have while the check runs."""
+    return 1 + sum(-(-length // block_size) for length in TEXT_LENGTHS)
+
+
+def check_forward(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> None:
+    """Run the check on the pool that is attached; it overwrites the first blocks.
+
+    Raises:
+        UnsupportedModel: the two differ by more than rounding.
+    """
+    texts = _texts(loaded.vocab_size)
+    try:
+        paged = _paged_logits(loaded, backend, block_size, texts)
+        expected = [_expected_logits(loaded, text) for text in texts]
+    except (TypeError, AttributeError, RuntimeError) as error:
+        kind = loaded.model.config.model_type
+        raise UnsupportedModel(f"{kind}: its forward fails over packed rows: {error}") from error
+    errors = [
+        float((got - want).norm() / want.norm().clamp_min(1e-6))
+        for got_rows, want_rows in zip(paged, expected, strict=True)
+        for got, want in zip(got_rows.float(), want_rows.float(), strict=True)
+    ]
+    limit = MAX_ERROR.get(loaded.dtype, MAX_ERROR_OF_HALF)
+    if not statistics.median(errors) <= limit:
+        raise UnsupportedModel(
+            f"{loaded.model.config.model_type}: its logits over packed rows differ from its logits"
+            f" over a row of its own (relative error {statistics.median(errors):.3g})"
+        )
+
+
+def _texts(vocab_size: int) -> list[list[int]]:
+    first, texts = 1, []
+    for length in TEXT_LENGTHS:
+        texts.append([(first + i) * 7919 % vocab_size for i in range(length)])
+        first += length
+    return texts
+
+
+def _paged_logits(
+    loaded: LoadedModel, backend: AttentionBackend, block_size: int, texts: list[list[int]]
+) -> list[torch.Tensor]:
+    """The last rows of each text: `[1 + NUM_DECODED, vocab_size]`, of its prompt's and after."""
+    requests, first_block = [], 1
+    for req_id, text in enumerate(texts):
+        num_blocks = -(-len(text) // block_size)
+        blocks = list(range(first_block, first_block + num_blocks))
+        first_block += num_blocks
+        requests.append(
+            MirroredRequest(req_id, text, len(text), SamplingParams(), blocks, 0, 0)
+        )
+    steps = []
+    for back in range(NUM_DECODED, -1, -1):
+        parts = []
+        for request in requests:
+            end = len(request.token_ids) - back
+            start = 0 if back == NUM_DECODED else end - 1
+            parts.append(ScheduledRequest(request, start, end - start, True))
+        inputs = pack_step(parts, block_size, loaded.device)
+        steps.append(compute_logits(loaded.model, backend, inputs, loaded.vocab_size))
+    return list(torch.stack(steps, dim=1))
+
+
+@torch.inference_mode()
+def _expected_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
+    model = loaded.model
+    model.set_attn_implementation("eager")
+    try:
+        input_ids = torch.tensor([text], device=loaded.device)
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+    return logits[-1 - NUM_DECODED :, : loaded.vocab_size]

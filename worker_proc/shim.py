@@ -1,0 +1,71 @@
+"""The worker's end of the link to the core, as a state machine: messages in, replies out.
+
+It knows which core it obeys (by epoch) and which step comes next; the runner computes.
+"""
+
+from protocol.core_worker import (
+    Adopt,
+    CoreToWorker,
+    SchedulerOutput,
+    StepFailed,
+    WorkerHello,
+    WorkerToCore,
+)
+from worker_proc.runner import Runner
+
+_MAX_ERROR = 4096
+
+
+class WorkerShim:
+    """Adoption, fencing and step order of one worker."""
+
+    def __init__(self, runner: Runner, rank: int, pid: int, epoch: int) -> None:
+        self._runner = runner
+        self._rank = rank
+        self._pid = pid
+        self._own_epoch = epoch
+        self._next_step_id = 0
+        self.link_epoch: int | None = None
+        """Epoch of the core that has adopted this worker; None before and between adoptions."""
+        self.num_fenced_frames = 0
+        self.failure: Exception | None = None
+        """What a step raised; the process must exit after its reply is sent."""
+
+    def hello(self) -> WorkerHello:
+        """First message of a new connection; whatever was adopted before is over."""
+        self.link_epoch = None
+        return WorkerHello(self._rank, self._pid, self._runner.facts)
+
+    @property
+    def epoch(self) -> int:
+        """What the next frame carries."""
+        return self._own_epoch if self.link_epoch is None else self.link_epoch
+
+    def on_message(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
+        """Obey one message; returns the reply, if there is one."""
+        if isinstance(message, Adopt):
+            self._adopt(epoch, message)
+            return None
+        if epoch != self.link_epoch:
+            self.num_fenced_frames += 1
+            return None
+        return self._step(message)
+
+    def _adopt(self, epoch: int, message: Adopt) -> None:
+        if epoch < self._own_epoch or (self.link_epoch is not None and epoch < self.link_epoch):
+            self.num_fenced_frames += 1
+            return
+        self.link_epoch = epoch
+        self._next_step_id = message.first_step_id
+        self._runner.reset()
+
+    def _step(self, step: SchedulerOutput) -> WorkerToCore | None:
+        try:
+            if step.step_id != self._next_step_id:
+                raise ValueError(f"step {step.step_id} came instead of {self._next_step_id}")
+            self._next_step_id += 1
+            output = self._runner.execute(step)
+        except Exception as error:
+            self.failure = error
+            return StepFailed(step.step_id, f"{type(error).__name__}: {error}"[:_MAX_ERROR])
+        return output if self._rank == 0 else None
