@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from api_proc.checkpoint import special_tokens
 from api_proc.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
@@ -82,7 +82,6 @@ class HfTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
         self.special_tokens = special_tokens(config)
-        _apply_added_ends(self._tokenizer, config, self.special_tokens)
         vocabulary = self._tokenizer.get_vocab()
         self.longest_token_chars = max(map(len, vocabulary), default=1)
         self._special_ids = _special_ids(self._tokenizer, self.special_tokens)
@@ -226,19 +225,3 @@ def _special_ids(tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:
 def _id(tokenizer: Tokenizer, token: str) -> int | None:
     token_id = tokenizer.token_to_id(token)
     return None if token_id is None else int(token_id)
-
-
-def _apply_added_ends(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Where the configuration says whether BOS and EOS are added, it wins over tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    ends = {}
-    for name in ("bos_token", "eos_token"):
-        token_id = _id(tokenizer, named[name]) if name in named else None
-        if config.get(f"add_{name}") and token_id is not None:
-            ends[name] = (named[name], token_id)
-    pieces = [ends[name][0] if name in ends else "" for name in ("bos_token", "eos_token")]
-    pieces.insert(1, "$A")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=" ".join(filter(None, pieces)), special_tokens=list(ends.values())
-    )

@@ -62,7 +62,8 @@ class Scheduler:
     ) -> None:
         """See `protocol.config.SchedulerConfig` for the fields.
 
-        `num_blocks` counts the null block; `first_step_id` numbers the first step.
+        `num_blocks` counts the null block. `max_num_active_seqs` replaces `max_num_seqs`, and an
+        adaptive threshold is at least a fair share of the step's tokens.
 
         Raises:
             ValueError: a value is out of bounds; the text names the field and the bound.
@@ -306,8 +307,12 @@ class Scheduler:
             One result for each request that got a token, in mirror order. Tokens for requests that
             have finished in the meantime are ignored.
         """
-        step_id, sampling = self.in_flight.popleft()
+        assert self.in_flight, f"output of step {output.step_id}, none is due"
+        step_id, sampling = self.in_flight[0]
         assert output.step_id == step_id, f"output of step {output.step_id}, due is {step_id}"
+        num_tokens = len(output.sampled_token_ids)
+        assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
+        self.in_flight.popleft()
         results: list[StepResult] = []
         any_finished = False
         running = RequestStatus.RUNNING

@@ -251,4 +251,5 @@ class DealerChannel(_Channel):
     def close(self) -> None:
         """Close both sockets; queued messages are dropped."""
         self.socket.disable_monitor()
+        self.monitor.close(linger=0)
         super().close()

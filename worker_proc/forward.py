@@ -3,23 +3,22 @@
 import torch
 from torch import nn
 
-from worker_proc import kv_tensors
-from worker_proc.attention.interface import AttentionBackend, attach
+from worker_proc.attention.interface import AttentionBackend, PagedLayer, attach
 from worker_proc.inputs import StepInputs
+from worker_proc.kv_tensors import KVTensors, zeros
 from worker_proc.loader import LoadedModel
 
 
-def attach_cache(
-    loaded: LoadedModel, backend: AttentionBackend, num_blocks: int, block_size: int
-) -> None:
+def attach_cache(loaded: LoadedModel, backend: AttentionBackend, num_blocks: int) -> None:
     """Allocate a pool of `num_blocks` and give every attention module its part of it.
 
     Takes the place of the pool that was attached before.
     """
-    specs = [layer.spec for layer in loaded.layers]
-    pools = kv_tensors.allocate(specs, num_blocks, block_size, loaded.dtype, loaded.device)
-    modules = [loaded.model.get_submodule(layer.module_name) for layer in loaded.layers]
-    attach(modules, specs, pools, backend)
+    for layer in loaded.layers:
+        shapes = backend.pool_shapes(layer.spec, num_blocks)
+        keys, values = (zeros(shape, loaded.dtype, loaded.device) for shape in shapes)
+        module = loaded.model.get_submodule(layer.module_name)
+        attach(module, PagedLayer(layer.spec, KVTensors(keys, values), backend))
 
 
 @torch.inference_mode()

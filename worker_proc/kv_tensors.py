@@ -15,7 +15,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """Keys and values of one layer, `[num_blocks, block_size, num_kv_heads, head_dim]` each.
+    """Keys and values of one layer, in the shapes that the attention backend asks for.
 
     Block 0 is the null block: writes that nobody may ever read go there.
     """
@@ -38,29 +38,10 @@ def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dt
     return values_per_token * block_size * dtype.itemsize
 
 
-def allocate(
-    specs: Sequence[LayerSpec],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[KVTensors]:
-    """Allocate the pool of every layer, zeroed.
-
-    Garbage that is not finite would survive being masked (0 · inf).
-    """
-    return [
-        KVTensors(
-            zeros((num_blocks, block_size, s.num_kv_heads, s.head_dim), dtype, device),
-            zeros((num_blocks, block_size, s.num_kv_heads, s.value_head_dim), dtype, device),
-        )
-        for s in specs
-    ]
-
-
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a zeroed tensor; on the CPU it takes no memory until it is written.
 
+    Zeroed, since garbage that is not finite would survive being masked (0 · inf).
     `torch.zeros` would touch every page of it: seconds for a few GiB.
     """
     if device.type != "cpu":

@@ -67,7 +67,7 @@ def run_largest_step(
         lengths.append(min(rest, longest))
         rest -= lengths[-1]
     num_blocks = -(-longest // block_size)
-    attach_cache(loaded, backend, 1 + num_blocks, block_size)
+    attach_cache(loaded, backend, 1 + num_blocks)
     table = list(range(1, 1 + num_blocks))
     parts = []
     for req_id, length in enumerate(lengths):

@@ -17,6 +17,8 @@ from protocol.core_worker import (
 from worker_proc import kv_tensors
 from worker_proc.attention.gathering import GatheringBackend
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.attention.native import NativeBackend, can_attend, load_library
+from worker_proc.attention.native_build import start_building
 from worker_proc.errors import CheckpointError
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import StepInputs, pack_step
@@ -116,6 +118,8 @@ def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
         InsufficientMemory: the KV cache cannot hold max_model_len.
     """
     device = resolve_device(config.model.device)
+    if device.type == "cpu":
+        start_building()
     torch.set_num_threads(config.worker.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config.model.model, config.model.dtype, device, progress)
     wanted_len = config.model.max_model_len
@@ -135,7 +139,7 @@ def build_runner(loaded: LoadedModel, config: EngineConfig, progress: Progress) 
     specs = [layer.spec for layer in loaded.layers]
     block_size = config.cache.block_size
     backend = make_backend(loaded, block_size)
-    attach_cache(loaded, backend, num_blocks_needed(block_size), block_size)
+    attach_cache(loaded, backend, num_blocks_needed(block_size))
     check_forward(loaded, backend, block_size)
     size = kv_tensors.size_cache(
         available_bytes=available_cache_bytes(loaded, backend, config),
@@ -151,7 +155,7 @@ def build_runner(loaded: LoadedModel, config: EngineConfig, progress: Progress) 
             size.max_model_len,
             loaded.model_len,
         )
-    attach_cache(loaded, backend, size.num_blocks, block_size)
+    attach_cache(loaded, backend, size.num_blocks)
     facts = ModelFacts(
         model=config.model.model,
         vocab_size=loaded.vocab_size,
@@ -167,8 +171,13 @@ def build_runner(loaded: LoadedModel, config: EngineConfig, progress: Progress) 
 
 
 def make_backend(loaded: LoadedModel, block_size: int) -> AttentionBackend:
-    """Choose how attention is computed."""
-    windows: set[int | None] = {layer.spec.window for layer in loaded.layers}
+    """Choose how attention is computed: by the native kernel where there is one."""
+    specs = [layer.spec for layer in loaded.layers]
+    if can_attend(specs, loaded.dtype, loaded.device):
+        library = load_library()
+        if library is not None:
+            return NativeBackend(library, block_size, loaded.dtype)
+    windows = {spec.window for spec in specs}
     return GatheringBackend(windows, block_size, loaded.dtype, loaded.device)
 
 

@@ -36,7 +36,7 @@ def test_hits_reuse_blocks_and_eviction_follows_the_queue() -> None:
     kv.free(first)
     assert kv.pool.free_ids() == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
 
-    second = _request(tokens[:48] + [7, 7, 7, 7, 7])
+    second = _request([*tokens[:48], 7, 7, 7, 7, 7])
     assert _admit(kv, second) == 3
     assert second.block_ids == [1, 2, 3, 4]
     kv.free(second)

@@ -166,6 +166,19 @@ def test_a_block_is_cached_only_when_its_pending_token_is_known() -> None:
     assert bench.schedule() == {"a": 1, "b": 1}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_whose_tokens_become_known_at_the_end_is_cached_at_the_end(depth: int) -> None:
+    bench = Harness(caching=True, depth=depth)
+    prompt = list(range(15))
+    bench.add("a", prompt, 2)
+    while bench.scheduler.has_unfinished:
+        bench.schedule()
+        bench.schedule()
+        bench.update()
+    bench.add("b", [*prompt, PLAIN_TOKEN, 5])
+    assert bench.schedule() == {"b": 1}
+
+
 def test_after_the_loss_of_a_worker_all_is_computed_again_in_the_old_order() -> None:
     bench = Harness(depth=2, seqs=2, caching=True)
     for name in "abc":

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs, to_device
 from worker_proc.mirror import ScheduledRequest
 
@@ -70,6 +71,13 @@ class GatheringBackend:
         self._device = device
         self._plans: dict[int | None, Plan] = {}
         self._slots = torch.empty(0, dtype=torch.long)
+
+    def pool_shapes(
+        self, spec: LayerSpec, num_blocks: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return `[block, slot, kv_head, dim]`, for keys and for values."""
+        rows = (num_blocks, self._block_size, spec.num_kv_heads)
+        return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
         """Plan the step once per window that occurs in the model."""

@@ -4,7 +4,6 @@
 transformers builds none: which tokens see which follows from the step's plan.
 """
 
-from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -20,6 +19,11 @@ IMPLEMENTATION = "troika_paged"
 
 class AttentionBackend(Protocol):
     """One way to compute attention over the pool; holds the plan of the step being computed."""
+
+    def pool_shapes(
+        self, spec: LayerSpec, num_blocks: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a layer's pools of keys and of values."""
 
     def begin_step(self, inputs: StepInputs) -> None:
         """Build every index that the layers share; called once before a step's forward."""
@@ -62,16 +66,10 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
 
 
-def attach(
-    modules: Sequence[nn.Module],
-    specs: Sequence[LayerSpec],
-    pools: Sequence[KVTensors],
-    backend: AttentionBackend,
-) -> None:
-    """Give every attention module, in layer order, its pool and the shared backend."""
-    for module, spec, kv in zip(modules, specs, pools, strict=True):
-        # Straight into the dict: the layer is no submodule and owns no parameter.
-        module.__dict__["paged_layer"] = PagedLayer(spec, kv, backend)
+def attach(module: nn.Module, layer: PagedLayer) -> None:
+    """Give an attention module what it attends with."""
+    # Straight into the dict: the layer is no submodule and owns no parameter.
+    module.__dict__["paged_layer"] = layer
 
 
 def paged_attention(

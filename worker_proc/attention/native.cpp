@@ -46,7 +46,7 @@ inline void narrow(float x, Bf16& out) {
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec load(const Bf16* p) {
   VecBits bits = __builtin_convertvector(*reinterpret_cast<const VecHalf*>(p), VecBits) << 16;
-  return reinterpret_cast<Vec&>(bits);
+  return (Vec)bits;
 }
 
 inline Vec splat(float x) { return x - Vec{}; }
@@ -65,7 +65,7 @@ inline Vec exp_of(Vec x) {
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
   VecInt power = (n + 127) << 23;
-  return y * reinterpret_cast<Vec&>(power);
+  return y * (Vec)power;
 }
 
 inline Vec tanh_of(Vec x) {
@@ -99,9 +99,11 @@ struct Layer {
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed
 // row from first_row[s] and in their text from start[s]; tables[table_offset[s]...] are its blocks.
 struct Step {
-  int32_t num_rows, num_segments;
+  int32_t num_rows, num_items, item_size;
   const int64_t* slots;
   const int32_t *first_row, *num_tokens, *start, *table_offset, *tables;
+  // Items share the work: item_size tokens of a segment, from item_token[i] on.
+  const int32_t *item_segment, *item_token;
 };
 
 // Strides in elements; the last dimension is contiguous.
@@ -133,7 +135,8 @@ void store(const Layer& layer, const Step& step, const Rows& key, const Rows& va
 
 // Some query rows of one KV head, with the state of their softmax.
 struct Tile {
-  int num_rows, dim, vdim, padded_vdim;
+  int num_rows, dim, vdim, padded_vdim, window;
+  float softcap;
   int position[kTileRows];
   float top[kTileRows], sum[kTileRows];
   alignas(64) float query[kTileRows * kMaxDim];
@@ -141,22 +144,30 @@ struct Tile {
   alignas(64) float weight[kTileRows][kLanes];
 };
 
+// Up to 16 consecutive keys and their values. Lanes from `num_slots` on hold no key of the text;
+// keys from `count` on are seen by no row of the tile.
+template <typename T>
+struct Span {
+  const T *keys, *values;
+  int key_stride, value_stride, first_position, num_slots, count;
+};
+
 template <typename T, int R>
-void score(Tile& tile, int first, const T* keys, int stride) {
+void score(Tile& tile, int first, const Span<T>& span) {
   Vec even[R], odd[R];
   for (int r = 0; r < R; r++) even[r] = odd[r] = splat(0.0f);
   const float* query = tile.query + first * tile.dim;
   int d = 0;
   for (; d + 1 < tile.dim; d += 2) {
-    const Vec k0 = load(keys + static_cast<int64_t>(d) * stride);
-    const Vec k1 = load(keys + static_cast<int64_t>(d + 1) * stride);
+    const Vec k0 = load(span.keys + d * span.key_stride);
+    const Vec k1 = load(span.keys + (d + 1) * span.key_stride);
     for (int r = 0; r < R; r++) {
       even[r] += query[r * tile.dim + d] * k0;
       odd[r] += query[r * tile.dim + d + 1] * k1;
     }
   }
   if (d < tile.dim) {
-    const Vec k0 = load(keys + static_cast<int64_t>(d) * stride);
+    const Vec k0 = load(span.keys + d * span.key_stride);
     for (int r = 0; r < R; r++) even[r] += query[r * tile.dim + d] * k0;
   }
   for (int r = 0; r < R; r++) {
@@ -165,21 +176,22 @@ void score(Tile& tile, int first, const T* keys, int stride) {
   }
 }
 
-// Turns the scores of the keys from `base` on into weights; false where the row sees none of them.
-bool weigh(Tile& tile, int r, int base, int window, float softcap) {
+// Turns a row's scores into weights; false where it sees none of the keys.
+bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   Vec s = load(tile.weight[r]);
-  if (softcap > 0) s = tanh_of(s * (1.0f / softcap)) * softcap;
-  const int low = window ? tile.position[r] - window + 1 : 0;
-  const int high = tile.position[r];
-  if (base < low || base + kLanes - 1 > high) {
-    for (int i = 0; i < kLanes; i++)
-      if (base + i < low || base + i > high) s[i] = kNegInf;
+  if (tile.softcap > 0) s = tanh_of(s * (1.0f / tile.softcap)) * tile.softcap;
+  const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - first_position;
+  const int high = tile.position[r] - first_position;
+  const int end = high + 1 < num_slots ? high + 1 : num_slots;
+  if (low > 0 || end < kLanes) {
+    const VecInt lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    s = (lane < low) | (lane >= end) ? splat(kNegInf) : s;
   }
   const float highest = fold(s, [](float a, float b) { return a > b ? a : b; });
   if (highest == kNegInf) return false;
   if (highest > tile.top[r]) {
-    const float shrink = exp_of(splat(tile.top[r] - highest))[0];
-    const float factor = tile.top[r] == kNegInf ? 0.0f : shrink;
+    const bool empty = tile.top[r] == kNegInf;
+    const float factor = empty ? 0.0f : exp_of(splat(tile.top[r] - highest))[0];
     float* out = tile.out + r * tile.padded_vdim;
     for (int i = 0; i < tile.padded_vdim; i++) out[i] *= factor;
     tile.sum[r] *= factor;
@@ -192,103 +204,173 @@ bool weigh(Tile& tile, int r, int base, int window, float softcap) {
 }
 
 template <typename T, int R, int C>
-void add_values(Tile& tile, int first, int column, const T* values, int stride, int count) {
+void add_values(Tile& tile, int first, int column, const Span<T>& span) {
   Vec acc[R][C];
   float* out = tile.out + first * tile.padded_vdim + column;
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = load(out + r * tile.padded_vdim + c * kLanes);
-  for (int k = 0; k < count; k++) {
+  for (int k = 0; k < span.count; k++) {
+    const T* values = span.values + k * span.value_stride + column;
     for (int c = 0; c < C; c++) {
-      const Vec v = load(values + static_cast<int64_t>(k) * stride + column + c * kLanes);
+      const Vec v = load(values + c * kLanes);
       for (int r = 0; r < R; r++) acc[r][c] += tile.weight[first + r][k] * v;
     }
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++)
-      *reinterpret_cast<Vec*>(out + r * tile.padded_vdim + c * kLanes) = acc[r][c];
+      std::memcpy(out + r * tile.padded_vdim + c * kLanes, &acc[r][c], sizeof(Vec));
 }
 
 template <typename T, int R>
-void attend_rows(Tile& tile, int first, const T* keys, int key_stride, const T* values,
-                 int value_stride, int base, int count, int window, float softcap) {
-  score<T, R>(tile, first, keys, key_stride);
+void attend_rows(Tile& tile, int first, const Span<T>& span) {
+  score<T, R>(tile, first, span);
   bool any = false;
   for (int r = first; r < first + R; r++) {
-    if (weigh(tile, r, base, window, softcap))
-      any = true;
-    else
-      std::memset(tile.weight[r], 0, sizeof(tile.weight[r]));
+    const bool sees = weigh(tile, r, span.first_position, span.num_slots);
+    if (!sees) std::memset(tile.weight[r], 0, sizeof(tile.weight[r]));
+    any |= sees;
   }
   if (!any) return;
   constexpr int kColumns = R > 4 ? 2 : 4;
   int column = 0;
   for (; column + kColumns * kLanes <= tile.padded_vdim; column += kColumns * kLanes)
-    add_values<T, R, kColumns>(tile, first, column, values, value_stride, count);
-  for (; column < tile.padded_vdim; column += kLanes)
-    add_values<T, R, 1>(tile, first, column, values, value_stride, count);
+    add_values<T, R, kColumns>(tile, first, column, span);
+  for (; column < tile.padded_vdim; column += kLanes) add_values<T, R, 1>(tile, first, column, span);
 }
 
-// Lets the tile see `count` <= 16 keys that begin at position `base`.
 template <typename T>
-void attend_keys(Tile& tile, const T* keys, int key_stride, const T* values, int value_stride,
-                 int base, int count, int window, float softcap) {
+void attend_span(Tile& tile, const Span<T>& span) {
   int first = 0;
-  for (; first + 8 <= tile.num_rows; first += 8)
-    attend_rows<T, 8>(tile, first, keys, key_stride, values, value_stride, base, count, window,
-                      softcap);
+  for (; first + 8 <= tile.num_rows; first += 8) attend_rows<T, 8>(tile, first, span);
   switch (tile.num_rows - first) {
-#define REST(R)                                                                               \
-  case R:                                                                                     \
-    attend_rows<T, R>(tile, first, keys, key_stride, values, value_stride, base, count, window, \
-                      softcap);                                                               \
-    break;
-    REST(1) REST(2) REST(3) REST(4) REST(5) REST(6) REST(7)
-#undef REST
+    case 1: return attend_rows<T, 1>(tile, first, span);
+    case 2: return attend_rows<T, 2>(tile, first, span);
+    case 3: return attend_rows<T, 3>(tile, first, span);
+    case 4: return attend_rows<T, 4>(tile, first, span);
+    case 5: return attend_rows<T, 5>(tile, first, span);
+    case 6: return attend_rows<T, 6>(tile, first, span);
+    case 7: return attend_rows<T, 7>(tile, first, span);
+  }
+}
+
+// Room for spans whose keys or values do not come in vectors of 16.
+template <typename T>
+struct Padding {
+  T keys[kMaxDim * kLanes];
+  T values[kMaxDim * kLanes];
+
+  void pad(Span<T>& span, const Tile& tile) {
+    if (span.num_slots < kLanes) {
+      std::memset(keys, 0, sizeof(T) * tile.dim * kLanes);
+      for (int d = 0; d < tile.dim; d++)
+        std::memcpy(keys + d * kLanes, span.keys + d * span.key_stride, sizeof(T) * span.num_slots);
+      span.keys = keys;
+      span.key_stride = kLanes;
+    }
+    if (tile.vdim != tile.padded_vdim) {
+      std::memset(values, 0, sizeof(T) * tile.padded_vdim * kLanes);
+      for (int k = 0; k < span.count; k++)
+        std::memcpy(values + k * tile.padded_vdim, span.values + k * tile.vdim,
+                    sizeof(T) * tile.vdim);
+      span.values = values;
+      span.value_stride = tile.padded_vdim;
+    }
+  }
+};
+
+template <typename T>
+void attend_context(Tile& tile, const Layer& layer, const int32_t* table, int kv_head,
+                    Padding<T>& padding) {
+  const int size = layer.block_size;
+  const int last = tile.position[tile.num_rows - 1];
+  const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
+  const int earliest = visible_from > 0 ? visible_from : 0;
+  for (int block = earliest / size; block <= last / size; block++) {
+    const int64_t head = static_cast<int64_t>(table[block]) * layer.num_kv_heads + kv_head;
+    for (int offset = 0; offset < size; offset += kLanes) {
+      const int base = block * size + offset;
+      const int num_slots = size - offset < kLanes ? size - offset : kLanes;
+      if (base > last) break;
+      if (base + num_slots <= earliest) continue;
+      const int count = last - base + 1 < num_slots ? last - base + 1 : num_slots;
+      Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
+                   static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
+                   size, tile.vdim, base, num_slots, count};
+      padding.pad(span, tile);
+      attend_span(tile, span);
+    }
+  }
+}
+
+// Computes the tokens first_token.. of a segment for one KV head: at most kTileRows query rows.
+template <typename T>
+void attend_tile(Tile& tile, Padding<T>& padding, const Layer& layer, const Step& step, int segment,
+                 int first_token, int num_tokens, int kv_head, const Rows& query, T* out,
+                 float scale) {
+  const int per_kv = layer.num_heads / layer.num_kv_heads;
+  tile.num_rows = num_tokens * per_kv;
+  for (int r = 0; r < tile.num_rows; r++) {
+    const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
+    const int64_t row = step.first_row[segment] + token;
+    const T* q = static_cast<const T*>(query.data) + row * query.row_stride +
+                 head * query.head_stride;
+    for (int d = 0; d < tile.dim; d++) tile.query[r * tile.dim + d] = widen(q[d]) * scale;
+    tile.position[r] = step.start[segment] + token;
+    tile.top[r] = kNegInf;
+    tile.sum[r] = 0.0f;
+  }
+  std::memset(tile.out, 0, sizeof(float) * tile.num_rows * tile.padded_vdim);
+  attend_context(tile, layer, step.tables + step.table_offset[segment], kv_head, padding);
+  for (int r = 0; r < tile.num_rows; r++) {
+    const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
+    const int64_t row = step.first_row[segment] + token;
+    T* o = out + (row * layer.num_heads + head) * tile.vdim;
+    const float factor = 1.0f / tile.sum[r];
+    for (int d = 0; d < tile.vdim; d++) narrow(tile.out[r * tile.padded_vdim + d] * factor, o[d]);
   }
 }
 
 template <typename T>
-void attend_context(Tile& tile, const Layer& layer, const int32_t* table, int kv_head,
-                    float softcap) {
-  const int size = layer.block_size, dim = tile.dim, vdim = tile.vdim;
-  const int last = tile.position[tile.num_rows - 1];
-  const int earliest = layer.window ? tile.position[0] - layer.window + 1 : 0;
-  T padded_keys[kMaxDim * kLanes], padded_values[kMaxDim * kLanes];
-  for (int block = earliest > 0 ? earliest / size : 0; block <= last / size; block++) {
-    const int64_t head = static_cast<int64_t>(table[block]) * layer.num_kv_heads + kv_head;
-    for (int offset = 0; offset < size && block * size + offset <= last; offset += kLanes) {
-      const int base = block * size + offset;
-      const int slots = size - offset < kLanes ? size - offset : kLanes;
-      const int count = last - base + 1 < slots ? last - base + 1 : slots;
-      if (base + slots <= earliest) continue;
-      const T* keys = static_cast<const T*>(layer.keys) + head * dim * size + offset;
-      const T* values = static_cast<const T*>(layer.values) + (head * size + offset) * vdim;
-      int key_stride = size, value_stride = vdim;
-      if (slots < kLanes) {
-        std::memset(padded_keys, 0, sizeof(T) * dim * kLanes);
-        for (int d = 0; d < dim; d++)
-          std::memcpy(padded_keys + d * kLanes, keys + static_cast<int64_t>(d) * size,
-                      sizeof(T) * slots);
-        keys = padded_keys;
-        key_stride = kLanes;
-      }
-      if (vdim != tile.padded_vdim) {
-        std::memset(padded_values, 0, sizeof(T) * tile.padded_vdim * kLanes);
-        for (int k = 0; k < count; k++)
-          std::memcpy(padded_values + k * tile.padded_vdim, values + k * vdim, sizeof(T) * vdim);
-        values = padded_values;
-        value_stride = tile.padded_vdim;
-      }
-      // Slots past a short block belong to the next one: positions there are not these keys.
-      const int window = layer.window;
-      if (slots < kLanes) {
-        attend_short(tile, keys, key_stride, values, value_stride, base, slots, count, window,
-                     softcap);
-      } else {
-        attend_keys(tile, keys, key_stride, values, value_stride, base, count, window, softcap);
+void attend(const Layer& layer, const Step& step, const Rows& query, const Rows& key,
+            const Rows& value, T* out, float scale, float softcap) {
+  const int per_kv = layer.num_heads / layer.num_kv_heads;
+  const int tokens_per_tile = kTileRows / per_kv;
+#pragma omp parallel
+  {
+    store<T>(layer, step, key, value);
+    static thread_local Tile tile;
+    static thread_local Padding<T> padding;
+    tile.dim = layer.head_dim;
+    tile.vdim = layer.value_head_dim;
+    tile.padded_vdim = (tile.vdim + kLanes - 1) / kLanes * kLanes;
+    tile.window = layer.window;
+    tile.softcap = softcap;
+    // The longest chunks begin first, and their last tiles, with the longest contexts, before others.
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int item = step.num_items * layer.num_kv_heads - 1; item >= 0; item--) {
+      const int piece = item / layer.num_kv_heads;
+      const int segment = step.item_segment[piece];
+      const int begin = step.item_token[piece];
+      const int left = step.num_tokens[segment] - begin;
+      const int num_tokens = left < step.item_size ? left : step.item_size;
+      const int num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
+      const int tile_size = (num_tokens + num_tiles - 1) / num_tiles;
+      for (int at = 0; at < num_tokens; at += tile_size) {
+        const int here = num_tokens - at < tile_size ? num_tokens - at : tile_size;
+        attend_tile<T>(tile, padding, layer, step, segment, begin + at, here,
+                       item % layer.num_kv_heads, query, out, scale);
       }
     }
   }
 }
 
 }  // namespace
+
+extern "C" void troika_attend(const Layer* layer, const Step* step, const Rows* query,
+                              const Rows* key, const Rows* value, void* out, float scale,
+                              float softcap) {
+  if (layer->is_bf16)
+    attend(*layer, *step, *query, *key, *value, static_cast<Bf16*>(out), scale, softcap);
+  else
+    attend(*layer, *step, *query, *key, *value, static_cast<float*>(out), scale, softcap);
+}

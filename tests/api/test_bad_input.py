@@ -1,0 +1,292 @@
+"""Every bad input is refused with the right status, the field at fault, and a usable server after."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.fake_engine import LiveServer
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HUGE = 2**70
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hello"} | fields
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hello"}]} | fields
+
+
+def parts(*content: Any) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": list(content)}])
+
+
+RAW_ROWS: list[tuple[bytes, int, str | None, str]] = [
+    (b"", 400, None, "invalid_json"),
+    (b"{", 400, None, "invalid_json"),
+    (b"not json", 400, None, "invalid_json"),
+    ('{"prompt": "x"}'.encode("utf-16"), 400, None, "invalid_json"),
+    (b'{"prompt": "\\ud800"}', 400, None, "invalid_json"),
+    (b'{"prompt": "\xff"}', 400, None, "invalid_json"),
+    (b'{"prompt": "x", "temperature": NaN}', 400, None, "invalid_json"),
+    (b'{"prompt": "x", "temperature": Infinity}', 400, None, "invalid_json"),
+    (b'{"prompt": "x", "temperature": 1e999}', 400, "temperature", "invalid_value"),
+    (b'{"prompt": "x", "logit_bias": {"1": NaN}}', 400, None, "invalid_json"),
+    (b"[" * 100_000, 400, None, "invalid_value"),
+    (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, None, "too_deep"),
+    (b'{"prompt": "x", "suffix": ' + b"[" * 100_000, 400, None, "too_deep"),
+    (b'{"prompt": "x", "model": "null", "model": "y"}', 400, "model", "duplicate_name"),
+    (b'{"prompt": "x", "logit_bias": {"1": 1, "1": 2}}', 400, "1", "duplicate_name"),
+    (b"[]", 400, None, "invalid_value"),
+    (b'"text"', 400, None, "invalid_value"),
+    (b" " * 300_001, 413, None, "body_too_large"),
+]
+
+ROWS: list[tuple[str, dict[str, Any], str, str]] = [
+    *(
+        (COMPLETIONS, completion(prompt=prompt), param, code)
+        for prompt, param, code in (
+            ("", "prompt", "empty_prompt"),
+            ([], "prompt", "empty_prompt"),
+            (None, "prompt", "empty_prompt"),
+            ([[]], "prompt[0]", "empty_prompt"),
+            (["x", ""], "prompt[1]", "empty_prompt"),
+            ([-1], "prompt[0]", "token_out_of_range"),
+            ([1, 2**31], "prompt[1]", "token_out_of_range"),
+            ([2**63], "prompt[0]", "token_out_of_range"),
+            ([1.5], "prompt[0]", "token_out_of_range"),
+            ([True], "prompt[0]", "token_out_of_range"),
+            ([[1, -1]], "prompt[0][1]", "token_out_of_range"),
+            ([1000], "prompt", "invalid_value"),
+            (["x", 1], "prompt", "invalid_value"),
+            ([1, "x"], "prompt", "invalid_value"),
+            ([[1], 1], "prompt", "invalid_value"),
+            (5, "prompt", "invalid_value"),
+            ({}, "prompt", "invalid_value"),
+            ("x" * 512, "prompt", "context_length_exceeded"),
+            ("x" * 200_000, "prompt", "context_length_exceeded"),
+            ([5] * 512, "prompt", "context_length_exceeded"),
+            (["x"] * 2049, "prompt", "invalid_value"),
+        )
+    ),
+    (COMPLETIONS, {}, "prompt", "missing_required_parameter"),
+    (CHAT, {}, "messages", "missing_required_parameter"),
+    *(
+        (COMPLETIONS, completion(n=n), "n", "invalid_value")
+        for n in (0, -1, 129, 10**9, HUGE, 1.0, "3", True)
+    ),
+    *(
+        (COMPLETIONS, completion(best_of=value), "best_of", "invalid_value")
+        for value in (10**6, 2, 0)
+    ),
+    (COMPLETIONS, completion(n=2, best_of=1, stream=True), "best_of", "invalid_value"),
+    *(
+        (path, body(**{field: value}), field, "invalid_value")
+        for path, body in ((COMPLETIONS, completion), (CHAT, chat))
+        for field, values in (
+            ("max_tokens", (0, -1, 2**63, "5", 1.5)),
+            ("temperature", (-1, 2.1, 1e308, 999999, "inf", True)),
+            ("top_p", (0, -1, 1.1)),
+            ("top_k", (-2, 2**40, 1.5)),
+            ("min_p", (2, -0.1)),
+            ("repetition_penalty", (0, -1, 11, 1e308)),
+            ("presence_penalty", (2.1, 1e308)),
+            ("frequency_penalty", (-2.1, 1e308)),
+            ("prompt_logprobs", (21, 10**6, -1)),
+            ("seed", (2**64, "a", 1.5)),
+            ("stream", (1, "yes")),
+            ("min_tokens", (-1, 17, HUGE)),
+            ("priority", (2**31, "high")),
+            ("cache_salt", ("x" * 257, 5)),
+            ("truncate_prompt_tokens", (-2, 0)),
+            ("stop", ("", "x" * 1025, ["x"] * 65, 5)),
+            ("stop_token_ids", ([5] * 129, [1000], "5")),
+            ("logit_bias", ({str(i): 1.0 for i in range(1025)}, {"-1": 1.0}, {"1e3": 1.0})),
+            ("logit_bias", ({"5": 101.0}, {"5": 1e30}, {"1000": 1.0}, {str(2**61 - 1): 1.0}, [])),
+        )
+        for value in values
+        if not (field == "min_tokens" and value == 17 and path == CHAT)
+    ),
+    (COMPLETIONS, completion(stop=["ok", ""]), "stop[1]", "invalid_value"),
+    (COMPLETIONS, completion(stop_token_ids=[5, -1]), "stop_token_ids[1]", "invalid_value"),
+    (COMPLETIONS, completion(logprobs=10**6), "logprobs", "invalid_value"),
+    (COMPLETIONS, completion(logprobs=True), "logprobs", "invalid_value"),
+    (COMPLETIONS, completion(max_tokens=512), "max_tokens", "context_length_exceeded"),
+    (COMPLETIONS, completion(suffix="end"), "suffix", "unsupported_parameter"),
+    (COMPLETIONS, completion(prompt_embeds="gASV"), "prompt_embeds", "unsupported_parameter"),
+    (COMPLETIONS, completion(guided_regex="(a+)+b"), "guided_regex", "unsupported_parameter"),
+    (
+        COMPLETIONS,
+        completion(structured_outputs={"regex": "("}),
+        "structured_outputs",
+        "unsupported_parameter",
+    ),
+    (COMPLETIONS, completion(allowed_token_ids=[1]), "allowed_token_ids", "unsupported_parameter"),
+    (COMPLETIONS, completion(use_beam_search=True), "use_beam_search", "unsupported_parameter"),
+    (COMPLETIONS, completion(stream_options={}), "stream_options", "invalid_value"),
+    (
+        COMPLETIONS,
+        completion(stream=True, stream_options={"include_usage": 1}),
+        "stream_options.include_usage",
+        "invalid_value",
+    ),
+    (COMPLETIONS, completion(stream=True, prompt_logprobs=1), "prompt_logprobs", "invalid_value"),
+    (CHAT, chat(max_tokens=512), "max_tokens", "context_length_exceeded"),
+    (CHAT, chat(max_completion_tokens=512), "max_completion_tokens", "context_length_exceeded"),
+    (CHAT, chat(max_completion_tokens=0), "max_completion_tokens", "invalid_value"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs", "invalid_value"),
+    (CHAT, chat(top_logprobs=2), "top_logprobs", "invalid_value"),
+    (CHAT, chat(messages=[]), "messages", "invalid_value"),
+    (CHAT, chat(messages=None), "messages", "invalid_value"),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x"}] * 4097),
+        "messages",
+        "invalid_value",
+    ),
+    (CHAT, chat(messages=["x"]), "messages[0]", "invalid_value"),
+    (
+        CHAT,
+        chat(messages=[{"role": "king", "content": "x"}]),
+        "messages[0].role",
+        "invalid_value",
+    ),
+    (
+        CHAT,
+        chat(messages=[{"content": "x"}]),
+        "messages[0].role",
+        "missing_required_parameter",
+    ),
+    (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", "invalid_value"),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": 5}]),
+        "messages[0].content",
+        "invalid_value",
+    ),
+    (
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x" * 1000}]),
+        "messages",
+        "context_length_exceeded",
+    ),
+    (CHAT, parts([]), "messages[0].content[0]", "invalid_value"),
+    (CHAT, parts({"type": "text"}), "messages[0].content[0].text", "invalid_value"),
+    *(
+        (
+            CHAT,
+            parts({"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url}}),
+            "messages[0].content[1].type",
+            "unsupported_parameter",
+        )
+        for url in ("http://169.254.169.254/", "file:///etc/passwd", "data:image/png;base64,")
+    ),
+    (
+        CHAT,
+        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
+        "messages[0].tool_calls",
+        "unsupported_parameter",
+    ),
+    (CHAT, chat(tools=[{"type": "function"}]), "tools", "unsupported_parameter"),
+    (CHAT, chat(tool_choice="required"), "tool_choice", "unsupported_parameter"),
+    (
+        CHAT,
+        chat(response_format={"type": "json_object"}),
+        "response_format",
+        "unsupported_parameter",
+    ),
+    (CHAT, chat(modalities=["audio"]), "modalities", "unsupported_parameter"),
+    (CHAT, chat(chat_template="{{ 1 }}"), "chat_template", "unsupported_parameter"),
+    (
+        CHAT,
+        chat(chat_template_kwargs={"tokenize": True}),
+        "chat_template_kwargs.tokenize",
+        "not_allowed",
+    ),
+    (
+        CHAT,
+        chat(chat_template_kwargs={"chat_template": "{% for i in range(10**9) %}{% endfor %}"}),
+        "chat_template_kwargs.chat_template",
+        "not_allowed",
+    ),
+]
+
+
+def check_error(response: httpx.Response, status: int, param: str | None, code: str) -> None:
+    assert (response.status_code, response.headers["content-type"]) == (
+        status,
+        "application/json",
+    ), response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, code), error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+@pytest.mark.parametrize(("raw", "status", "param", "code"), RAW_ROWS)
+def test_unreadable_body_is_refused(
+    http: httpx.Client, raw: bytes, status: int, param: str | None, code: str
+) -> None:
+    response = http.post(COMPLETIONS, content=raw)
+    check_error(response, status, param, code)
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), ROWS)
+def test_field_out_of_bounds_is_refused(
+    http: httpx.Client, path: str, body: dict[str, Any], param: str, code: str
+) -> None:
+    response = http.post(path, json=body)
+    check_error(response, 400, param, code)
+
+
+def test_nothing_refused_has_reached_the_engine(server: LiveServer, http: httpx.Client) -> None:
+    num_before = len(server.client.requests)
+    for path, body, _, _ in ROWS:
+        http.post(path, json=body)
+    assert len(server.client.requests) == num_before
+    answer = http.post(COMPLETIONS, json=completion(max_tokens=9))
+    assert answer.json()["choices"][0]["text"] == "The quick"
+
+
+def test_messages_name_the_bound(http: httpx.Client) -> None:
+    def message(**fields: Any) -> str:
+        return str(http.post(COMPLETIONS, json=completion(**fields)).json()["error"]["message"])
+
+    assert "<= 128" in message(n=129)
+    assert "<= 2.0" in message(temperature=3)
+    assert "512" in message(max_tokens=510)
+    assert "515" in message(max_tokens=510)
+    assert "vocabulary of 1000" in message(prompt=[1000])
+
+
+def test_unknown_fields_are_ignored(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json=completion(user="me", no_such_field={"a": [1]}))
+    assert response.status_code == 200
+
+
+def test_null_means_default(http: httpx.Client) -> None:
+    names = ("max_tokens", "temperature", "n", "stop", "stream", "logprobs", "tools", "seed")
+    response = http.post(COMPLETIONS, json=completion(**dict.fromkeys(names)))
+    assert response.json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize("fields", [{"tools": []}, {"tool_choice": "none"}, {"tools": None}])
+def test_unsupported_field_without_effect_is_accepted(
+    http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    assert http.post(CHAT, json=chat(max_tokens=1, **fields)).status_code == 200
+
+
+def test_unknown_model_is_not_found(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json=completion(model="gpt-5"))
+    check_error(response, 404, "model", "model_not_found")
+
+
+def test_seed_outside_64_bits_is_named(http: httpx.Client) -> None:
+    raw = json.dumps(completion(seed=2**63)).encode()
+    check_error(http.post(COMPLETIONS, content=raw), 400, "seed", "invalid_value")

@@ -1,0 +1,177 @@
+"""Token ids and rendered chats are those of transformers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_proc.chat_template import ChatTemplate, ChatTemplateError
+from api_proc.checkpoint import chat_templates, read_json, sampling_defaults
+from api_proc.text import TextProcessor
+from api_proc.tokenizer import HfTokenizer, TooManyTokens
+from protocol.config import ConfigError
+from protocol.settings import configure
+from tests.api.conftest import CORPUS, write_json
+
+TEXTS = [*CORPUS[:3], "", " ", "<s>special</s> <|im_start|>", "tab\tnew\nline\r\n", "x" * 300]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hello"}],
+    [
+        {"role": "system", "content": "  Be brief. "},
+        {"role": "user", "content": "1 < 2 & 'quoted'"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "日本\n"},
+    ],
+]
+TEMPLATES = {
+    "lists": "{{ bos_token }}{% for m in messages %}\n    [{{ loop.index }}] {{ m | tojson }}\n"
+    "{% endfor %}{{ messages | tojson(indent=2) }}",
+    "control": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+    "{{ m['content'] }}{% endfor %}{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}{{ eos_token }}",
+    "date": "{{ strftime_now('%Y') }}{{ add_generation_prompt }}{{ tools is none }}",
+}
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(str(checkpoint))
+
+
+def load(directory: Path) -> HfTokenizer:
+    return HfTokenizer(directory, read_json(directory / "tokenizer_config.json"))
+
+
+def with_config(checkpoint: Path, directory: Path, **fields: Any) -> Path:
+    copy = directory / "copy"
+    shutil.copytree(checkpoint, copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    write_json(copy / "tokenizer_config.json", config | fields)
+    return copy
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_ids_equal_transformers(
+    checkpoint: Path, reference: Any, text: str, add_special_tokens: bool
+) -> None:
+    ids = load(checkpoint).encode(text, add_special_tokens=add_special_tokens, max_tokens=10_000)
+    assert ids == reference.encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_bos_token": False},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_eos_token": True},
+    ],
+)
+def test_tokenizer_json_decides_on_added_ends_as_in_transformers(
+    checkpoint: Path, tmp_path: Path, fields: dict[str, bool]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    directory = with_config(checkpoint, tmp_path, **fields)
+    ids = load(directory).encode("hello", add_special_tokens=True, max_tokens=100)
+    assert ids == transformers.AutoTokenizer.from_pretrained(str(directory)).encode("hello")
+
+
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_checkpoint_template_renders_like_transformers(
+    checkpoint: Path, reference: Any, messages: list[dict[str, Any]], add_generation_prompt: bool
+) -> None:
+    template = TextProcessor.load(configure(model=str(checkpoint)).model).template
+    assert template is not None
+    assert template.render(
+        messages, add_generation_prompt=add_generation_prompt
+    ) == reference.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", CHATS)
+def test_template_features_render_like_transformers(
+    reference: Any, name: str, messages: list[dict[str, Any]]
+) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ChatTemplate(TEMPLATES[name], special).render(messages) == reference.apply_chat_template(
+        messages, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_template_sources_in_order_of_precedence(checkpoint: Path, tmp_path: Path) -> None:
+    directory = with_config(
+        checkpoint,
+        tmp_path,
+        chat_template=[
+            {"name": "default", "template": "from config"},
+            {"name": "rag", "template": "from config"},
+        ],
+    )
+
+    def names() -> dict[str, str]:
+        return chat_templates(directory, read_json(directory / "tokenizer_config.json"), None)
+
+    assert names() == {"default": "from config", "rag": "from config"}
+    write_json(directory / "chat_template.json", {"chat_template": "from json"})
+    assert names()["default"] == "from json"
+    (directory / "chat_template.jinja").write_text("from jinja")
+    assert names()["default"] == "from jinja"
+    override = tmp_path / "mine.jinja"
+    override.write_text("mine")
+    assert chat_templates(directory, {}, str(override)) == {"default": "mine"}
+    with pytest.raises(ConfigError, match="chat_template"):
+        chat_templates(directory, {}, str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages[7].content.x }}", "no element 7"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_template_that_raises_is_an_error_of_the_request(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        ChatTemplate(source, {}).render(CHATS[0])
+
+
+def test_invalid_template_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        ChatTemplate("\n{% if %}", {})
+
+
+def test_long_text_is_refused_or_cut_to_its_end(checkpoint: Path) -> None:
+    tokenizer = load(checkpoint)
+    ids = tokenizer.encode("a b c d", add_special_tokens=False, max_tokens=100)
+    with pytest.raises(TooManyTokens) as caught:
+        tokenizer.encode("a b c d", add_special_tokens=False, max_tokens=len(ids) - 1)
+    assert caught.value.num_tokens == len(ids)
+    cut = tokenizer.encode("a b c d", add_special_tokens=False, max_tokens=2, keep_last=2)
+    assert cut == ids[-2:]
+
+
+def test_missing_tokenizer_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        TextProcessor.load(configure(model=str(tmp_path)).model)
+
+
+def test_sampling_defaults_come_from_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    assert (sampling_defaults(checkpoint).temperature, sampling_defaults(checkpoint).top_k) == (
+        0.25,
+        7,
+    )
+    write_json(tmp_path / "generation_config.json", {"temperature": -1, "top_p": 0.5})
+    assert (sampling_defaults(tmp_path).temperature, sampling_defaults(tmp_path).top_p) == (
+        1.0,
+        0.5,
+    )

@@ -1,0 +1,1 @@
+"""Whole engines of real processes."""

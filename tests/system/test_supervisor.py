@@ -1,0 +1,268 @@
+"""Whole engines of real processes with the null model: starting, dying, coming back, ending."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from http.client import HTTPResponse
+from pathlib import Path
+
+import pytest
+
+from protocol.lifecycle import ProcessState, Role
+from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+
+ROLES = [Role.WORKER, Role.CORE, Role.API]
+PROMPT = {"model": "null", "prompt": [5, 6, 7], "max_tokens": 4}
+
+
+def run_command(factory: EngineFactory, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ...` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=factory.environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def open_stream(engine: Engine, num_tokens: int) -> HTTPResponse:
+    """Begin a streamed completion and read its first event."""
+    body = {**PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        engine.url() + "/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    response: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+def test_serves_and_survives_the_death_of_each_process(engine: Engine) -> None:
+    """Each is replaced under a greater epoch; the others keep their pids; answers stay the same."""
+    answer = engine.post("/v1/completions", **PROMPT)["choices"][0]["text"]
+    assert "Troika serves null at http://127.0.0.1:" in engine.log
+    for role in ROLES:
+        others = {other: engine.pid(other) for other in ROLES if other is not role}
+        highest = max(engine.row(other).epoch for other in ROLES)
+        successor = engine.kill(role)
+        assert successor.epoch > highest
+        assert successor.num_restarts == 1
+        assert {other: engine.pid(other) for other in others} == others
+        assert engine.post("/v1/completions", **PROMPT)["choices"][0]["text"] == answer
+
+
+def test_ranks_of_a_worker_group_are_replaced_together(start_engine: EngineFactory) -> None:
+    """The death of one rank replaces both; the core stays."""
+    engine = start_engine("--no-api", "--tensor-parallel-size", "2")
+    core = engine.pid(Role.CORE)
+    before = {engine.pid(Role.WORKER, rank) for rank in range(2)}
+    engine.kill(Role.WORKER, 1)
+    after = {engine.pid(Role.WORKER, rank) for rank in range(2)}
+    assert not before & after
+    assert engine.pid(Role.CORE) == core
+
+
+def test_sigterm_ends_everything_with_status_0(engine: Engine) -> None:
+    """Nobody and no socket is left; a given run directory keeps its epoch."""
+    engine.process.terminate()
+    assert engine.process.wait(10.0) == 0, engine.log
+    assert not any(map(is_alive, engine.all_pids))
+    assert sorted(os.listdir(engine.run_dir)) == ["epoch", "supervisor.lock"]
+    assert "Traceback" not in engine.log
+
+
+def test_running_request_is_finished_before_the_end(start_engine: EngineFactory) -> None:
+    """Ctrl-C drains: what runs is answered in full, although its worker dies meanwhile."""
+    engine = start_engine("--null-step-ms", "10")
+    with open_stream(engine, 60) as stream:
+        worker = engine.pid(Role.WORKER)
+        engine.process.send_signal(signal.SIGINT)
+        eventually(lambda: "finishing what runs" in engine.log, "draining has begun")
+        os.kill(worker, signal.SIGKILL)
+        events = [line for line in stream.read().splitlines() if line]
+    assert events[-1] == b"data: [DONE]"
+    assert b'"finish_reason":"length"' in events[-2] + events[-3]
+    assert engine.process.wait(10.0) == 0, engine.log
+
+
+def test_second_signal_does_not_wait_for_requests(start_engine: EngineFactory) -> None:
+    """Impatience is respected, and shows in the exit status."""
+    engine = start_engine("--null-step-ms", "200")
+    with open_stream(engine, 1000):
+        engine.process.terminate()
+
+        def is_draining() -> bool:
+            reply = engine.status()
+            return reply is not None and any(
+                row.role is Role.API and row.state is ProcessState.DRAINING
+                for row in reply.processes
+            )
+
+        eventually(is_draining, "the API drains")
+        engine.process.terminate()
+        assert engine.process.wait(2.0) == 1
+    assert not any(map(is_alive, engine.all_pids))
+
+
+def test_killed_supervisor_leaves_nobody_behind(engine: Engine) -> None:
+    """All children leave within 2 s."""
+    children = {engine.pid(role) for role in ROLES}
+    engine.process.kill()
+    engine.process.wait(5.0)
+    eventually(lambda: not any(map(is_alive, children)), "children have left", 2.0)
+
+
+def test_only_the_supervisor_holds_the_pipes_its_death_would_close(engine: Engine) -> None:
+    """A child that inherited another's pipe would keep it alive: none has any pipe to write to."""
+
+    def written_pipes(pid: int) -> set[str]:
+        held = set()
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd)
+            flags = Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0]
+            if target.startswith("pipe:") and int(flags, 8) & os.O_ACCMODE == os.O_WRONLY:
+                held.add(target)
+        return held
+
+    engine.kill(Role.CORE)
+    assert len(written_pipes(engine.process.pid)) >= len(ROLES)
+    for role in ROLES:
+        assert not written_pipes(engine.pid(role)) & written_pipes(engine.process.pid)
+
+
+def test_second_supervisor_needs_another_run_dir(start_engine: EngineFactory) -> None:
+    """One directory, one supervisor; its successor's epochs go on where it ended."""
+    first = start_engine()
+    highest = max(row.epoch for row in first.ready().processes)
+    second = run_command(start_engine, "scripts.supervisor", "null", "--run-dir", first.run_dir)
+    assert second.returncode == 1
+    assert f"in use by the supervisor with pid {first.process.pid}" in second.stderr
+    first.process.kill()
+    first.process.wait(5.0)
+    successor = start_engine("--no-api", run_dir=first.run_dir)
+    epochs = [row.epoch for row in successor.ready().processes if row.role is not Role.SUPERVISOR]
+    assert min(epochs) > highest
+
+
+def test_two_engines_side_by_side(start_engine: EngineFactory) -> None:
+    """Each has its own processes and port; the status command asks which one is meant."""
+    engines = [start_engine(), start_engine()]
+    assert len({engine.url() for engine in engines}) == 2
+    unclear = run_command(start_engine, "scripts.status")
+    assert unclear.returncode == 1
+    for engine in engines:
+        assert f"--run-dir {engine.run_dir}" in unclear.stderr
+        clear = run_command(start_engine, "scripts.status", "--run-dir", engine.run_dir, "--json")
+        assert json.loads(clear.stdout)["url"] == engine.url()
+
+
+def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
+    """Finds the only engine by itself; JSON has every field by name; without engine it says so."""
+    done = run_command(start_engine, "scripts.status", "--json")
+    status = json.loads(done.stdout)
+    assert (status["ready"], status["url"], status["failure"]) == (True, engine.url(), None)
+    rows = {row["role"]: row for row in status["processes"]}
+    assert set(rows) == {"supervisor", "worker", "core", "api"}
+    for role, row in rows.items():
+        assert set(row) == {"role", "rank", "pid", "epoch", "state", "rss_bytes", "num_restarts"}
+        assert row["pid"] == engine.pid(Role(role))
+        assert row["state"] == "ready"
+        assert 5 * 2**20 < row["rss_bytes"] < 500 * 2**20
+    table = run_command(start_engine, "scripts.status").stdout
+    assert f"ready at {engine.url()}/v1" in table
+    engine.process.terminate()
+    engine.process.wait(10.0)
+    done = run_command(start_engine, "scripts.status")
+    assert (done.returncode, done.stderr) == (1, "no engine of this user is running\n")
+
+
+def test_temporary_run_dir_disappears_with_its_engine(start_engine: EngineFactory) -> None:
+    """At an orderly end by itself; after SIGKILL the next supervisor of this user clears it."""
+    command = [sys.executable, "-m", "scripts.supervisor", "null", "--no-api"]
+    victim = subprocess.Popen(
+        command, cwd=ROOT, env=start_engine.environ, stderr=subprocess.DEVNULL
+    )
+    base = Path(start_engine.base)
+    register = base / f"troika-{os.getuid()}"
+    link = register / f"temporary-{victim.pid}"
+    eventually(link.is_symlink, "the victim is registered")
+    victim.kill()
+    victim.wait(5.0)
+    leftover = Path(os.readlink(link))
+    assert leftover.is_dir()
+    engine = start_engine("--no-api")
+    engine.ready()
+    assert not leftover.exists()
+    assert [entry.name for entry in register.iterdir()] == [f"given-{engine.process.pid}"]
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("/nonexistent", "model /nonexistent is no directory; give a checkpoint directory"),
+        ("/proc", "model /proc has no config.json"),
+    ],
+)
+def test_missing_model_is_named(start_engine: EngineFactory, model: str, problem: str) -> None:
+    """Before anything is started."""
+    done = run_command(start_engine, "scripts.supervisor", "--model", model)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"troika: {problem}")
+
+
+def test_unusable_checkpoint_ends_the_first_start(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """A child's fatal error is the last thing printed, and no process stays."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    engine = start_engine(model=str(tmp_path))
+    assert engine.process.wait(TIMEOUT_S) == 1
+    assert "troika: api failed while tokenizer: ConfigError:" in engine.log
+    assert engine.log.splitlines()[-1].startswith(("troika: ", "hint: "))
+
+
+def test_port_in_use_is_named(start_engine: EngineFactory) -> None:
+    """With the flags that help."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run_command(start_engine, "scripts.supervisor", "null", "--port", port)
+    assert done.returncode == 1
+    assert f"cannot listen on host 127.0.0.1, port {port}: Address already in use" in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_wrong_flag_names_flag_and_bound(start_engine: EngineFactory) -> None:
+    """And help comes without loading anything heavy."""
+    done = run_command(start_engine, "scripts.supervisor", "null", "--block-size", "0")
+    assert done.returncode == 2
+    assert "--block-size: Expected `int` >= 1" in done.stderr
+    started = time.monotonic()
+    assert "--max-num-seqs" in run_command(start_engine, "scripts.cli", "serve", "--help").stdout
+    assert time.monotonic() - started < 2.0, "0.1 s on an idle machine"
+
+
+def test_idle_engine_needs_no_cpu(engine: Engine) -> None:
+    """API, core and worker together stay under 1 % of a core, and so does the supervisor."""
+
+    def busy_s(pids: list[int]) -> float:
+        stats = [s for pid in pids for s in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
+
+    engine.post("/v1/completions", **PROMPT)
+    children, supervisor = [engine.pid(role) for role in ROLES], [engine.process.pid]
+    before = busy_s(children), busy_s(supervisor)
+    started = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        engine.process.wait(3.0)
+    elapsed_s = time.monotonic() - started
+    assert busy_s(children) - before[0] < 0.01 * elapsed_s
+    assert busy_s(supervisor) - before[1] < 0.002 * elapsed_s

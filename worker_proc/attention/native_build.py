@@ -1,0 +1,98 @@
+"""Compiles the native kernels once per machine and finds them again.
+
+`python -m worker_proc.attention.native_build` compiles them now. A worker that does not find them
+starts the same command beside its own start, and uses what it finds when its model is loaded:
+nothing ever waits for a compiler, and nothing needs one.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = ("native.cpp",)
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-shared",
+    "-fPIC",
+)
+COMPILE_TIMEOUT_S = 120.0
+
+
+def library_path() -> Path:
+    """Return where the library for these sources, this compiler line and this CPU belongs."""
+    digest = hashlib.blake2b(digest_size=10)
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    digest.update(" ".join(FLAGS).encode())
+    digest.update(_cpu_description().encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "troika" / f"native-{digest.hexdigest()}.so"
+
+
+def _cpu_description() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def start_building() -> subprocess.Popen[bytes] | None:
+    """Start compiling in a process of its own, unless the library is there or no compiler is."""
+    if library_path().exists() or compiler() is None:
+        return None
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler's path, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def build() -> Path:
+    """Compile the library unless it is there already, and return its path.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails; the text holds what it said.
+    """
+    target = library_path()
+    if target.exists():
+        return target
+    command = compiler()
+    if command is None:
+        raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    sources = [str(Path(__file__).parent / name) for name in SOURCES]
+    # Renamed when complete, so that a process that looks meanwhile never loads half a library.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        done = subprocess.run(
+            [command, *FLAGS, *sources, "-o", str(made)],
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
+        made.replace(target)
+    return target
+
+
+if __name__ == "__main__":
+    print(build())
