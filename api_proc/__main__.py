@@ -1,6 +1,7 @@
 """The API process: `python -m api_proc`, started by the supervisor or by hand."""
 
 import asyncio
+import contextlib
 import os
 import sys
 
@@ -14,6 +15,8 @@ from protocol.client import AsyncEngineClient
 from protocol.config import ConfigError
 from protocol.lifecycle import Drain, Role, Stop
 from protocol.process import ChildProcess
+
+_PROGRESS_INTERVAL_S = 10.0
 
 
 def main() -> None:
@@ -50,9 +53,20 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
             drains.append(asyncio.create_task(_report_drained(child, state)))
 
         child.attach_asyncio(asyncio.get_running_loop(), on_message)
-        child.ready(url_of(listening))
+        reporting = asyncio.create_task(_report_ready(child, client, url_of(listening)))
         await server.serve(sockets=[listening])
+        reporting.cancel()
     text.close()
+
+
+async def _report_ready(child: ChildProcess, client: AsyncEngineClient, url: str) -> None:
+    """Ready means that requests are served; loading a model may take longer than any deadline."""
+    while True:
+        child.progress("waiting for the core")
+        with contextlib.suppress(TimeoutError):
+            await client.wait_ready(_PROGRESS_INTERVAL_S)
+            break
+    child.ready(url)
 
 
 async def _report_drained(child: ChildProcess, state: ApiState) -> None:

@@ -38,13 +38,23 @@ class Fcfs:
 
 
 class Priority:
-    """Lower `priority` first, then earlier arrival. Waiting requests never preempt running ones."""
+    """Lower `priority` first, then earlier arrival. Waiting requests never preempt running ones.
+
+    Among equal victims the first in `running` goes. As a resumed request runs last, two of them
+    could take turns in evicting each other for ever; so after some rounds the ids decide.
+    """
+
+    MAX_EVEN_PREEMPTIONS = 64
 
     def order(self, request: Request) -> tuple[int, float, int]:
         return (request.priority, request.arrival_time, request.req_id)
 
     def victim(self, running: Sequence[Request]) -> Request:
-        return max(running, key=lambda request: (request.priority, request.arrival_time))
+        return max(running, key=self._victim_key)
+
+    def _victim_key(self, request: Request) -> tuple[int, float, int]:
+        tie_breaker = request.req_id if request.num_preemptions > self.MAX_EVEN_PREEMPTIONS else -1
+        return (request.priority, request.arrival_time, tie_breaker)
 
 
 POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}

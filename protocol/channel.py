@@ -8,13 +8,13 @@ import enum
 import os
 import secrets
 import stat
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from protocol.message import Header, ProtocolError, pack_header, unpack_header
 
@@ -26,6 +26,8 @@ _MAX_PARTS = 3
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
 _HANDSHAKE_MS = 2000
+_MONITOR_EVENT = struct.Struct("=Hi")
+"""Event and value, as libzmq's monitor sockets send them."""
 
 
 class HighWaterMark(enum.IntEnum):
@@ -229,8 +231,8 @@ class DealerChannel(_Channel):
         """Connections made and lost since the last call, in order."""
         events = []
         while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            message = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            connected = message["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+            what, _address = self.monitor.recv_multipart(zmq.NOBLOCK)
+            connected = _MONITOR_EVENT.unpack(what)[0] == zmq.Event.HANDSHAKE_SUCCEEDED
             events.append(LinkEvent.CONNECTED if connected else LinkEvent.DISCONNECTED)
         return events
 

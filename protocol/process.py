@@ -8,6 +8,7 @@ write end of a second one open: its EOF means that the parent is gone.
 import argparse
 import logging
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ class ChildProcess:
     """What a main program needs to know about its surroundings, and how it reports to them."""
 
     def __init__(self, role: Role, arguments: argparse.Namespace, config: EngineConfig) -> None:
+        if arguments.parent_fd is not None:
+            watch_parent(arguments.parent_fd)
         self.role = role
         self.config = config
         self.epoch: int = arguments.epoch
@@ -62,7 +65,6 @@ class ChildProcess:
         self.log = logging.getLogger(f"troika.{role}")
         self._lifecycle: DealerChannel | None = None
         if arguments.parent_fd is not None:
-            watch_parent(arguments.parent_fd)
             self._lifecycle = DealerChannel(
                 self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
             )
@@ -130,8 +132,7 @@ class ChildProcess:
         self._tell(Fatal(phase, text[:_MAX_TEXT], hint[:_MAX_TEXT], retry))
         if self._lifecycle is not None:
             self._lifecycle.socket.setsockopt(zmq.LINGER, 1000)
-            self._lifecycle.socket.close()
-            self.context.term()
+            self.context.destroy()
         sys.stderr.flush()
         os._exit(EXIT_FATAL)
 
@@ -168,7 +169,11 @@ class ChildProcess:
 
 
 def watch_parent(parent_fd: int) -> None:
-    """End this process as soon as the other end of a pipe is closed."""
+    """End this process as soon as the other end of a pipe is closed; at once if it is already."""
+    poller = select.poll()
+    poller.register(parent_fd, select.POLLIN)
+    if poller.poll(0):
+        os._exit(EXIT_ORPHANED)
 
     def wait() -> None:
         os.read(parent_fd, 1)

@@ -20,3 +20,7 @@ def main() -> int:
     is_asked = command in ("-h", "--help")
     print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
     return 0 if is_asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

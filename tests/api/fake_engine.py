@@ -169,9 +169,9 @@ class LiveServer:
         self.state = ApiState(client, config, self.text)  # type: ignore[arg-type]
         app = openai_app(self.state, keep_alive_interval_s=keep_alive_interval_s)
         self._server = HttpServer(app)
-        self._socket = listen("127.0.0.1", 0)
-        self.url = url_of(self._socket)
-        self.port = self._socket.getsockname()[1]
+        self.socket = listen("127.0.0.1", 0)
+        self.url = url_of(self.socket)
+        self.port = self.socket.getsockname()[1]
         self.loop: asyncio.AbstractEventLoop
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -201,7 +201,7 @@ class LiveServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.loop.call_soon(self._started.set_result, None)
-        await self._server.serve(sockets=[self._socket])
+        await self._server.serve(sockets=[self.socket])
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

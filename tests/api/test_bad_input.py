@@ -1,4 +1,4 @@
-"""Every bad input is refused with the right status, the field at fault, and a usable server after."""
+"""Every bad input is refused with the right status and the field at fault, and harms nobody."""
 
 import json
 from typing import Any

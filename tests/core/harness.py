@@ -58,6 +58,7 @@ class Harness:
         max_tokens: int = 8,
         *,
         priority: int = 0,
+        arrival_time: float | None = None,
         params: SamplingParams | None = None,
         outputs: Sequence[int] = (),
         salt: str = "",
@@ -73,7 +74,7 @@ class Harness:
             params or SamplingParams(max_tokens=max_tokens),
             output_token_ids=outputs,
             priority=priority,
-            arrival_time=float(req_id),
+            arrival_time=float(req_id) if arrival_time is None else arrival_time,
             cache_salt=salt,
         )
         self._names[req_id] = name

@@ -83,6 +83,20 @@ def test_a_victim_served_one_token_of_its_prompt_gives_its_budget_back() -> None
     assert bench.sent[-1].total_num_scheduled_tokens == 1
 
 
+def test_equal_victims_do_not_take_turns_for_ever() -> None:
+    bench = Harness(
+        blocks=4,
+        policy="priority",
+        long_prefill_token_threshold=1,
+        scheduler_reserve_full_isl=False,
+    )
+    bench.add("a", 40, 2, arrival_time=1.0)
+    bench.add("b", 40, 2, arrival_time=1.0)
+    bench.run(limit=5000)
+    assert bench.scheduler.num_preemptions > 64
+    assert bench.finished == {"a": "length", "b": "length"}
+
+
 def test_blocks_that_a_victim_never_computed_are_no_hits() -> None:
     """Their hashes are known from the moment of the grant, and must go when it is withdrawn."""
     bench = Harness(

@@ -328,25 +328,9 @@ def test_any_history_keeps_the_invariants_and_can_be_ended(
     """One life per slot, growing epochs, no start in a dying group, and two signals end it all."""
     drill = Drill(num_workers)
     for event, choice in events:
-        if drill.exit_status is not None:
-            return
-        slot = sorted(drill.living)[choice % len(drill.living)] if drill.living else None
-        match event:
-            case "wait":
-                drill.wait(choice * 1.7)
-            case "signal" if choice == 0:
-                drill.signal()
-            case "ready" if slot:
-                drill.say(slot, Ready())
-            case "progress" if slot:
-                drill.say(slot, Progress("weights", choice, 9))
-            case "fatal" if slot:
-                drill.say(slot, Fatal("loading", "broken", retry=choice > 3))
-            case "drained" if slot:
-                drill.say(slot, Drained())
-            case "die" | "crash" if slot:
-                drill.die(slot, -signal.SIGKILL if event == "die" else 1)
-        check_groups(drill)
+        if drill.exit_status is None:
+            play(drill, event, choice)
+            check_groups(drill)
     for _ in range(2):
         if drill.exit_status is None:
             drill.signal()
@@ -355,6 +339,27 @@ def test_any_history_keeps_the_invariants_and_can_be_ended(
         if drill.exit_status is None:
             drill.die(slot)
     assert drill.exit_status is not None
+
+
+def play(drill: Drill, event: str, choice: int) -> None:
+    """Let one thing happen to one living process, or to all."""
+    slots = sorted(drill.living)
+    slot = slots[choice % len(slots)] if slots else None
+    match event:
+        case "wait":
+            drill.wait(choice * 1.7)
+        case "signal" if choice == 0:
+            drill.signal()
+        case "ready" if slot:
+            drill.say(slot, Ready())
+        case "progress" if slot:
+            drill.say(slot, Progress("weights", choice, 9))
+        case "fatal" if slot:
+            drill.say(slot, Fatal("loading", "broken", retry=choice > 3))
+        case "drained" if slot:
+            drill.say(slot, Drained())
+        case "die" | "crash" if slot:
+            drill.die(slot, -signal.SIGKILL if event == "die" else 1)
 
 
 def check_groups(drill: Drill) -> None:

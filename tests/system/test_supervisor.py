@@ -187,21 +187,25 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
 
 def test_temporary_run_dir_disappears_with_its_engine(start_engine: EngineFactory) -> None:
     """At an orderly end by itself; after SIGKILL the next supervisor of this user clears it."""
-    command = [sys.executable, "-m", "scripts.supervisor", "null", "--no-api"]
-    victim = subprocess.Popen(
-        command, cwd=ROOT, env=start_engine.environ, stderr=subprocess.DEVNULL
-    )
-    base = Path(start_engine.base)
-    register = base / f"troika-{os.getuid()}"
-    link = register / f"temporary-{victim.pid}"
-    eventually(link.is_symlink, "the victim is registered")
-    victim.kill()
-    victim.wait(5.0)
-    leftover = Path(os.readlink(link))
-    assert leftover.is_dir()
+    register = Path(start_engine.base) / f"troika-{os.getuid()}"
+    run_dirs = []
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        victim = subprocess.Popen(
+            [sys.executable, "-m", "scripts.supervisor", "null", "--no-api"],
+            cwd=ROOT,
+            env=start_engine.environ,
+            stderr=subprocess.DEVNULL,
+        )
+        link = register / f"temporary-{victim.pid}"
+        eventually(link.is_symlink, "it is registered")
+        run_dirs.append(Path(os.readlink(link)))
+        eventually((run_dirs[-1] / "core.sock").exists, "the core listens")
+        victim.send_signal(number)
+        victim.wait(5.0)
+    assert [run_dir.exists() for run_dir in run_dirs] == [False, True]
     engine = start_engine("--no-api")
     engine.ready()
-    assert not leftover.exists()
+    assert not run_dirs[1].exists()
     assert [entry.name for entry in register.iterdir()] == [f"given-{engine.process.pid}"]
 
 

@@ -75,10 +75,17 @@ inline Vec tanh_of(Vec x) {
   return x < 0.0f ? -y : y;
 }
 
+// Halves a vector until one lane is left: the order of the lanes never changes.
 template <typename Op>
 inline float fold(Vec v, Op op) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) v[i] = op(v[i], v[i + width]);
+  const VecInt by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
+  const VecInt by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+  const VecInt by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+  const VecInt by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+  v = op(v, __builtin_shuffle(v, by8));
+  v = op(v, __builtin_shuffle(v, by4));
+  v = op(v, __builtin_shuffle(v, by2));
+  v = op(v, __builtin_shuffle(v, by1));
   return v[0];
 }
 
@@ -187,7 +194,7 @@ bool weigh(Tile& tile, int r, int first_position, int num_slots) {
     const VecInt lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     s = (lane < low) | (lane >= end) ? splat(kNegInf) : s;
   }
-  const float highest = fold(s, [](float a, float b) { return a > b ? a : b; });
+  const float highest = fold(s, [](Vec a, Vec b) { return a > b ? a : b; });
   if (highest == kNegInf) return false;
   if (highest > tile.top[r]) {
     const bool empty = tile.top[r] == kNegInf;
@@ -199,7 +206,7 @@ bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   }
   const Vec p = s == kNegInf ? splat(0.0f) : exp_of(s - tile.top[r]);
   std::memcpy(tile.weight[r], &p, sizeof(p));
-  tile.sum[r] += fold(p, [](float a, float b) { return a + b; });
+  tile.sum[r] += fold(p, [](Vec a, Vec b) { return a + b; });
   return true;
 }
 
@@ -278,6 +285,20 @@ struct Padding {
   }
 };
 
+inline void prefetch(const void* begin, int64_t num_bytes) {
+  const char* p = static_cast<const char*>(begin);
+  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(p + i);
+}
+
+// Blocks lie anywhere, so the hardware does not foresee the next one.
+template <typename T>
+void prefetch_block(const Tile& tile, const Layer& layer, int64_t head) {
+  const int64_t size = layer.block_size;
+  prefetch(static_cast<const T*>(layer.keys) + head * tile.dim * size, tile.dim * size * sizeof(T));
+  prefetch(static_cast<const T*>(layer.values) + head * size * tile.vdim,
+           tile.vdim * size * sizeof(T));
+}
+
 template <typename T>
 void attend_context(Tile& tile, const Layer& layer, const int32_t* table, int kv_head,
                     Padding<T>& padding) {
@@ -287,6 +308,10 @@ void attend_context(Tile& tile, const Layer& layer, const int32_t* table, int kv
   const int earliest = visible_from > 0 ? visible_from : 0;
   for (int block = earliest / size; block <= last / size; block++) {
     const int64_t head = static_cast<int64_t>(table[block]) * layer.num_kv_heads + kv_head;
+    if (block < last / size) {
+      const int64_t next = static_cast<int64_t>(table[block + 1]) * layer.num_kv_heads + kv_head;
+      prefetch_block<T>(tile, layer, next);
+    }
     for (int offset = 0; offset < size; offset += kLanes) {
       const int base = block * size + offset;
       const int num_slots = size - offset < kLanes ? size - offset : kLanes;

@@ -1,0 +1,91 @@
+"""A client that leaves is noticed at once, and costs the engine nothing more."""
+
+import json
+import socket
+import struct
+
+import httpx
+import pytest
+
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FakeClient, LiveServer, wait_until
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+def send(live: LiveServer, path: str, *, stream: bool, n: int = 1) -> socket.socket:
+    messages = [{"role": "user", "content": "x"}]
+    fields = {"prompt": "hi", "messages": messages, "stream": stream, "n": n, "max_tokens": 400}
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=5)
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def half_close(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+def close(connection: socket.socket) -> None:
+    connection.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", [close, reset, half_close])
+def test_leaving_while_waiting_cancels(
+    make_server: MakeServer, path: str, stream: bool, leave: object
+) -> None:
+    client = FakeClient()
+    client.is_paused = True
+    live = make_server(client)
+    with send(live, path, stream=stream, n=2) as connection:
+        wait_until(lambda: len(client.requests) == 2)
+        leave(connection)  # type: ignore[operator]
+        wait_until(lambda: client.cancelled == [1, 2], timeout_s=1)
+        wait_until(lambda: live.state._num_open == 0, timeout_s=1)
+    assert live.state.metrics.num_finished["abort"] == 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_leaving_in_the_middle_of_a_stream_cancels(make_server: MakeServer, path: str) -> None:
+    client = FakeClient()
+    live = make_server(client)
+    with send(live, path, stream=True) as connection:
+        assert b"200 OK" in connection.recv(1000)
+        client.is_paused = True
+        connection.close()
+        wait_until(lambda: client.cancelled == [1], timeout_s=1)
+
+
+def test_leaving_within_the_body_submits_nothing(make_server: MakeServer) -> None:
+    live = make_server()
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        )
+    assert httpx.get(live.url + "/livez").status_code == 200
+    assert live.client.requests == []
+
+
+def test_pipelined_requests_are_answered_in_order(make_server: MakeServer) -> None:
+    live = make_server()
+    bodies = [json.dumps({"prompt": "x", "max_tokens": i}).encode() for i in range(1, 6)]
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
+        for body in bodies:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        received = b""
+        while received.count(b'"finish_reason":"length"') < len(bodies):
+            piece = connection.recv(2**16)
+            assert piece, received
+            received += piece
+    counts = [received.index(b'"completion_tokens":%d,' % i) for i in range(1, 6)]
+    assert counts == sorted(counts)
+    assert live.client.cancelled == []

@@ -1,0 +1,189 @@
+"""Health that tells the truth, model list, metrics, tokenize and detokenize."""
+
+import re
+import threading
+import time
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from api_proc.histogram import Histogram
+from api_proc.info_routes import installed_version
+from api_proc.state import STATUS_FRESH_S
+from protocol.api_core import LOOP_BUCKETS_S, EngineState
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FakeClient, ids_of, wait_until
+
+
+@pytest.mark.parametrize(
+    ("state", "ready", "health"),
+    [
+        (EngineState.STARTING, 503, 503),
+        (EngineState.READY, 200, 200),
+        (EngineState.RECOVERING, 200, 200),
+        (EngineState.DRAINING, 503, 200),
+    ],
+)
+def test_health_follows_the_engine(
+    make_server: MakeServer, state: EngineState, ready: int, health: int
+) -> None:
+    client = FakeClient()
+    client.report(state)
+    live = make_server(client)
+    response = httpx.get(live.url + "/readyz")
+    assert (response.status_code, response.json()["state"]) == (ready, state)
+    assert httpx.get(live.url + "/health").status_code == health
+    assert httpx.get(live.url + "/livez").status_code == 200
+
+
+def test_silent_engine_is_not_healthy(make_server: MakeServer) -> None:
+    client = FakeClient()
+    client.last_status_time = time.monotonic() - STATUS_FRESH_S - 1
+    live = make_server(client)
+    response = httpx.get(live.url + "/readyz")
+    assert response.status_code == 503
+    assert response.json()["status_age_s"] > STATUS_FRESH_S
+    assert httpx.get(live.url + "/health").status_code == 503
+
+
+def test_engine_never_seen_is_not_ready(make_server: MakeServer) -> None:
+    live = make_server(FakeClient(facts=None))
+    response = httpx.get(live.url + "/readyz")
+    assert response.status_code == 503
+    assert response.json() == {
+        "ready": False,
+        "state": "starting",
+        "draining": False,
+        "status_age_s": None,
+    }
+    assert httpx.get(live.url + "/v1/models").json()["data"][0]["max_model_len"] is None
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones(make_server: MakeServer) -> None:
+    client = FakeClient()
+    live = make_server(client)
+    client.is_paused = True
+    body = {"prompt": "hi", "stream": True, "max_tokens": 3}
+    texts: list[str] = []
+
+    def ask() -> None:
+        texts.append(httpx.post(live.url + "/v1/completions", json=body).text)
+
+    old = threading.Thread(target=ask)
+    old.start()
+    wait_until(lambda: len(client.requests) == 1)
+    live.call(live.state.drain)
+    assert httpx.get(live.url + "/readyz").status_code == 503
+    refused = httpx.post(live.url + "/v1/completions", json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert not live.state._idle.is_set()
+    client.is_paused = False
+    old.join(timeout=5)
+    assert "[DONE]" in texts[0]
+    wait_until(live.state._idle.is_set)
+
+
+def test_models(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    [card] = listed["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("null", "model", 512)
+    assert http.get("/v1/models/null").json() == card
+    assert http.get("/v1/models/org/other").json()["error"]["code"] == "model_not_found"
+
+
+def test_version(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": installed_version()}
+
+
+def test_served_model_name(make_server: MakeServer) -> None:
+    live = make_server(served_model_name="team/chat")
+    assert httpx.get(live.url + "/v1/models/team/chat").status_code == 200
+    for name, status in (("team/chat", 200), ("null", 200), ("other", 404)):
+        body = {"model": name, "prompt": "x"}
+        assert httpx.post(live.url + "/v1/completions", json=body).status_code == status
+
+
+def test_tokenize_and_back(http: httpx.Client) -> None:
+    body = {"prompt": "hi é", "return_token_strs": True}
+    tokenized = http.post("/tokenize", json=body).json()
+    assert tokenized["tokens"] == ids_of("hi é")
+    assert tokenized["count"] == len(tokenized["token_strs"]) == 5
+    assert tokenized["max_model_len"] == 512
+    back = http.post("/detokenize", json={"tokens": tokenized["tokens"]}).json()
+    assert back == {"prompt": "hi é"}
+    messages = [{"role": "user", "content": "x"}]
+    chat = http.post("/tokenize", json={"messages": messages}).json()
+    assert chat["tokens"] == ids_of("user: x\nassistant: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("/detokenize", {"tokens": [1000]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_tokenize_refuses(http: httpx.Client, path: str, body: object, param: str) -> None:
+    response = http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_tokenizer_info(http: httpx.Client) -> None:
+    assert "chat_template" in http.get("/tokenizer_info").json()
+
+
+def test_metrics_count_what_happened(make_server: MakeServer) -> None:
+    client = FakeClient()
+    live = make_server(client)
+    body = {"prompt": "hello", "max_tokens": 10}
+    httpx.post(live.url + "/v1/completions", json=body)
+    httpx.post(live.url + "/v1/completions", json=body | {"stop": "quick", "n": 2})
+    buckets = [0] * (len(LOOP_BUCKETS_S) + 1)
+    buckets[0], buckets[-1] = 7, 1
+    client.report(
+        EngineState.READY,
+        num_running_reqs=3,
+        kv_cache_usage=0.5,
+        num_preemptions=4,
+        loop_seconds_buckets=buckets,
+        loop_seconds_sum=0.25,
+    )
+    text = httpx.get(live.url + "/metrics").text
+    values = {
+        (sample.name.removeprefix("troika:"), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+    def value(name: str, **labels: str) -> float:
+        return values[(name, *sorted({"model_name": "null", **labels}.items()))]
+
+    assert value("num_requests_running") == 3
+    assert value("kv_cache_usage_perc") == 0.5
+    assert value("num_preemptions_total") == 4
+    assert value("request_success_total", finished_reason="length") == 1
+    assert value("request_success_total", finished_reason="stop") == 2
+    assert value("time_to_first_token_seconds_count") == 3
+    assert value("inter_token_latency_seconds_count") == 9 + 2 * 8
+    assert value("request_generation_tokens_sum") == 10 + 2 * 9
+    assert value("request_prompt_tokens_sum") == 10
+    assert value("request_params_n_sum") == 3
+    assert value("core_loop_seconds_count") == 8
+    assert value("core_loop_seconds_bucket", le="0.0001") == 7
+    assert value("core_loop_seconds_sum") == 0.25
+    names = set(re.findall(r"# TYPE troika:(\S+)", text))
+    assert {"request_time_per_output_token_seconds", "prefix_cache_hits_total"} <= names
+
+
+def test_histogram_counts_by_upper_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1", 2), ("2", 3), ("+Inf", 4)]
+    assert histogram.sum == 12.0

@@ -1,0 +1,252 @@
+"""Streams: the frames that SDKs check, coalescing, silence, failures in the middle."""
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
+from protocol.ledger import RequestFailed
+from protocol.sampling import FinishReason
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import (
+    FACTS,
+    FakeClient,
+    LiveServer,
+    ids_of,
+    saying,
+    wait_until,
+)
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The decoded events; checks the framing and the end."""
+    assert response.status_code == 200, response.text
+    frames = response.text.split("\n\n")
+    assert frames.pop() == ""
+    assert frames.pop() == "data: [DONE]"
+    data = [frame for frame in frames if frame != ": keep-alive"]
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in data)
+    return [json.loads(frame.removeprefix("data: ")) for frame in data]
+
+
+def completion(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    body = {"prompt": "hi", "stream": True, "max_tokens": 9} | fields
+    return events(http.post(COMPLETIONS, json=body))
+
+
+def chat(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    body = {"messages": MESSAGES, "stream": True, "max_tokens": 9} | fields
+    return events(http.post(CHAT, json=body))
+
+
+def test_headers_tell_proxies_to_pass_events_on(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json={"prompt": "hi", "stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-request-id"]
+
+
+def test_completion_stream_has_one_id_and_ends_once(http: httpx.Client) -> None:
+    chunks = completion(http)
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "The quick"
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_chat_stream_says_the_role_once(http: httpx.Client) -> None:
+    chunks = chat(http)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert all("role" not in delta for delta in deltas[1:])
+    assert "".join(delta.get("content", "") for delta in deltas) == "The quick"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_usage_comes_last_with_empty_choices(http: httpx.Client, ask: Any) -> None:
+    chunks = ask(http, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 9
+    assert "prompt_tokens_details" in chunks[-1]["usage"]
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_continuous_usage_grows_with_every_chunk(http: httpx.Client, ask: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in ask(http, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 9
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2},
+        {"stop": "brown", "max_tokens": 60},
+        {"logprobs": 2},
+        {"echo": True},
+        {"echo": True, "logprobs": 1},
+        {"return_token_ids": True},
+        {"prompt": ["a", "b"], "n": 2, "echo": True},
+    ],
+)
+def test_completion_stream_adds_up_to_the_whole_answer(
+    http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    whole = http.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 9} | fields).json()
+    merged: dict[int, dict[str, Any]] = {}
+    for chunk in completion(http, **fields):
+        [choice] = chunk["choices"]
+        add(merged.setdefault(choice["index"], {}), choice)
+    assert [merged[i] for i in range(len(merged))] == whole["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 3}, {"stop": ["k b"], "max_tokens": 60}, {"logprobs": True}]
+)
+def test_chat_stream_adds_up_to_the_whole_answer(
+    http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    whole = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 9} | fields).json()
+    merged: dict[int, dict[str, Any]] = {}
+    for chunk in chat(http, **fields):
+        [choice] = chunk["choices"]
+        delta = choice.pop("delta")
+        add(merged.setdefault(choice["index"], {}), choice | {"text": delta.get("content", "")})
+    for choice in whole["choices"]:
+        choice["text"] = choice.pop("message")["content"]
+        assert merged[choice["index"]] == choice
+
+
+def add(total: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Concatenate texts and lists, keep what is said once."""
+    for name, value in piece.items():
+        if isinstance(value, dict):
+            if not isinstance(total.get(name), dict):
+                total[name] = {}
+            add(total[name], value)
+        elif isinstance(value, str | list) and total.get(name) is not None:
+            total[name] = total[name] + value
+        elif value is not None or name not in total:
+            total[name] = value
+
+
+def test_text_within_a_character_waits_for_the_rest(make_server: MakeServer) -> None:
+    live = make_server(FakeClient(script=saying(ids_of("é🙂"))))
+    with httpx.Client(base_url=live.url) as http:
+        texts = [chunk["choices"][0]["text"] for chunk in completion(http, max_tokens=6)]
+        assert texts == ["é", "🙂"]
+        cut = [chunk["choices"][0]["text"] for chunk in completion(http, max_tokens=5)]
+    assert cut == ["é", "\ufffd"]
+
+
+def test_slow_reader_gets_many_tokens_per_event(make_server: MakeServer) -> None:
+    """What one client does not read is merged, not queued."""
+    num_tokens = 8000
+    facts = msgspec.structs.replace(FACTS, max_model_len=2**20, num_gpu_blocks=2**17)
+    script = saying(ids_of("x" * num_tokens))
+    live = make_server(FakeClient(facts, script))
+    live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": num_tokens}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", live.port))
+        connection.settimeout(10)
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: bool(live.client.streams) and not live.client._scripts)
+        received = b""
+        while b"[DONE]" not in received:
+            received += connection.recv(2**16)
+    assert received.count(b"x") >= num_tokens
+    assert received.count(b"data: ") < num_tokens / 2
+
+
+def test_silent_stream_is_kept_alive(make_server: MakeServer) -> None:
+    client = FakeClient()
+    client.is_paused = True
+    live = make_server(client, keep_alive_interval_s=0.02)
+    body = {"prompt": "hi", "stream": True, "max_tokens": 3}
+    with httpx.stream("POST", live.url + COMPLETIONS, json=body, timeout=5) as response:
+        lines = response.iter_lines()
+        assert next(lines) == ": keep-alive"
+        client.is_paused = False
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert len(rest) == 4
+
+
+def failing_after(num_outputs: int) -> Any:
+    def script(add: AddRequest) -> Any:
+        for i in range(num_outputs):
+            yield RequestOutput(add.request_id, i, ids_of("x"))
+        yield RequestOutput(add.request_id, num_outputs, [], FinishReason.ERROR)
+
+    return script
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_failure_in_the_middle_is_an_event(make_server: MakeServer, path: str) -> None:
+    live = make_server(FakeClient(script=failing_after(2)))
+    body = {"prompt": "hi", "messages": MESSAGES, "stream": True}
+    response = httpx.post(live.url + path, json=body)
+    error = events(response)[-1]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_before_the_first_token_has_a_status(make_server: MakeServer, stream: bool) -> None:
+    live = make_server(FakeClient(script=failing_after(0)))
+    response = httpx.post(live.url + COMPLETIONS, json={"prompt": "hi", "stream": stream})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_late_refusal_has_its_status(make_server: MakeServer, stream: bool) -> None:
+    client = FakeClient()
+    client.is_paused = True
+    live = make_server(client)
+    body = {"prompt": "hi", "stream": stream, "n": 2}
+    error = RequestFailed(RequestError(ErrorCode.OVERLOADED, "the queue is full"))
+    with httpx.Client(base_url=live.url) as http, refuse_when_submitted(live, 2, error):
+        response = http.post(COMPLETIONS, json=body)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert live.client.cancelled == [1]
+
+
+class refuse_when_submitted:
+    """Fails the last of `num_requests` as soon as it is there."""
+
+    def __init__(self, live: LiveServer, num_requests: int, error: RequestFailed) -> None:
+        self._live = live
+        self._num_requests = num_requests
+        self._error = error
+
+    def __enter__(self) -> None:
+        self._live.loop.call_soon_threadsafe(self._poll)
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def _poll(self) -> None:
+        client = self._live.client
+        if len(client.requests) < self._num_requests:
+            self._live.loop.call_later(0.001, self._poll)
+            return
+        del client._scripts[self._num_requests]
+        client.streams[self._num_requests].fail(self._error)
