@@ -11,6 +11,7 @@ from api_proc.generation import Generation
 from api_proc.json_body import BodyDecoder
 from api_proc.params import resolve_max_tokens, sampling_params, tokens_to_keep
 from api_proc.state import ApiState
+from api_proc.text import too_long
 from protocol.core_worker import ModelFacts
 from protocol.ledger import RequestFailed
 
@@ -40,6 +41,7 @@ async def completions(state: ApiState, connection: Connection) -> None:
     check_completion(body)
     state.require_model(body.model)
     items = _items(body)
+    _require_short(items.ids, body, facts)
     with Generation(state, body) as generation:
         connection.watch(generation.cancel)
         prompts = await _tokenize(state, body, items, facts)
@@ -77,6 +79,13 @@ def _require_uniform(num_of_one_kind: int, num_items: int) -> None:
     if num_of_one_kind != num_items:
         message = "a list must hold texts only, token ids only, or lists of token ids only"
         raise invalid("prompt", message)
+
+
+def _require_short(ids: list[list[int]], body: CompletionBody, facts: ModelFacts) -> None:
+    """Refuse what is too long before anything else looks at every id of it."""
+    longest = max(map(len, ids), default=0)
+    if longest >= facts.max_model_len and body.truncate_prompt_tokens is None:
+        raise too_long(longest, facts.max_model_len - 1, "prompt")
 
 
 async def _tokenize(

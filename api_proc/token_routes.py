@@ -13,6 +13,7 @@ from api_proc.json_body import BodyDecoder
 from api_proc.logprobs import token_text
 from api_proc.responses import Detokenized, Tokenized, encode
 from api_proc.state import ApiState
+from protocol.api_core import ErrorCode
 
 _decode_tokenize = BodyDecoder(TokenizeBody)
 _decode_detokenize = BodyDecoder(DetokenizeBody)
@@ -40,11 +41,13 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
             add_generation_prompt=body.add_generation_prompt is not False,
             extra=body.chat_template_kwargs,
         )
-    add_special = body.messages is None if body.add_special_tokens is None else None
+    add_special = body.add_special_tokens
+    if add_special is None:
+        add_special = body.messages is None
     encoded = await state.text.encode(
         [text],
         param=param,
-        add_special_tokens=bool(body.add_special_tokens) if add_special is None else add_special,
+        add_special_tokens=add_special,
         max_tokens=state.config.api.max_body_bytes,
     )
     token_ids = encoded[0]
@@ -70,6 +73,9 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
     facts = state.require_facts()
     body = _decode_detokenize(raw)
     state.require_model(body.model)
+    if len(body.tokens) > facts.max_model_len:
+        message = f"may have at most {facts.max_model_len} ids, the model's context"
+        raise invalid("tokens", message, ErrorCode.TOO_LONG)
     highest = max(body.tokens, default=0)
     if highest >= facts.vocab_size:
         message = f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens"

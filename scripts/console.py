@@ -8,10 +8,12 @@ import shutil
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from protocol.lifecycle import Progress, Ready
+from protocol.lifecycle import Progress, Ready, Role
 from scripts.supervised import Slot
 
 _BAR_CELLS = 24
+_REDRAW_S = 0.05
+_SHORTEST_SHOWN_S = 0.05
 _CLEAR_LINE = "\r\x1b[K"
 _BEFORE_FIRST_PHASE = "start"
 
@@ -46,22 +48,21 @@ class Console:
         self._is_quiet = is_quiet
         self._clocks: dict[Slot, PhaseClock] = {}
         self._has_bar = False
+        self._drawn_at = 0.0
 
     def starting(self, slot: Slot, now: float) -> None:
         """A process was started."""
         self._clocks[slot] = PhaseClock(now)
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
-        """A phase of its start goes on."""
+        """A phase of its start goes on. The bar shows the slowest process, the first worker."""
         clock = self._clocks[slot]
-        clock.enter(message.phase, now)
-        if self._is_terminal and not self._is_quiet:
+        clock.enter(message.phase.replace("_", " "), now)
+        is_due = now - self._drawn_at >= _REDRAW_S or message.done == message.total
+        if slot == Slot(Role.WORKER) and is_due and self._is_terminal and not self._is_quiet:
             phase, seconds = clock.seconds(now)[-1]
-            bar = render_bar(str(slot), phase, message.done, message.total, seconds)
-            width = shutil.get_terminal_size().columns - 1
-            # The cursor waits in column 0, so that a log line of a child covers the bar.
-            self._write(f"{_CLEAR_LINE}{bar[:width]}\r")
-            self._has_bar = True
+            self._draw(render_bar(str(slot), phase, message.done, message.total, seconds))
+            self._drawn_at = now
 
     def ready(self, slot: Slot, message: Ready, now: float) -> None:
         """Its start is over."""
@@ -83,6 +84,12 @@ class Console:
         self._clear_bar()
         self._write(f"troika: {text}\n")
 
+    def _draw(self, bar: str) -> None:
+        """The cursor waits in column 0, so that a log line of a child covers the bar."""
+        width = shutil.get_terminal_size().columns - 1
+        self._write(f"{_CLEAR_LINE}{bar[:width]}\r")
+        self._has_bar = True
+
     def _clear_bar(self) -> None:
         if self._has_bar:
             self._has_bar = False
@@ -98,11 +105,14 @@ class Console:
 
 def render_phases(name: str, clock: PhaseClock, detail: str, now: float) -> str:
     """One row of the table, such as `worker   2.1 s  start 0.2 s, import 1.9 s  (cpu)`."""
-    seconds = clock.seconds(now)
+    parts = [
+        f"{phase} {duration:.1f} s"
+        for phase, duration in clock.seconds(now)
+        if duration >= _SHORTEST_SHOWN_S
+    ]
     total = f"{now - clock.started_at:.1f} s"
-    parts = ", ".join(f"{phase} {duration:.1f} s" for phase, duration in seconds)
     row = f"  {name:<10}{total:>8}"
-    row += f"   {parts}" if len(seconds) > 1 else ""
+    row += f"   {', '.join(parts)}" if len(parts) > 1 else ""
     return row + (f"   ({detail})" if detail else "")
 
 

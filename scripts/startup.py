@@ -65,12 +65,18 @@ def url_of(listener: socket.socket) -> str:
 
 
 def watch_signals() -> int:
-    """Let SIGINT, SIGTERM and SIGHUP do nothing but write a byte to the descriptor returned."""
+    """Let SIGINT, SIGTERM and SIGHUP do nothing but write a byte to the descriptor returned.
+
+    SIGHUP stays ignored where it is, as under nohup.
+    """
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, lambda *_: None)
     return read_fd
 

@@ -127,6 +127,7 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": [1000]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [5] * 513}, "tokens"),
     ],
 )
 def test_tokenize_refuses(http: httpx.Client, path: str, body: object, param: str) -> None:

@@ -28,6 +28,8 @@ def test_phases_add_up_to_the_whole() -> None:
 def test_process_without_phases_has_only_a_total() -> None:
     """Its one phase would say the same again."""
     assert render_phases("core", PhaseClock(0.0), "", 0.2) == "  core         0.2 s"
+    brief = PhaseClock(0.0, [("tokenizer", 0.19)])
+    assert render_phases("api", brief, "", 0.2) == "  api          0.2 s"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_bar_leaves_the_cursor_in_front_and_is_cleared_before_lines() -> None:
     stream = io.StringIO()
     play(Console(stream, is_terminal=True))
     before, after = stream.getvalue().split("1.0 s ", maxsplit=1)
-    assert before.count("\r\x1b[K") == 3, "two bars and one clearing"
+    assert before.count("\r\x1b[K") == 3, "two bars and one clearing; the third bar came too soon"
     assert "weights  [############............]  50%" in before
     assert "\x1b" not in after
 
@@ -86,5 +88,6 @@ def play(console: Console) -> None:
     console.starting(WORKER, 1.0)
     console.progress(WORKER, Progress("weights", 0, 2), 1.5)
     console.progress(WORKER, Progress("weights", 1, 2), 1.7)
+    console.progress(WORKER, Progress("weights", 1, 2), 1.71)
     console.ready(WORKER, Ready(), 2.0)
     console.line("ready")

@@ -1,0 +1,98 @@
+"""What one request may cost the others: gaps between tokens while a huge prompt is tokenized."""
+
+import http.client
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+from tests.system.conftest import ROOT, Engine, EngineFactory
+
+STEP_MS = 10
+TEXT = "".join(f"value_{n} = compute({n}, name='x{n}')\n" for n in range(26_000))[: 2**20]
+"""One megabyte that a BPE tokenizer has to work for."""
+
+POSTER = """
+import sys, urllib.error, urllib.request
+url, body = sys.argv[1], open(sys.argv[2], "rb").read()
+while True:
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    try:
+        status = urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as refusal:
+        status = refusal.code
+    print(status, flush=True)
+"""
+"""Sends it again and again, in a process of its own so as not to disturb the measuring one."""
+
+
+def token_gaps_ms(url: str, num_tokens: int, started: threading.Event) -> list[float]:
+    """Stream and return the times between chunks."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=60)
+    body = {"model": "null", "prompt": [5, 6, 7], "max_tokens": num_tokens, "stream": True}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    response = connection.getresponse()
+    times = []
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+            started.set()
+    connection.close()
+    return [1000 * (after - before) for before, after in pairwise(times)]
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def slow_iterations(engine: Engine, bound_s: float) -> int:
+    """Iterations of the core's loop that took longer than `bound_s`, from /metrics."""
+    with urllib.request.urlopen(engine.url() + "/metrics", timeout=10) as response:
+        text = response.read().decode()
+    counts = {
+        float(le): float(count)
+        for le, count in re.findall(
+            r'troika:core_loop_seconds_bucket\{.*?le="(.*?)".*?\} (\S+)', text
+        )
+    }
+    assert bound_s in counts
+    return int(counts[float("inf")] - counts[bound_s])
+
+
+def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: EngineFactory) -> None:
+    """p99 of another stream's gaps moves by at most 20 ms, and the core's loop stays below 5 ms."""
+    engine = start_engine(
+        *("--tokenizer", str(ROOT / "scripts" / "demo_model"), "--null-step-ms", str(STEP_MS)),
+        *("--max-model-len", "500000", "--num-gpu-blocks-override", "2000"),
+    )
+    url = engine.url()
+    quiet = token_gaps_ms(url, 200, threading.Event())
+    started, gaps = threading.Event(), []
+    stream = threading.Thread(target=lambda: gaps.extend(token_gaps_ms(url, 400, started)))
+    stream.start()
+    assert started.wait(timeout=20)
+    with tempfile.NamedTemporaryFile() as body:
+        body.write(json.dumps({"model": "null", "prompt": TEXT, "max_tokens": 1}).encode())
+        body.flush()
+        command = [sys.executable, "-c", POSTER, url + "/v1/completions", body.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as poster:
+            stream.join(timeout=60)
+            poster.kill()
+            assert poster.stdout is not None
+            statuses = poster.stdout.read().split()
+    assert len(statuses) >= 2
+    assert set(statuses) == {b"400"}  # more tokens than the KV cache could ever hold
+    assert len(gaps) >= 300
+    assert p99(gaps) - p99(quiet) <= 20.0
+    assert slow_iterations(engine, 0.005) == 0

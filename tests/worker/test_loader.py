@@ -1,0 +1,252 @@
+"""Loading: whole checkpoints load as they are; everything else is refused with its reason."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BloomConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+from transformers.models.llama4 import Llama4TextConfig
+
+from protocol.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
+from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
+from worker_proc.attention.probe import observed_window
+from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.kv_tensors import bytes_per_block, size_cache
+from worker_proc.loader import LoadedModel, load_model
+from worker_proc.memory import free_host_bytes
+from worker_proc.model_runner import load_model_runner
+
+CPU = torch.device("cpu")
+LLAMA = ARCHITECTURES[0].config
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """Take a report of progress."""
+
+
+def load(directory: Path, dtype: str = "auto") -> LoadedModel:
+    return load_model(str(directory), dtype, CPU, silent)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama checkpoint, to be copied before it is changed."""
+    directory = tmp_path_factory.mktemp("llama")
+    build_checkpoint(directory, LLAMA())
+    return directory
+
+
+@pytest.fixture
+def copied(llama: Path, tmp_path: Path) -> Path:
+    for file in llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_sharded_weights_equal_those_in_one_file(llama: Path, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, LLAMA(), max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole = load(llama).model.state_dict()
+    sharded = load(tmp_path).model.state_dict()
+    assert whole.keys() == sharded.keys()
+    assert all(torch.equal(tensor, sharded[name]) for name, tensor in whole.items())
+
+
+def test_reports_progress_and_prints_nothing(
+    llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    load_model(str(llama), "auto", CPU, lambda *report: seen.append(report))
+    assert ["inspect", "load_weights"] == list(dict.fromkeys(phase for phase, _, _ in seen))
+    phase, done, total = seen[-1]
+    assert done == total > 10
+    assert capfd.readouterr().err == ""
+
+
+def test_facts_come_from_the_checkpoint(llama: Path) -> None:
+    loaded = load(llama)
+    assert VOCAB_SIZE == loaded.vocab_size
+    assert [EOS_TOKEN_ID] == loaded.eos_token_ids
+    assert 256 == loaded.model_len
+    assert torch.float32 == loaded.dtype
+    assert [(4, 2, 16, 16, None)] * 2 == [
+        (s.num_heads, s.num_kv_heads, s.head_dim, s.value_head_dim, s.window)
+        for s in (layer.spec for layer in loaded.layers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float16, "auto", torch.float32),
+        (torch.float16, "float16", torch.float16),
+        (torch.bfloat16, "float32", torch.float32),
+    ],
+)
+def test_dtype_follows_the_checkpoint_or_the_wish(
+    tmp_path: Path, stored: torch.dtype, asked: str, expected: torch.dtype
+) -> None:
+    build_checkpoint(tmp_path, LLAMA(), dtype=stored)
+    loaded = load(tmp_path, asked)
+    assert expected == loaded.dtype == loaded.model.lm_head.weight.dtype
+
+
+Refusal = tuple[Callable[[], PretrainedConfig], str]
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+REFUSED: dict[str, Refusal] = {
+    "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
+    "recurrent": (lambda: MambaConfig(**SMALL), "0 of 2 layers call the attention interface"),
+    "linear_attention": (lambda: Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
+    "alibi": (lambda: BloomConfig(**SMALL, n_head=4), "interface"),
+    "sinks": (
+        lambda: GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=4),
+        "attention sinks",
+    ),
+    "chunked": (
+        lambda: Llama4TextConfig(
+            **SMALL, num_attention_heads=4, num_key_value_heads=4, intermediate_size=32
+        ),
+        "chunked_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refuses_from_the_configuration_alone(kind: str, tmp_path: Path) -> None:
+    """There are no weights in the directory: the refusal comes before they are looked for."""
+    make, reason = REFUSED[kind]
+    make().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
+        ({"num_kv_shared_layers": 1}, "share their KV"),
+        ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}, "no code of its"),
+        ({"is_causal": False}, "not causal"),
+    ],
+)
+def test_refuses_variants_of_known_models(
+    copied: Path, changes: dict[str, Any], reason: str
+) -> None:
+    change_config(copied, **changes)
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(copied)
+
+
+def test_longrope_ends_where_its_frequencies_change(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    shape = LLAMA().to_dict() | {"rope_parameters": rope}
+    build_checkpoint(tmp_path, LlamaConfig(**shape))
+    assert 64 == load(tmp_path).model_len
+
+
+def test_missing_files_and_tensors_are_named(copied: Path) -> None:
+    weights = copied / "model.safetensors"
+    tensors = load_file(weights)
+    removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"misses model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(copied)
+    tensors["model.layers.1.mlp.up_proj.weight"] = removed[:-1].contiguous()
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight"):
+        load(copied)
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(CheckpointError):
+        load(copied)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load(copied)
+    (copied / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load(copied)
+
+
+def config_of(directory: Path, max_model_len: int | None, **cache: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), max_model_len=max_model_len, device="cpu"),
+        cache=CacheConfig(block_size=4, **cache),
+        worker=WorkerConfig(num_threads=1),
+    )
+
+
+def test_a_context_that_does_not_fit_is_explained(llama: Path) -> None:
+    block_bytes = bytes_per_block([layer.spec for layer in load(llama).layers], 4, torch.float32)
+    config = config_of(llama, 200, kv_cache_memory_bytes=11 * block_bytes)
+    with pytest.raises(InsufficientMemory, match=r"needs 0\.00 GiB.* that fits is 41"):
+        load_model_runner(config, silent)
+
+
+def test_the_context_shrinks_to_what_fits_unless_asked_for(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner = load_model_runner(config_of(llama, None, num_gpu_blocks_override=11), silent)
+    assert (41, 11) == (runner.facts.max_model_len, runner.facts.num_gpu_blocks)
+    assert "41 instead of the model's 256" in caplog.text
+    runner = load_model_runner(config_of(llama, 100, num_gpu_blocks_override=90), silent)
+    assert 100 == runner.facts.max_model_len
+
+
+def test_more_context_than_the_model_has_is_refused(llama: Path) -> None:
+    with pytest.raises(CheckpointError, match="257 is greater than the 256"):
+        load_model_runner(config_of(llama, 257), silent)
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(InsufficientMemory, match="at least"):
+        size_cache(100, 80, 4, model_len=10, max_model_len=None)
+
+
+def test_free_host_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
+    assert 7 * 1024 == free_host_bytes(meminfo)
+
+
+def test_windows_are_read_off_mask_functions() -> None:
+    def causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query
+
+    def windowed(size: int) -> Callable[..., Any]:
+        return lambda b, h, q, k: (k <= q) & (k > q - size)
+
+    assert observed_window(causal) is None
+    assert [1, 4, 5000] == [observed_window(windowed(size)) for size in (1, 4, 5000)]
+    for refused in (
+        lambda b, h, q, k: k == k,
+        lambda b, h, q, k: (k <= q) & (k // 64 == q // 64),
+        lambda b, h, q, k: (k <= q) & ((q - k) % 8 == 0),
+        lambda b, h, q, k: k < q,
+    ):
+        with pytest.raises(UnsupportedModel):
+            observed_window(refused)

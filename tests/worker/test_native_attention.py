@@ -1,0 +1,162 @@
+"""The native kernel: equal to the plain backend, and the same bits however the work is cut."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from protocol.sampling import SamplingParams
+from worker_proc.attention.gathering import GatheringBackend
+from worker_proc.attention.interface import AttentionBackend, PagedLayer
+from worker_proc.attention.layer_spec import LayerSpec
+from worker_proc.attention.native import NativeBackend, can_attend, load_library
+from worker_proc.attention.native_build import build, compiler, library_path
+from worker_proc.inputs import pack_step
+from worker_proc.kv_tensors import KVTensors, zeros
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 300
+LENGTHS = (1, 2, 15, 16, 17, 40, 64, 97)
+SPECS = (
+    LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None),
+    LayerSpec(num_heads=4, num_kv_heads=4, head_dim=32, value_head_dim=32, window=9),
+    LayerSpec(num_heads=9, num_kv_heads=1, head_dim=80, value_head_dim=80, window=None),
+    LayerSpec(num_heads=2, num_kv_heads=2, head_dim=24, value_head_dim=12, window=20),
+    LayerSpec(num_heads=8, num_kv_heads=4, head_dim=15, value_head_dim=16, window=None),
+)
+
+
+class Texts:
+    """Random queries, keys and values of some requests, and tables of scattered blocks."""
+
+    def __init__(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.spec, self.block_size, self.dtype = spec, block_size, dtype
+        self.rows = [
+            [
+                torch.randn(length, heads, dim, generator=generator).to(dtype)
+                for heads, dim in (
+                    (spec.num_heads, spec.head_dim),
+                    (spec.num_kv_heads, spec.head_dim),
+                    (spec.num_kv_heads, spec.value_head_dim),
+                )
+            ]
+            for length in LENGTHS
+        ]
+        free = list(range(1, NUM_BLOCKS))
+        random.Random(5).shuffle(free)
+        self.requests = []
+        for req_id, length in enumerate(LENGTHS):
+            blocks = [free.pop() for _ in range(-(-length // block_size))]
+            self.requests.append(
+                MirroredRequest(req_id, [0] * length, length, SamplingParams(), blocks, 0, 0)
+            )
+
+    def layer(self, backend: AttentionBackend) -> PagedLayer:
+        """Return a layer with an empty pool."""
+        keys, values = (
+            zeros(shape, self.dtype, CPU) for shape in backend.pool_shapes(self.spec, NUM_BLOCKS)
+        )
+        return PagedLayer(self.spec, KVTensors(keys, values), backend)
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        parts: Sequence[tuple[int, int, int]],
+        softcap: float | None = None,
+    ) -> list[torch.Tensor]:
+        """Compute one step of (request, start, num_tokens) and return each part's rows."""
+        scheduled = [
+            ScheduledRequest(self.requests[i], start, count, True) for i, start, count in parts
+        ]
+        layer.backend.begin_step(pack_step(scheduled, self.block_size, CPU))
+        packed = [
+            torch.cat([self.rows[i][kind][start : start + count] for i, start, count in parts])
+            for kind in range(3)
+        ]
+        # As models hand them over: heads first in memory.
+        query, key, value = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in packed)
+        out = layer.backend.attend(layer, query, key, value, 0.3, softcap)
+        return list(out.split([count for _, _, count in parts]))
+
+
+def native_backend(block_size: int, dtype: torch.dtype) -> NativeBackend:
+    build()
+    library = load_library()
+    assert library is not None
+    return NativeBackend(library, block_size, dtype)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_equals_the_plain_backend(
+    spec: LayerSpec, block_size: int, dtype: torch.dtype, softcap: float | None
+) -> None:
+    texts = Texts(spec, block_size, dtype)
+    plain = texts.layer(GatheringBackend({spec.window}, block_size, dtype, CPU))
+    native = texts.layer(native_backend(block_size, dtype))
+    half = [(i, 0, (length + 1) // 2) for i, length in enumerate(LENGTHS)]
+    rest = [(i, done, LENGTHS[i] - done) for i, _, done in half if LENGTHS[i] > done]
+    for parts in (half, rest):
+        for want, got in zip(
+            texts.attend(plain, parts, softcap), texts.attend(native, parts, softcap), strict=True
+        ):
+            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
+    spec: LayerSpec, dtype: torch.dtype
+) -> None:
+    texts = Texts(spec, 16, dtype)
+    backend = native_backend(16, dtype)
+    together = texts.attend(
+        texts.layer(backend), [(i, 0, length) for i, length in enumerate(LENGTHS)]
+    )
+    for i, length in enumerate(LENGTHS):
+        (alone,) = texts.attend(texts.layer(backend), [(i, 0, length)])
+        assert torch.equal(together[i], alone)
+        for chunk in (1, 7):
+            layer, rows = texts.layer(backend), []
+            for start in range(0, length, chunk):
+                rows += texts.attend(layer, [(i, start, min(chunk, length - start))])
+            assert torch.equal(together[i], torch.cat(rows))
+
+
+def test_rows_of_the_null_slot_leave_no_trace() -> None:
+    """A fully cached prompt's last token attends to the stored KV, and stores none."""
+    texts = Texts(SPECS[0], 16, torch.float32)
+    layer = texts.layer(native_backend(16, torch.float32))
+    length = LENGTHS[-1]
+    index = len(LENGTHS) - 1
+    texts.attend(layer, [(index, 0, length)])
+    keys, values = layer.kv.keys.clone(), layer.kv.values.clone()
+    texts.requests[index].num_cached_tokens = length
+    texts.attend(layer, [(index, length - 1, 1)])
+    assert torch.equal(keys, layer.kv.keys)
+    assert torch.equal(values, layer.kv.values)
+    assert not keys[0].any()
+
+
+def test_refuses_what_the_kernel_does_not_cover() -> None:
+    spec = SPECS[0]
+    assert can_attend([spec], torch.bfloat16, CPU)
+    assert not can_attend([spec], torch.float16, CPU)
+    assert not can_attend([LayerSpec(4, 4, 1024, 64, None)], torch.float32, CPU)
+    assert not can_attend([LayerSpec(64, 1, 64, 64, None)], torch.float32, CPU)
+
+
+def test_nothing_is_loaded_that_was_not_built(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not library_path().exists()
+    assert load_library() is None

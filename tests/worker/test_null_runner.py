@@ -1,0 +1,115 @@
+"""The null runner: a pure function of the context that checks what it is sent."""
+
+import itertools
+import random
+import subprocess
+import sys
+
+import pytest
+
+from protocol.core_worker import ModelFacts
+from protocol.sampling import SamplingParams
+from tests.worker.driving import drive
+from tests.worker.test_mirror import new, step
+from worker_proc.mirror import MirrorError
+from worker_proc.null_runner import NullRunner, next_token_id
+
+EOS = [2]
+PARAMS = SamplingParams(max_tokens=20, temperature=0.0)
+
+
+def facts(num_blocks: int = 400, block_size: int = 4) -> ModelFacts:
+    return ModelFacts(
+        model="null",
+        vocab_size=300,
+        max_model_len=200,
+        block_size=block_size,
+        num_gpu_blocks=num_blocks,
+        eos_token_ids=EOS,
+    )
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token_id(tokens, 300, EOS))
+    return tokens[len(prompt) :]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(4)
+    shared = [rng.randrange(300) for _ in range(16)]
+    return [
+        shared[: rng.randrange(17)] + [rng.randrange(300) for _ in range(rng.randrange(1, 60))]
+        for _ in range(16)
+    ]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("budget", [16, 2048])
+@pytest.mark.parametrize("num_blocks", [60, 600])
+def test_tokens_are_the_same_however_the_work_is_cut(
+    num_blocks: int, budget: int, caching: bool
+) -> None:
+    run = drive(
+        NullRunner(facts(num_blocks)),
+        prompts(),
+        PARAMS,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        scheduler_reserve_full_isl=False,
+    )
+    assert [expected(prompt, 20) for prompt in prompts()] == run.output_token_ids
+    assert (run.num_preemptions > 0) == (num_blocks == 60)
+
+
+def test_next_token_depends_on_context_and_position_and_is_no_eos() -> None:
+    seen = {next_token_id([*tail], 300, EOS) for tail in itertools.product(range(6), repeat=4)}
+    assert len(seen) > 250
+    assert 2 not in seen
+    assert next_token_id([1, 1, 1, 1], 300, EOS) != next_token_id([1, 1, 1, 1, 1], 300, EOS)
+    assert next_token_id([1], 1, [0]) == 0
+
+
+def test_a_block_that_two_live_requests_write_is_refused() -> None:
+    runner = NullRunner(facts())
+    runner.execute(step(0, 6, [new(1, 6, [5, 6])], {1: 6}))
+    with pytest.raises(MirrorError, match="block 6 is written by requests 1 and 2"):
+        runner.execute(step(1, 7, [new(2, 6, [7, 6])], {2: 6}))
+
+
+def test_a_block_may_be_written_again_when_its_writer_is_gone() -> None:
+    runner = NullRunner(facts())
+    runner.execute(step(0, 6, [new(1, 6, [5, 6])], {1: 6}))
+    runner.execute(step(1, 6, [new(2, 6, [7, 6])], {2: 6}, finished=[1]))
+    runner.execute(step(2, 7, [new(1, 6, [5, 8])], {1: 6}))
+
+
+def test_a_shared_block_is_read_and_not_written() -> None:
+    runner = NullRunner(facts())
+    runner.execute(step(0, 6, [new(1, 6, [5, 6])], {1: 6}))
+    runner.execute(step(1, 3, [new(2, 6, [5, 7], computed=4)], {2: 2}))
+    # The whole prompt was found: its last token is computed for its logits alone.
+    runner.execute(step(2, 3, [new(3, 4, [5], computed=3, cached=4)], {3: 1}))
+
+
+def test_logprobs_come_for_those_who_ask() -> None:
+    asking = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=1)
+    runner = NullRunner(facts())
+    request = new(1)
+    object.__setattr__(request, "sampling_params", asking)
+    output = runner.execute(step(0, 12, [request, new(2)], {1: 6, 2: 6}))
+    assert [1] == list(output.logprobs)
+    assert output.sampled_token_ids[0] == output.logprobs[1].token_id
+    assert [(1, 1)] == [(p.req_id, p.first_position) for p in output.prompt_logprobs]
+    assert [11, 12, 13, 14, 15] == [e.token_id for e in output.prompt_logprobs[0].entries]
+
+
+def test_it_can_be_made_slow() -> None:
+    output = NullRunner(facts(), step_delay_s=0.01).execute(step(0, 6, [new(1)], {1: 6}))
+    assert output.forward_ns >= 10_000_000
+
+
+def test_it_never_imports_torch() -> None:
+    code = "import sys, worker_proc.null_runner; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

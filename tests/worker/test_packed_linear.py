@@ -1,0 +1,75 @@
+"""Packed linears compute what plain ones do, with the same bits for a row in every batch."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from worker_proc.packed_linear import (
+    WIDE_OUT_FEATURES,
+    PackedLinear,
+    can_pack,
+    pack_linears,
+)
+
+CPU = torch.device("cpu")
+DTYPES = [
+    dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)
+]
+MAX_ROWS = 130
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64, 96), (576, 1536), (32, WIDE_OUT_FEATURES + 8)], ids=str)
+@torch.inference_mode()
+def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(*shape, bias=bias).to(dtype)
+    packed = PackedLinear(linear.weight, linear.bias)
+    for leading in ((0,), (1,), (2,), (1, 33), (3, 11), (65,)):
+        hidden = torch.randn(*leading, shape[0]).to(dtype)
+        want, got = linear(hidden), packed(hidden)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(96, 160), (1536, 576), (64, WIDE_OUT_FEATURES)], ids=str)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    rng = random.Random(2)
+    packed = PackedLinear(torch.randn(shape[1], shape[0], dtype=dtype), None)
+    rows = torch.randn(MAX_ROWS, shape[0], dtype=dtype)
+    alone = packed(rows[:1])[0]
+    for num_rows in (2, 3, 4, 8, 15, 16, 17, 32, 33, 34, 64, 65, 97, MAX_ROWS):
+        others = rng.sample(range(1, MAX_ROWS), num_rows - 1)
+        place = rng.randrange(num_rows)
+        others.insert(place, 0)
+        assert torch.equal(alone, packed(rows[others])[place]), num_rows
+
+
+@torch.inference_mode()
+def test_every_linear_of_a_model_is_replaced_and_tied_weights_stay() -> None:
+    embedding = nn.Embedding(50, 16)
+    head = nn.Linear(16, 50, bias=False)
+    head.weight = embedding.weight
+    conv = Conv1D(24, 16)
+    conv.bias.normal_()
+    model = nn.Sequential(embedding, nn.Sequential(conv, nn.Linear(24, 16)), head)
+    ids = torch.arange(7)
+    want = model(ids)
+    calls: list[tuple[int, int]] = []
+    assert pack_linears(model, lambda done, total: calls.append((done, total))) == 3
+    torch.testing.assert_close(want, model(ids), rtol=1e-5, atol=1e-5)
+    assert [(1, 3), (2, 3), (3, 3)] == calls
+    assert not any(type(module) in (nn.Linear, Conv1D) for module in model.modules())
+    assert model[2].weight.dtype == torch.float32
+
+
+def test_float16_and_cuda_keep_their_plain_layers() -> None:
+    assert not can_pack(torch.float16, CPU)
+    assert not can_pack(torch.float32, torch.device("cuda"))
