@@ -61,10 +61,11 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
 
 async def _report_ready(child: ChildProcess, client: AsyncEngineClient, url: str) -> None:
     """Ready means that requests are served; loading a model may take longer than any deadline."""
+    interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     while True:
         child.progress("waiting for the core")
         with contextlib.suppress(TimeoutError):
-            await client.wait_ready(_PROGRESS_INTERVAL_S)
+            await client.wait_ready(interval_s)
             break
     child.ready(url)
 

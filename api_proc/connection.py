@@ -13,6 +13,8 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
 Headers = Iterable[tuple[bytes, bytes]]
 
+_CLOSED = "the handler is closed"
+"""What uvloop says of a transport that is gone."""
 _JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_START: Message = {
     "type": "http.response.start",
@@ -106,10 +108,10 @@ class Connection:
         """Send a whole response with its content type among `headers`."""
         length = (b"content-length", str(len(body)).encode())
         self.response_started = True
-        await self._send(
+        await self._write(
             {"type": "http.response.start", "status": status, "headers": [length, *headers]}
         )
-        await self._send({"type": "http.response.body", "body": body})
+        await self._write({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
         """Send an error as a whole response."""
@@ -120,16 +122,28 @@ class Connection:
         self._is_sending = True
         if not self.response_started:
             self.response_started = True
-            await self._send(_STREAM_START)
-        await self._send({"type": "http.response.body", "body": frames, "more_body": more})
+            await self._write(_STREAM_START)
+        await self._write({"type": "http.response.body", "body": frames, "more_body": more})
         self._num_sent += 1
         self._is_sending = False
 
+    async def _write(self, message: Message) -> None:
+        """Send, unless the client has left; uvloop may say so before the server is told."""
+        try:
+            await self._send(message)
+        except RuntimeError as error:
+            if _CLOSED not in str(error):
+                raise
+            await self._wait_disconnected()
+
     async def _watch(self, on_disconnect: Callable[[], None]) -> None:
+        await self._wait_disconnected()
+        on_disconnect()
+
+    async def _wait_disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.disconnected = True
-        on_disconnect()
 
     async def _keep_alive(self) -> None:
         while not self.disconnected:

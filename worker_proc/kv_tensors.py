@@ -56,6 +56,7 @@ def size_cache(
     available_bytes: int,
     block_bytes: int,
     block_size: int,
+    *,
     model_len: int,
     max_model_len: int | None,
     num_blocks_override: int | None = None,

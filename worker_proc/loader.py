@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -46,9 +47,7 @@ class LoadedModel:
     eos_token_ids: list[int]
 
 
-def load_model(
-    directory: str, dtype: str, device: torch.device, progress: Progress
-) -> LoadedModel:
+def load_model(directory: str, dtype: str, device: torch.device, progress: Progress) -> LoadedModel:
     """Load the checkpoint in `directory`.
 
     Args:
@@ -85,9 +84,7 @@ def _read_config(directory: str) -> PretrainedConfig:
     if not (Path(directory) / "config.json").is_file():
         raise CheckpointError(f"{directory} holds no config.json")
     try:
-        return AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(
             f"{directory}: transformers has no code of its own for this configuration: {error}"
@@ -156,16 +153,17 @@ def _load_weights(directory: str, dtype: torch.dtype, progress: Progress) -> Pre
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
     problems += [f"has another shape of {key}" for key in sorted(map(str, info["mismatched_keys"]))]
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""  # noqa: PLR2004
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 class _ReportingBar:
@@ -185,7 +183,10 @@ class _ReportingBar:
 
 @contextmanager
 def _reported(progress: Progress) -> Iterator[None]:
-    """Let transformers' progress bar over the weights speak to `progress`, and print nothing."""
+    """Let transformers' progress bar over the weights speak to `progress`, and print nothing.
+
+    What its report would say about missing tensors comes as an error instead.
+    """
 
     def hook(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and hasattr(args[0], "__len__"):
@@ -193,9 +194,12 @@ def _reported(progress: Progress) -> Iterator[None]:
         return factory(*args, **{**kwargs, "disable": True})
 
     previous = transformers_logging.set_tqdm_hook(hook)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         transformers_logging.set_tqdm_hook(previous)
 
 

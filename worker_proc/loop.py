@@ -61,7 +61,7 @@ class WorkerLoop:
                 hello = self._shim.hello()
                 self._core.send(self._shim.epoch, encode(hello))
             else:
-                log.warning("core lost; waiting for the next one")
+                log.info("core gone; waiting for the next one")
 
     def _obey(self) -> None:
         for received in self._core.drain(limit=1):

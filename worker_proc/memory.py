@@ -53,9 +53,7 @@ def _free_cuda_bytes(loaded: LoadedModel, backend: AttentionBackend, config: Eng
     return max(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES, 0)
 
 
-def run_largest_step(
-    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
-) -> None:
+def run_largest_step(loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig) -> None:
     """Compute a step of max_num_batched_tokens tokens over as many requests as can sample."""
     block_size = config.cache.block_size
     num_tokens = config.scheduler.max_num_batched_tokens

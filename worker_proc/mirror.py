@@ -49,7 +49,9 @@ class ScheduledRequest(NamedTuple):
 class Mirror:
     """Requests in admission order, kept by applying one step after another."""
 
-    def __init__(self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int
+    ) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len

@@ -35,9 +35,7 @@ _log = logging.getLogger(__name__)
 class ModelRunner:
     """Executes steps with a loaded model and its KV pool."""
 
-    def __init__(
-        self, loaded: LoadedModel, facts: ModelFacts, backend: AttentionBackend
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, facts: ModelFacts, backend: AttentionBackend) -> None:
         """Take a model whose attention modules are attached to `backend`."""
         self._model = loaded.model
         self._device = loaded.device

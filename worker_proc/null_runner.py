@@ -111,7 +111,9 @@ class NullRunner:
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         others = [i for i in range(min(num_top + 1, self._facts.vocab_size)) if i != token_id]
         top_ids = [token_id, *others][:num_top]
-        return TokenLogprobs(token_id, 0.0, 1, top_ids, [-float(rank) for rank in range(len(top_ids))])
+        return TokenLogprobs(
+            token_id, 0.0, 1, top_ids, [-float(rank) for rank in range(len(top_ids))]
+        )
 
     def _prompt_logprobs(self, part: ScheduledRequest, num_top: int) -> PromptLogprobs:
         end = min(part.end + 1, part.request.num_prompt_tokens)

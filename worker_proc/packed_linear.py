@@ -1,8 +1,8 @@
 """Linear layers over weights that oneDNN has packed: the fast path of the CPU.
 
-Besides being two to four times as fast as `torch.nn.functional.linear` for few rows, they give a row
-the same bits whatever other rows it is computed with. Two exceptions to that are worked around: a
-single row runs as two, and very wide bfloat16 outputs run in slices of rows.
+Besides being two to four times as fast as `torch.nn.functional.linear` for few rows, they give a
+row the same bits whatever other rows it is computed with. Two exceptions to that are worked around:
+a single row runs as two, and very wide bfloat16 outputs run in slices of rows.
 """
 
 from collections.abc import Callable

@@ -22,7 +22,7 @@ NUM_DECODED = 2
 """The last tokens of each text, computed in a step each."""
 MAX_ERROR = {torch.float32: 0.01}
 MAX_ERROR_OF_HALF = 0.15
-"""Relative. The median over rows counts: a rounding that sends one row to another expert is fine."""
+"""Relative. The median over rows counts: rounding may send one row to another expert."""
 
 
 def num_blocks_needed(block_size: int) -> int:
@@ -73,9 +73,7 @@ def _paged_logits(
         num_blocks = -(-len(text) // block_size)
         blocks = list(range(first_block, first_block + num_blocks))
         first_block += num_blocks
-        requests.append(
-            MirroredRequest(req_id, text, len(text), SamplingParams(), blocks, 0, 0)
-        )
+        requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), blocks, 0, 0))
     steps = []
     for back in range(NUM_DECODED, -1, -1):
         parts = []

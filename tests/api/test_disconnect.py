@@ -1,14 +1,19 @@
 """A client that leaves is noticed at once, and costs the engine nothing more."""
 
+import asyncio
 import json
 import socket
 import struct
+from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.types import Message
 
+from api_proc.connection import Connection
+from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FakeClient, LiveServer, wait_until
+from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -55,13 +60,34 @@ def test_leaving_while_waiting_cancels(
 
 @pytest.mark.parametrize("path", PATHS)
 def test_leaving_in_the_middle_of_a_stream_cancels(make_server: MakeServer, path: str) -> None:
-    client = FakeClient()
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        for i, output in enumerate(repeating()(add)):
+            client.is_paused = i >= 3
+            yield output
+
+    client = FakeClient(script=script)
     live = make_server(client)
     with send(live, path, stream=True) as connection:
         assert b"200 OK" in connection.recv(1000)
-        client.is_paused = True
+        assert client.cancelled == []
         connection.close()
         wait_until(lambda: client.cancelled == [1], timeout_s=1)
+
+
+def test_transport_that_is_gone_already_is_a_disconnect() -> None:
+    """The client may leave between the last check and the write."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise RuntimeError(
+            "unable to perform operation on <TCPTransport closed=True>; the handler is closed"
+        )
+
+    connection = Connection({"type": "http"}, receive, send)
+    asyncio.run(connection.send_json(200, b"{}"))
+    assert connection.disconnected
 
 
 def test_leaving_within_the_body_submits_nothing(make_server: MakeServer) -> None:

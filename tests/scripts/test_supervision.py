@@ -182,6 +182,10 @@ def test_words_of_the_dead_change_nothing() -> None:
     drill.die(CORE)
     assert drill.take(drill.supervision.on_message(old, Ready(), drill.now)) == []
     assert drill.state(CORE) is ProcessState.STARTING
+    old = drill.living[CORE]
+    drill.die(CORE)
+    assert drill.take(drill.supervision.on_message(old, Progress("late"), drill.now)) == []
+    assert drill.state(CORE) is ProcessState.BACKOFF
 
 
 def test_ready_of_a_doomed_process_does_not_count() -> None:
@@ -241,6 +245,7 @@ def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
     assert drill.die(API, 0) == [Tell(CORE, Stop())]
     assert drill.die(CORE, 0) == [Tell(WORKER, Stop())]
     assert drill.die(WORKER, 0) == [Exit(0)]
+    assert drill.take(drill.supervision.tick(drill.now + STOP_GRACE_S)) == [], "the end is final"
 
 
 def test_without_api_the_core_is_drained() -> None:

@@ -95,7 +95,7 @@ ARCHITECTURES = (
             bos_token_id=1,
             eos_token_id=EOS_TOKEN_ID,
         ),
-    ),  # fmt: skip
+    ),
     Architecture(
         "opt",
         lambda: OPTConfig(
@@ -128,7 +128,7 @@ ARCHITECTURES = (
             moe_intermediate_size=48,
             first_k_dense_replace=1,
         ),
-    ),  # fmt: skip
+    ),
 )
 
 

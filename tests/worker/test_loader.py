@@ -75,22 +75,22 @@ def test_reports_progress_and_prints_nothing(
 ) -> None:
     seen: list[tuple[str, int, int]] = []
     load_model(str(llama), "auto", CPU, lambda *report: seen.append(report))
-    assert ["inspect", "load_weights"] == list(dict.fromkeys(phase for phase, _, _ in seen))
-    phase, done, total = seen[-1]
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["inspect", "load_weights"]
+    _, done, total = seen[-1]
     assert done == total > 10
     assert capfd.readouterr().err == ""
 
 
 def test_facts_come_from_the_checkpoint(llama: Path) -> None:
     loaded = load(llama)
-    assert VOCAB_SIZE == loaded.vocab_size
-    assert [EOS_TOKEN_ID] == loaded.eos_token_ids
-    assert 256 == loaded.model_len
+    assert loaded.vocab_size == VOCAB_SIZE
+    assert loaded.eos_token_ids == [EOS_TOKEN_ID]
+    assert loaded.model_len == 256
     assert torch.float32 == loaded.dtype
-    assert [(4, 2, 16, 16, None)] * 2 == [
+    assert [
         (s.num_heads, s.num_kv_heads, s.head_dim, s.value_head_dim, s.window)
         for s in (layer.spec for layer in loaded.layers)
-    ]
+    ] == [(4, 2, 16, 16, None)] * 2
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,12 @@ Refusal = tuple[Callable[[], PretrainedConfig], str]
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED: dict[str, Refusal] = {
     "encoder_decoder": (lambda: T5Config(vocab_size=64), "encoder-decoder"),
-    "recurrent": (lambda: MambaConfig(**SMALL), "0 of 2 layers call the attention interface"),
+    "recurrent": (lambda: MambaConfig(**SMALL), "layers of type linear_attention"),
     "linear_attention": (lambda: Qwen3NextConfig(**SMALL), "layers of type linear_attention"),
-    "alibi": (lambda: BloomConfig(**SMALL, n_head=4), "interface"),
+    "alibi": (
+        lambda: BloomConfig(**SMALL, n_head=4),
+        "does not go through|0 of 2 layers call the attention interface",
+    ),
     "sinks": (
         lambda: GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=4),
         "attention sinks",
@@ -166,7 +169,7 @@ def test_longrope_ends_where_its_frequencies_change(tmp_path: Path) -> None:
     }
     shape = LLAMA().to_dict() | {"rope_parameters": rope}
     build_checkpoint(tmp_path, LlamaConfig(**shape))
-    assert 64 == load(tmp_path).model_len
+    assert load(tmp_path).model_len == 64
 
 
 def test_missing_files_and_tensors_are_named(copied: Path) -> None:
@@ -178,7 +181,7 @@ def test_missing_files_and_tensors_are_named(copied: Path) -> None:
         load(copied)
     tensors["model.layers.1.mlp.up_proj.weight"] = removed[:-1].contiguous()
     save_file(tensors, weights, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"another shape of .*up_proj\.weight"):
         load(copied)
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(CheckpointError):
@@ -211,10 +214,10 @@ def test_the_context_shrinks_to_what_fits_unless_asked_for(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         runner = load_model_runner(config_of(llama, None, num_gpu_blocks_override=11), silent)
-    assert (41, 11) == (runner.facts.max_model_len, runner.facts.num_gpu_blocks)
+    assert (runner.facts.max_model_len, runner.facts.num_gpu_blocks) == (41, 11)
     assert "41 instead of the model's 256" in caplog.text
     runner = load_model_runner(config_of(llama, 100, num_gpu_blocks_override=90), silent)
-    assert 100 == runner.facts.max_model_len
+    assert runner.facts.max_model_len == 100
 
 
 def test_more_context_than_the_model_has_is_refused(llama: Path) -> None:
@@ -230,7 +233,7 @@ def test_an_empty_pool_is_refused() -> None:
 def test_free_host_memory_is_read_from_the_kernel(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    7 kB\n")
-    assert 7 * 1024 == free_host_bytes(meminfo)
+    assert free_host_bytes(meminfo) == 7 * 1024
 
 
 def test_windows_are_read_off_mask_functions() -> None:
@@ -241,9 +244,9 @@ def test_windows_are_read_off_mask_functions() -> None:
         return lambda b, h, q, k: (k <= q) & (k > q - size)
 
     assert observed_window(causal) is None
-    assert [1, 4, 5000] == [observed_window(windowed(size)) for size in (1, 4, 5000)]
+    assert [observed_window(windowed(size)) for size in (1, 4, 5000)] == [1, 4, 5000]
     for refused in (
-        lambda b, h, q, k: k == k,
+        lambda b, h, q, k: k >= 0,
         lambda b, h, q, k: (k <= q) & (k // 64 == q // 64),
         lambda b, h, q, k: (k <= q) & ((q - k) % 8 == 0),
         lambda b, h, q, k: k < q,

@@ -37,6 +37,7 @@ def step(
     step_id: int,
     total: int,
     news: Sequence[NewRequestData] = (),
+    *,
     counts: dict[int, int] | None = None,
     grown: dict[int, list[int]] | None = None,
     preempted: Sequence[int] = (),
@@ -60,61 +61,63 @@ def make_mirror() -> Mirror:
 
 def test_a_steady_decode_step_names_nobody() -> None:
     mirror = make_mirror()
-    parts = mirror.apply(step(7, 12, [new(1), new(2)], {1: 6, 2: 6}))
-    assert [(1, 0, 6, True), (2, 0, 6, True)] == [
-        (p.request.req_id, p.start, p.num_tokens, p.samples) for p in parts
+    parts = mirror.apply(step(7, 12, [new(1), new(2)], counts={1: 6, 2: 6}))
+    assert [(p.request.req_id, p.start, p.num_tokens, p.samples) for p in parts] == [
+        (1, 0, 6, True),
+        (2, 0, 6, True),
     ]
     mirror.advance(parts, [91, 92])
     parts = mirror.apply(step(8, 2))
-    assert [(1, 6, 1, True), (2, 6, 1, True)] == [
-        (p.request.req_id, p.start, p.num_tokens, p.samples) for p in parts
+    assert [(p.request.req_id, p.start, p.num_tokens, p.samples) for p in parts] == [
+        (1, 6, 1, True),
+        (2, 6, 1, True),
     ]
-    assert [91, 92] == [p.request.token_ids[-1] for p in parts]
+    assert [p.request.token_ids[-1] for p in parts] == [91, 92]
 
 
 def test_only_the_last_chunk_samples() -> None:
     mirror = make_mirror()
-    parts = mirror.apply(step(0, 4, [new(1)], {1: 4}))
-    assert [False] == [p.samples for p in parts]
+    parts = mirror.apply(step(0, 4, [new(1)], counts={1: 4}))
+    assert [p.samples for p in parts] == [False]
     mirror.advance(parts, [])
     parts = mirror.apply(step(1, 2, counts={1: 2}))
-    assert [(4, 2, True)] == [(p.start, p.num_tokens, p.samples) for p in parts]
+    assert [(p.start, p.num_tokens, p.samples) for p in parts] == [(4, 2, True)]
 
 
 def test_a_request_sits_out_at_zero_tokens() -> None:
     mirror = make_mirror()
-    mirror.advance(mirror.apply(step(0, 12, [new(1), new(2)], {1: 6, 2: 6})), [5, 6])
+    mirror.advance(mirror.apply(step(0, 12, [new(1), new(2)], counts={1: 6, 2: 6})), [5, 6])
     parts = mirror.apply(step(1, 1, counts={1: 0}))
-    assert [2] == [p.request.req_id for p in parts]
+    assert [p.request.req_id for p in parts] == [2]
 
 
 def test_leaving_comes_before_arriving() -> None:
     mirror = make_mirror()
-    mirror.advance(mirror.apply(step(0, 12, [new(1), new(2)], {1: 6, 2: 6})), [5, 6])
-    parts = mirror.apply(step(1, 6, [new(1)], {1: 6}, preempted=[1], finished=[2]))
-    assert [(1, 0)] == [(p.request.req_id, p.start) for p in parts]
+    mirror.advance(mirror.apply(step(0, 12, [new(1), new(2)], counts={1: 6, 2: 6})), [5, 6])
+    parts = mirror.apply(step(1, 6, [new(1)], counts={1: 6}, preempted=[1], finished=[2]))
+    assert [(p.request.req_id, p.start) for p in parts] == [(1, 0)]
 
 
 def test_tables_grow_by_deltas() -> None:
     mirror = make_mirror()
-    mirror.advance(mirror.apply(step(0, 8, [new(1, 8)], {1: 8})), [5])
+    mirror.advance(mirror.apply(step(0, 8, [new(1, 8)], counts={1: 8})), [5])
     parts = mirror.apply(step(1, 1, grown={1: [77]}))
-    assert [11, 12, 77] == parts[0].request.block_ids
+    assert parts[0].request.block_ids == [11, 12, 77]
 
 
 def test_reset_forgets_requests_and_steps() -> None:
     mirror = make_mirror()
-    mirror.apply(step(5, 6, [new(1)], {1: 6}))
+    mirror.apply(step(5, 6, [new(1)], counts={1: 6}))
     mirror.reset()
     assert not mirror.requests
-    mirror.apply(step(0, 6, [new(1)], {1: 6}))
+    mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
         (step(9, 1), "step_id 9 came instead of 1"),
-        (step(1, 7, [new(1)], {1: 6}), "mirrored already"),
+        (step(1, 7, [new(1)], counts={1: 6}), "mirrored already"),
         (step(1, 1, preempted=[8]), "preempted_req_ids names 8"),
         (step(1, 1, finished=[8]), "finished_req_ids names 8"),
         (step(1, 1, grown={8: [3]}), "scheduled_cached_reqs names 8"),
@@ -123,15 +126,15 @@ def test_reset_forgets_requests_and_steps() -> None:
         (step(1, 2, counts={1: 2}), "position 8 of 7 known tokens"),
         (step(1, 1, grown={1: [0]}), "block 0, outside 1 to 99"),
         (step(1, 1, grown={1: [100]}), "block 100, outside 1 to 99"),
-        (step(1, 9, [new(2, 8, [1])], {2: 8}), "position 8 with 1 blocks of 4"),
-        (step(1, 7, [new(2, 6, computed=6)], {2: 6}), "all of its 6 tokens computed"),
-        (step(1, 7, [new(2, 6, cached=2)], {2: 6}), "2 cached tokens and 0 computed"),
-        (step(1, 52, [new(2, 51)], {2: 51}), "max_model_len 50"),
+        (step(1, 9, [new(2, 8, [1])], counts={2: 8}), "position 8 with 1 blocks of 4"),
+        (step(1, 7, [new(2, 6, computed=6)], counts={2: 6}), "all of its 6 tokens computed"),
+        (step(1, 7, [new(2, 6, cached=2)], counts={2: 6}), "2 cached tokens and 0 computed"),
+        (step(1, 52, [new(2, 51)], counts={2: 51}), "max_model_len 50"),
     ],
 )
 def test_a_broken_rule_stops_the_mirror(broken: SchedulerOutput, message: str) -> None:
     mirror = make_mirror()
-    mirror.advance(mirror.apply(step(0, 6, [new(1)], {1: 6})), [5])
+    mirror.advance(mirror.apply(step(0, 6, [new(1)], counts={1: 6})), [5])
     with pytest.raises(MirrorError, match=message):
         mirror.apply(broken)
 
@@ -146,11 +149,11 @@ def test_columns_of_unequal_length_are_refused() -> None:
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
     mirror = Mirror(block_size=BLOCK_SIZE, num_blocks=100, max_model_len=50, vocab_size=12)
     with pytest.raises(MirrorError, match="vocab_size 12"):
-        mirror.apply(step(0, 6, [new(1)], {1: 6}))
+        mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
 
 
 def test_as_many_tokens_as_requests_that_sample() -> None:
     mirror = make_mirror()
-    parts = mirror.apply(step(0, 6, [new(1)], {1: 6}))
+    parts = mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
     with pytest.raises(MirrorError, match="more tokens"):
         mirror.advance(parts, [1, 2])

@@ -8,7 +8,7 @@ import torch
 
 from protocol.sampling import SamplingParams
 from worker_proc.attention.gathering import GatheringBackend
-from worker_proc.attention.interface import AttentionBackend, PagedLayer
+from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.attention.native import NativeBackend, can_attend, load_library
 from worker_proc.attention.native_build import build, compiler, library_path
@@ -79,8 +79,8 @@ class Texts:
             for kind in range(3)
         ]
         # As models hand them over: heads first in memory.
-        query, key, value = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in packed)
-        out = layer.backend.attend(layer, query, key, value, 0.3, softcap)
+        rows = Rows(*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in packed))
+        out = layer.backend.attend(layer, rows, Scoring(0.3, softcap))
         return list(out.split([count for _, _, count in parts]))
 
 

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from protocol.core_worker import ModelFacts
@@ -73,40 +74,39 @@ def test_next_token_depends_on_context_and_position_and_is_no_eos() -> None:
 
 def test_a_block_that_two_live_requests_write_is_refused() -> None:
     runner = NullRunner(facts())
-    runner.execute(step(0, 6, [new(1, 6, [5, 6])], {1: 6}))
+    runner.execute(step(0, 6, [new(1, 6, [5, 6])], counts={1: 6}))
     with pytest.raises(MirrorError, match="block 6 is written by requests 1 and 2"):
-        runner.execute(step(1, 7, [new(2, 6, [7, 6])], {2: 6}))
+        runner.execute(step(1, 7, [new(2, 6, [7, 6])], counts={2: 6}))
 
 
 def test_a_block_may_be_written_again_when_its_writer_is_gone() -> None:
     runner = NullRunner(facts())
-    runner.execute(step(0, 6, [new(1, 6, [5, 6])], {1: 6}))
-    runner.execute(step(1, 6, [new(2, 6, [7, 6])], {2: 6}, finished=[1]))
-    runner.execute(step(2, 7, [new(1, 6, [5, 8])], {1: 6}))
+    runner.execute(step(0, 6, [new(1, 6, [5, 6])], counts={1: 6}))
+    runner.execute(step(1, 6, [new(2, 6, [7, 6])], counts={2: 6}, finished=[1]))
+    runner.execute(step(2, 7, [new(1, 6, [5, 8])], counts={1: 6}))
 
 
 def test_a_shared_block_is_read_and_not_written() -> None:
     runner = NullRunner(facts())
-    runner.execute(step(0, 6, [new(1, 6, [5, 6])], {1: 6}))
-    runner.execute(step(1, 3, [new(2, 6, [5, 7], computed=4)], {2: 2}))
+    runner.execute(step(0, 6, [new(1, 6, [5, 6])], counts={1: 6}))
+    runner.execute(step(1, 3, [new(2, 6, [5, 7], computed=4)], counts={2: 2}))
     # The whole prompt was found: its last token is computed for its logits alone.
-    runner.execute(step(2, 3, [new(3, 4, [5], computed=3, cached=4)], {3: 1}))
+    runner.execute(step(2, 3, [new(3, 4, [5], computed=3, cached=4)], counts={3: 1}))
 
 
 def test_logprobs_come_for_those_who_ask() -> None:
     asking = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=1)
     runner = NullRunner(facts())
-    request = new(1)
-    object.__setattr__(request, "sampling_params", asking)
-    output = runner.execute(step(0, 12, [request, new(2)], {1: 6, 2: 6}))
-    assert [1] == list(output.logprobs)
+    request = msgspec.structs.replace(new(1), sampling_params=asking)
+    output = runner.execute(step(0, 12, [request, new(2)], counts={1: 6, 2: 6}))
+    assert list(output.logprobs) == [1]
     assert output.sampled_token_ids[0] == output.logprobs[1].token_id
-    assert [(1, 1)] == [(p.req_id, p.first_position) for p in output.prompt_logprobs]
-    assert [11, 12, 13, 14, 15] == [e.token_id for e in output.prompt_logprobs[0].entries]
+    assert [(p.req_id, p.first_position) for p in output.prompt_logprobs] == [(1, 1)]
+    assert [e.token_id for e in output.prompt_logprobs[0].entries] == [11, 12, 13, 14, 15]
 
 
 def test_it_can_be_made_slow() -> None:
-    output = NullRunner(facts(), step_delay_s=0.01).execute(step(0, 6, [new(1)], {1: 6}))
+    output = NullRunner(facts(), step_delay_s=0.01).execute(step(0, 6, [new(1)], counts={1: 6}))
     assert output.forward_ns >= 10_000_000
 
 

@@ -15,9 +15,7 @@ from worker_proc.packed_linear import (
 )
 
 CPU = torch.device("cpu")
-DTYPES = [
-    dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)
-]
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)]
 MAX_ROWS = 130
 
 
@@ -65,7 +63,7 @@ def test_every_linear_of_a_model_is_replaced_and_tied_weights_stay() -> None:
     calls: list[tuple[int, int]] = []
     assert pack_linears(model, lambda done, total: calls.append((done, total))) == 3
     torch.testing.assert_close(want, model(ids), rtol=1e-5, atol=1e-5)
-    assert [(1, 3), (2, 3), (3, 3)] == calls
+    assert calls == [(1, 3), (2, 3), (3, 3)]
     assert not any(type(module) in (nn.Linear, Conv1D) for module in model.modules())
     assert model[2].weight.dtype == torch.float32
 

@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of transformers' own `generate`, however the scheduler cuts the work."""
+"""Greedy tokens equal those of transformers' `generate`, however the scheduler cuts the work."""
 
 import random
 from collections.abc import Callable

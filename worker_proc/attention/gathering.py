@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs, to_device
 from worker_proc.mirror import ScheduledRequest
@@ -87,13 +87,11 @@ class GatheringBackend:
     def attend(
         self,
         layer: PagedLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        rows: Rows,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Store the row's keys and values, and attend; see `AttentionBackend`."""
+        query, key, value = rows
         kv, spec = layer.kv, layer.spec
         kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, self._slots, key)
         kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(
@@ -102,14 +100,14 @@ class GatheringBackend:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
         plan = self._plans[spec.window]
         for group in plan.groups:
-            out[group.rows] = _attend_group(layer, query, group, scale, softcap)
+            out[group.rows] = _attend_group(layer, query, group, scoring)
         for chunk in plan.chunks:
-            rows = slice(chunk.first_row, chunk.end_row)
-            keys, values = key[rows], value[rows]
+            part = slice(chunk.first_row, chunk.end_row)
+            keys, values = key[part], value[part]
             if chunk.block_ids is not None:
                 keys = _gather(kv.keys, chunk.block_ids)[: chunk.context_len]
                 values = _gather(kv.values, chunk.block_ids)[: chunk.context_len]
-            out[rows] = _attend_chunk(query[rows], keys, values, chunk.bias, scale, softcap)
+            out[part] = _attend_chunk(query[part], keys, values, chunk.bias, scoring)
         return out
 
     def _plan(self, inputs: StepInputs, window: int | None) -> Plan:
@@ -209,8 +207,7 @@ def _attend_group(
     layer: PagedLayer,
     query: torch.Tensor,
     group: DecodeGroup,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     spec, size = layer.spec, len(group.rows)
     # Query heads that share a KV head become its query rows: no key is repeated.
@@ -220,7 +217,7 @@ def _attend_group(
     values = _gather(layer.kv.values, group.block_ids)
     keys = keys.view(size, -1, spec.num_kv_heads, spec.head_dim).transpose(1, 2)
     values = values.view(size, -1, spec.num_kv_heads, spec.value_head_dim).transpose(1, 2)
-    out = _attend(queries, keys, values, group.bias, scale, softcap)
+    out = _attend(queries, keys, values, group.bias, scoring)
     return out.reshape(size, spec.num_heads, spec.value_head_dim)
 
 
@@ -229,8 +226,7 @@ def _attend_chunk(
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend for one chunk, `[T, heads, dim]` in and out.
 
@@ -244,7 +240,7 @@ def _attend_chunk(
     shared = (num_kv_heads, per_kv, -1, -1)
     keys = keys.transpose(0, 1).unsqueeze(1).expand(shared)
     values = values.transpose(0, 1).unsqueeze(1).expand(shared)
-    out = _attend(queries, keys, values, bias, scale, softcap)
+    out = _attend(queries, keys, values, bias, scoring)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
 
 
@@ -253,9 +249,9 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
+    scale, softcap = scoring
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=bias, is_causal=bias is None, scale=scale

@@ -4,7 +4,7 @@
 transformers builds none: which tokens see which follows from the step's plan.
 """
 
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,26 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv_tensors import KVTensors
 
 IMPLEMENTATION = "troika_paged"
+
+
+class Rows(NamedTuple):
+    """What T packed tokens bring to one layer."""
+
+    query: torch.Tensor
+    """`[T, num_heads, head_dim]`"""
+    key: torch.Tensor
+    """`[T, num_kv_heads, head_dim]`"""
+    value: torch.Tensor
+    """`[T, num_kv_heads, value_head_dim]`"""
+
+
+class Scoring(NamedTuple):
+    """How a query and a key make a score."""
+
+    scale: float
+    """Factor on their product."""
+    softcap: float | None
+    """Bound that scores approach by tanh, if any."""
 
 
 class AttentionBackend(Protocol):
@@ -31,21 +51,15 @@ class AttentionBackend(Protocol):
     def attend(
         self,
         layer: "PagedLayer",
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        rows: Rows,
+        scoring: Scoring,
     ) -> torch.Tensor:
-        """Store the row's keys and values, and attend.
+        """Store the packed row's keys and values, and attend.
 
         Args:
             layer: whose pool and rule to use.
-            query: `[T, num_heads, head_dim]`.
-            key: `[T, num_kv_heads, head_dim]`.
-            value: `[T, num_kv_heads, value_head_dim]`.
-            scale: factor on the scores.
-            softcap: bound that scores approach by tanh, if any.
+            rows: of the T packed tokens.
+            scoring: how queries and keys make scores.
 
         Returns:
             `[T, num_heads, value_head_dim]`, contiguous.
@@ -72,7 +86,7 @@ def attach(module: nn.Module, layer: PagedLayer) -> None:
     module.__dict__["paged_layer"] = layer
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0917 (the signature is transformers')
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -99,5 +113,5 @@ def paged_attention(
     """
     layer = cast(PagedLayer, module.paged_layer)
     scale = layer.spec.head_dim**-0.5 if scaling is None else scaling
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return layer.backend.attend(layer, *rows, scale, softcap).unsqueeze(0), None
+    rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
+    return layer.backend.attend(layer, rows, Scoring(scale, softcap)).unsqueeze(0), None

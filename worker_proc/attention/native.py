@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.attention.native_build import library_path
 from worker_proc.inputs import StepInputs
@@ -80,13 +80,12 @@ class NativeLibrary:
         self,
         layer: _Layer,
         step: _Step,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: Rows,
+        scoring: Scoring,
         out: torch.Tensor,
-        scale: float,
-        softcap: float,
     ) -> None:
-        """Store the keys and values of `rows` (query, key, value), and attend into `out`."""
-        query, key, value = (_rows(tensor) for tensor in rows)
+        """Store the keys and values of `rows`, and attend into `out`."""
+        query, key, value = (_describe_rows(tensor) for tensor in rows)
         self._attend(
             ctypes.byref(layer),
             ctypes.byref(step),
@@ -94,8 +93,8 @@ class NativeLibrary:
             ctypes.byref(key),
             ctypes.byref(value),
             out.data_ptr(),
-            scale,
-            softcap,
+            scoring.scale,
+            scoring.softcap or 0.0,
         )
 
 
@@ -124,7 +123,7 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
     )
 
 
-def _rows(tensor: torch.Tensor) -> _Rows:
+def _describe_rows(tensor: torch.Tensor) -> _Rows:
     if tensor.stride(2) != 1:
         tensor = tensor.contiguous()
     return _Rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
@@ -144,7 +143,7 @@ class NativeBackend:
     def pool_shapes(
         self, spec: LayerSpec, num_blocks: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return `[block, kv_head, dim, slot]` for keys, `[block, kv_head, slot, dim]` for values."""
+        """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`."""
         heads, size = spec.num_kv_heads, self._block_size
         return (
             (num_blocks, heads, spec.head_dim, size),
@@ -180,24 +179,22 @@ class NativeBackend:
     def attend(
         self,
         layer: PagedLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        rows: Rows,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Store the row's keys and values, and attend; see `AttentionBackend`."""
         known = self._layers.get(layer)
         if known is None:
             known = self._layers[layer] = self._describe(layer)
         spec = layer.spec
-        out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
-        self._library.attend(known, self._step, (query, key, value), out, scale, softcap or 0.0)
+        out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
+        self._library.attend(known, self._step, rows, scoring, out)
         return out
 
     def _describe(self, layer: PagedLayer) -> _Layer:
         spec, kv = layer.spec, layer.kv
-        assert kv.keys.is_contiguous() and kv.values.is_contiguous()
+        assert kv.keys.is_contiguous()
+        assert kv.values.is_contiguous()
         return _Layer(
             kv.keys.data_ptr(),
             kv.values.data_ptr(),
