@@ -13,8 +13,9 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
 
 import zmq
 
@@ -45,18 +46,20 @@ _RETRY_S = 0.01
 _TICK_S = 1.0
 _UNKNOWN_EPOCH = 0
 
+T = TypeVar("T")
+
 
 class RequestStream:
     """The tokens of one request: an asynchronous iterator of `RequestOutput`.
 
-    Outputs that arrive while nobody reads are merged into one, so a slow reader costs no queue.
+    Outputs that arrive while nobody reads are merged into one, so a slow reader gets fewer and larger ones.
     The last output carries `finish_reason`. A refused or failed request raises `RequestFailed`.
     """
 
     def __init__(self, client: "AsyncEngineClient", request_id: int) -> None:
         self.request_id = request_id
         self._client = client
-        self._pending: RequestOutput | None = None
+        self._pending: list[RequestOutput] = []
         self._error: RequestFailed | None = None
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
@@ -65,7 +68,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while self._pending is None:
+        while not self._pending:
             if self._error is not None:
                 raise self._error
             if self._finished:
@@ -75,21 +78,21 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        output, self._pending = self._pending, None
+        output, self._pending = merge(self._pending), []
         self._finished = self._finished or output.finish_reason is not None
         return output
 
     def cancel(self) -> None:
         """Abort the request; iteration ends. Harmless at any time, also repeatedly."""
         self._finished = True
-        self._pending = None
+        self._pending = []
         self._client.cancel(self.request_id)
         self._wake()
 
     def deliver(self, output: RequestOutput) -> None:
         """Called by the client with what is new."""
         if not self._finished:
-            self._pending = output if self._pending is None else merge(self._pending, output)
+            self._pending.append(output)
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:
@@ -102,23 +105,25 @@ class RequestStream:
             self._waiter.set_result(None)
 
 
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Join two consecutive outputs of one request."""
-    assert first.first_index + len(first.token_ids) == second.first_index
+def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Join consecutive outputs of one request."""
+    first, last = outputs[0], outputs[-1]
+    if first is last:
+        return first
 
-    def join(a: list[Any] | None, b: list[Any] | None) -> list[Any] | None:
-        return None if a is None and b is None else (a or []) + (b or [])
+    def join(columns: Iterable[list[T] | None]) -> list[T] | None:
+        return list(chain.from_iterable(column or () for column in columns)) or None
 
-    cached = first.num_cached_tokens
+    cached = (output.num_cached_tokens for output in outputs)
     return RequestOutput(
         first.request_id,
         first.first_index,
-        first.token_ids + second.token_ids,
-        second.finish_reason,
-        second.stop_token_id,
-        second.num_cached_tokens if cached is None else cached,
-        join(first.logprobs, second.logprobs),
-        join(first.prompt_logprobs, second.prompt_logprobs),
+        list(chain.from_iterable(output.token_ids for output in outputs)),
+        last.finish_reason,
+        last.stop_token_id,
+        next((count for count in cached if count is not None), None),
+        join(output.logprobs for output in outputs),
+        join(output.prompt_logprobs for output in outputs),
     )
 
 

@@ -46,11 +46,9 @@ class SyncStream:
         """
 
         async def collect() -> RequestOutput:
-            whole: RequestOutput | None = None
-            async for output in self._stream:
-                whole = output if whole is None else merge(whole, output)
-            assert whole is not None, "the request was cancelled"
-            return whole
+            outputs = [output async for output in self._stream]
+            assert outputs, "the request was cancelled"
+            return merge(outputs)
 
         return self._client.run(collect(), timeout_s)
 

@@ -24,8 +24,9 @@ import math
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,7 +165,7 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
     return model
 
 
-def batch_loss(model: torch.nn.Module, windows: torch.Tensor, length: int) -> torch.Tensor:
+def batch_loss(model: Callable[..., Any], windows: torch.Tensor, length: int) -> torch.Tensor:
     """Mean cross-entropy in nats per token, with each window cut into rows of ``length``."""
     inputs = windows[:, :-1].reshape(-1, length)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -212,7 +213,8 @@ def train(
         batch_loss(forward, next(stream), length).backward()
     model.zero_grad()
     begin = saved = time.monotonic()
-    steps, recent = 0, []
+    steps = 0
+    recent: list[float] = []
     while (progress := (time.monotonic() - begin) / (60 * args.minutes)) < 1:
         for optimizer, lr in zip(optimizers, base, strict=True):
             optimizer.param_groups[0]["lr"] = lr * rate_at(progress)

@@ -13,7 +13,7 @@ import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
-from worker_proc.attention.native_build import library_path
+from worker_proc.native.build import library_path
 from worker_proc.inputs import StepInputs
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)

@@ -1,95 +1,13 @@
-// Attention over a paged KV cache on the CPU: the fast path behind attention/native.py.
+// Attention over a paged KV cache, in place; called by attention/native.py.
 //
-// Compiled by itself (no torch headers) and called with plain pointers. A row's result depends on its
-// query and its context alone: never on the rows, chunks or requests that it is computed with, since
-// scores are summed in the order of the head's dimensions and contexts in the order of positions.
+// A row's result depends on its query and its context alone: never on the rows, chunks or requests
+// that it is computed with, since scores are summed in the order of the head's dimensions and
+// contexts in the order of positions.
 //
 // Pools: keys [block][kv_head][dim][slot], so that 16 keys are scored at once without a horizontal
 // sum; values [block][kv_head][slot][dim]. Block 0 is the null block and is never written.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-
-namespace {
-
-constexpr int kLanes = 16;
-constexpr int kMaxDim = 512;
-constexpr int kTileRows = 32;
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-
-typedef float Vec __attribute__((vector_size(64), aligned(4)));
-typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(Bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-inline void narrow(float x, float& out) { out = x; }
-inline void narrow(float x, Bf16& out) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  out.bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline Vec load(const Bf16* p) {
-  VecBits bits = __builtin_convertvector(*reinterpret_cast<const VecHalf*>(p), VecBits) << 16;
-  return (Vec)bits;
-}
-
-inline Vec splat(float x) { return x - Vec{}; }
-
-inline Vec exp_of(Vec x) {
-  x = x < -87.0f ? splat(-87.0f) : x;
-  VecInt n = __builtin_convertvector(x * 1.44269504f - 0.5f, VecInt);  // x <= 0: rounds to nearest
-  Vec whole = __builtin_convertvector(n, Vec);
-  Vec r = x - whole * 0.693359375f;
-  r = r + whole * 2.12194440e-4f;
-  Vec y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-  VecInt power = (n + 127) << 23;
-  return y * (Vec)power;
-}
-
-inline Vec tanh_of(Vec x) {
-  Vec size = x < 0.0f ? -x : x;
-  Vec e = exp_of(size * -2.0f);
-  Vec y = (1.0f - e) / (1.0f + e);
-  return x < 0.0f ? -y : y;
-}
-
-// Halves a vector until one lane is left: the order of the lanes never changes.
-template <typename Op>
-inline float fold(Vec v, Op op) {
-  const VecInt by8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
-  const VecInt by4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
-  const VecInt by2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
-  const VecInt by1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-  v = op(v, __builtin_shuffle(v, by8));
-  v = op(v, __builtin_shuffle(v, by4));
-  v = op(v, __builtin_shuffle(v, by2));
-  v = op(v, __builtin_shuffle(v, by1));
-  return v[0];
-}
-
-}  // namespace
+#include "vec.h"
 
 extern "C" {
 
@@ -121,6 +39,9 @@ struct Rows {
 }
 
 namespace {
+
+constexpr int kMaxDim = 512;
+constexpr int kTileRows = 32;
 
 template <typename T>
 void store(const Layer& layer, const Step& step, const Rows& key, const Rows& value) {

@@ -1,6 +1,6 @@
 """Compiles the native kernels once per machine and finds them again.
 
-`python -m worker_proc.attention.native_build` compiles them now. A worker that does not find them
+`python -m worker_proc.native.build` compiles them now. A worker that does not find them
 starts the same command beside its own start, and uses what it finds when its model is loaded:
 nothing ever waits for a compiler, and nothing needs one.
 """
@@ -14,7 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("native.cpp",)
+SOURCES = ("attention.cpp", "pointwise.cpp")
+HEADERS = ("vec.h",)
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -31,7 +32,7 @@ COMPILE_TIMEOUT_S = 120.0
 def library_path() -> Path:
     """Return where the library for these sources, this compiler line and this CPU belongs."""
     digest = hashlib.blake2b(digest_size=10)
-    for name in SOURCES:
+    for name in SOURCES + HEADERS:
         digest.update((Path(__file__).parent / name).read_bytes())
     digest.update(" ".join(FLAGS).encode())
     digest.update(_cpu_description().encode())

@@ -1,0 +1,1 @@
+"""Kernels in C++ for the CPU: optional, compiled once per machine, called through ctypes."""
