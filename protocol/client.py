@@ -52,7 +52,7 @@ T = TypeVar("T")
 class RequestStream:
     """The tokens of one request: an asynchronous iterator of `RequestOutput`.
 
-    Outputs that arrive while nobody reads are merged into one, so a slow reader gets fewer and larger ones.
+    What arrives while nobody reads is merged into one output: a slow reader gets fewer of them.
     The last output carries `finish_reason`. A refused or failed request raises `RequestFailed`.
     """
 

@@ -11,7 +11,7 @@ between calls, and nothing survives a crash: use the processes for services.
 from collections.abc import Iterator, Sequence
 
 from core_proc.engine import EngineCore
-from protocol.api_core import AddRequest, RequestOutput
+from protocol.api_core import AddRequest, EngineStats, RequestOutput
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.ledger import Ledger, RequestFailed
@@ -67,6 +67,10 @@ class InprocEngine:
         rows = [] if outputs is None else outputs.outputs
         news = [self._ledger.take(row) for row in rows]
         return [item for item in news if isinstance(item, RequestOutput)]
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as of now."""
+        return self._core.stats()
 
     @property
     def has_unfinished(self) -> bool:

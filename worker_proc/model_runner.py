@@ -17,14 +17,16 @@ from protocol.core_worker import (
 from worker_proc import kv_tensors
 from worker_proc.attention.gathering import GatheringBackend
 from worker_proc.attention.interface import AttentionBackend
-from worker_proc.attention.native import NativeBackend, can_attend, load_library
-from worker_proc.attention.native_build import start_building
+from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.errors import CheckpointError
 from worker_proc.forward import attach_cache, compute_logits
+from worker_proc.fused import fuse_modules
 from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.loader import LoadedModel, Progress, load_model
 from worker_proc.memory import available_cache_bytes
 from worker_proc.mirror import Mirror
+from worker_proc.native.build import start_building
+from worker_proc.native.library import NativeLibrary, load_library
 from worker_proc.packed_linear import can_pack, pack_linears
 from worker_proc.sampler import Sampler
 from worker_proc.self_check import check_forward, num_blocks_needed
@@ -126,17 +128,23 @@ def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
             f"max_model_len {wanted_len} is greater than the {loaded.model_len} tokens"
             f" that {config.model.model} can compute"
         )
+    library = load_library() if device.type == "cpu" else None
     if can_pack(loaded.dtype, device):
+        progress("pack_weights", 0, 1)
+        if library is not None:
+            fuse_modules(loaded.model, library, loaded.dtype)
         pack_linears(loaded.model, lambda done, total: progress("pack_weights", done, total))
-    return build_runner(loaded, config, progress)
+    return build_runner(loaded, config, library, progress)
 
 
-def build_runner(loaded: LoadedModel, config: EngineConfig, progress: Progress) -> ModelRunner:
+def build_runner(
+    loaded: LoadedModel, config: EngineConfig, library: NativeLibrary | None, progress: Progress
+) -> ModelRunner:
     """Size and allocate the KV cache of a loaded model, connect the two, and check them."""
     progress("allocate_cache", 0, 1)
     specs = [layer.spec for layer in loaded.layers]
     block_size = config.cache.block_size
-    backend = make_backend(loaded, block_size)
+    backend = make_backend(loaded, block_size, library)
     attach_cache(loaded, backend, num_blocks_needed(block_size))
     check_forward(loaded, backend, block_size)
     size = kv_tensors.size_cache(
@@ -168,13 +176,13 @@ def build_runner(loaded: LoadedModel, config: EngineConfig, progress: Progress) 
     return ModelRunner(loaded, facts, backend)
 
 
-def make_backend(loaded: LoadedModel, block_size: int) -> AttentionBackend:
+def make_backend(
+    loaded: LoadedModel, block_size: int, library: NativeLibrary | None
+) -> AttentionBackend:
     """Choose how attention is computed: by the native kernel where there is one."""
     specs = [layer.spec for layer in loaded.layers]
-    if can_attend(specs, loaded.dtype, loaded.device):
-        library = load_library()
-        if library is not None:
-            return NativeBackend(library, block_size, loaded.dtype)
+    if library is not None and can_attend(specs, loaded.dtype, loaded.device):
+        return NativeBackend(library, block_size, loaded.dtype)
     windows = {spec.window for spec in specs}
     return GatheringBackend(windows, block_size, loaded.dtype, loaded.device)
 

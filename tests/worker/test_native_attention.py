@@ -10,11 +10,12 @@ from protocol.sampling import SamplingParams
 from worker_proc.attention.gathering import GatheringBackend
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
-from worker_proc.attention.native import NativeBackend, can_attend, load_library
-from worker_proc.attention.native_build import build, compiler, library_path
+from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.inputs import pack_step
 from worker_proc.kv_tensors import KVTensors, zeros
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.native.build import build, compiler, library_path
+from worker_proc.native.library import load_library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -19,8 +19,8 @@ from tests.worker.checkpoints import (
 )
 from tests.worker.driving import drive
 from worker_proc import model_runner
-from worker_proc.attention.native_build import build, compiler
 from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.native.build import build, compiler
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 12

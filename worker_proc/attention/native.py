@@ -4,110 +4,17 @@ The kernel's results for a token depend on its own text alone, so they are the s
 batch, chunk or step it is computed in.
 """
 
-import ctypes
-import logging
-import os
-from pathlib import Path
-
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
-from worker_proc.native.build import library_path
 from worker_proc.inputs import StepInputs
+from worker_proc.native.library import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
 
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
 ITEM_TOKENS = 64
 """Tokens of one chunk that one thread takes at a time."""
-
-_log = logging.getLogger(__name__)
-_POINTER = ctypes.c_void_p
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("num_heads", ctypes.c_int32),
-        ("num_kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("value_head_dim", ctypes.c_int32),
-        ("block_size", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("is_bf16", ctypes.c_int32),
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        ("num_rows", ctypes.c_int32),
-        ("num_items", ctypes.c_int32),
-        ("item_size", ctypes.c_int32),
-        ("slots", _POINTER),
-        ("first_row", _POINTER),
-        ("num_tokens", _POINTER),
-        ("start", _POINTER),
-        ("table_offset", _POINTER),
-        ("tables", _POINTER),
-        ("item_segment", _POINTER),
-        ("item_token", _POINTER),
-    )
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        ("data", _POINTER),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
-
-
-class NativeLibrary:
-    """The compiled kernels."""
-
-    def __init__(self, path: Path) -> None:
-        self._attend = ctypes.CDLL(str(path)).troika_attend
-        self._attend.argtypes = (
-            *[ctypes.c_void_p] * 6,
-            ctypes.c_float,
-            ctypes.c_float,
-        )
-        self._attend.restype = None
-
-    def attend(
-        self,
-        layer: _Layer,
-        step: _Step,
-        rows: Rows,
-        scoring: Scoring,
-        out: torch.Tensor,
-    ) -> None:
-        """Store the keys and values of `rows`, and attend into `out`."""
-        query, key, value = (_describe_rows(tensor) for tensor in rows)
-        self._attend(
-            ctypes.byref(layer),
-            ctypes.byref(step),
-            ctypes.byref(query),
-            ctypes.byref(key),
-            ctypes.byref(value),
-            out.data_ptr(),
-            scoring.scale,
-            scoring.softcap or 0.0,
-        )
-
-
-def load_library() -> NativeLibrary | None:
-    """Return the kernels if they have been compiled for this machine by this user."""
-    path = library_path()
-    try:
-        if path.stat().st_uid != os.getuid():
-            return None
-        return NativeLibrary(path)
-    except OSError as error:
-        _log.info("attention runs without its native kernel: %s", error)
-        return None
 
 
 def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
@@ -123,12 +30,6 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
     )
 
 
-def _describe_rows(tensor: torch.Tensor) -> _Rows:
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    return _Rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
-
-
 class NativeBackend:
     """Attention by the native kernel; see the module's description."""
 
@@ -136,8 +37,8 @@ class NativeBackend:
         self._library = library
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
-        self._layers: dict[PagedLayer, _Layer] = {}
-        self._step = _Step()
+        self._layers: dict[PagedLayer, LayerArgs] = {}
+        self._step = StepArgs()
         self._arrays: list[torch.Tensor] = []
 
     def pool_shapes(
@@ -174,7 +75,7 @@ class NativeBackend:
         self._arrays.append(inputs.slot_mapping)
         pointers = [array.data_ptr() for array in self._arrays]
         num_rows = len(inputs.slot_mapping)
-        self._step = _Step(num_rows, len(items), ITEM_TOKENS, pointers[-1], *pointers[:-1])
+        self._step = StepArgs(num_rows, len(items), ITEM_TOKENS, pointers[-1], *pointers[:-1])
 
     def attend(
         self,
@@ -188,14 +89,15 @@ class NativeBackend:
             known = self._layers[layer] = self._describe(layer)
         spec = layer.spec
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
-        self._library.attend(known, self._step, rows, scoring, out)
+        numbers = (scoring.scale, scoring.softcap or 0.0)
+        self._library.attend(known, self._step, Rows(*map(_dense, rows)), numbers, out)
         return out
 
-    def _describe(self, layer: PagedLayer) -> _Layer:
+    def _describe(self, layer: PagedLayer) -> LayerArgs:
         spec, kv = layer.spec, layer.kv
         assert kv.keys.is_contiguous()
         assert kv.values.is_contiguous()
-        return _Layer(
+        return LayerArgs(
             kv.keys.data_ptr(),
             kv.values.data_ptr(),
             spec.num_heads,
@@ -206,3 +108,7 @@ class NativeBackend:
             spec.window or 0,
             self._is_bf16,
         )
+
+
+def _dense(rows: torch.Tensor) -> torch.Tensor:
+    return rows if rows.stride(2) == 1 else rows.contiguous()

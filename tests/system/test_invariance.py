@@ -1,0 +1,62 @@
+"""Seeded sampling does not depend on company, chunks or preemption: demo model, whole engine."""
+
+from typing import Any
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from protocol.settings import configure
+from scripts.inprocess import InprocEngine
+from tests.system.conftest import ROOT
+
+NUM_REQUESTS = 32
+MAX_TOKENS = 24
+
+
+def request(number: int) -> tuple[list[int], SamplingParams]:
+    """Prompts of 5 to 67 tokens, and a mix of everything that the sampler does."""
+    prompt = [(number * 131 + position * 17) % 4000 + 2 for position in range(5 + 2 * number)]
+    mixes: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 1.3, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+        {"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.2, "logit_bias": {77: 2.0}},
+    ]
+    mix = mixes[number % len(mixes)]
+    params = SamplingParams(max_tokens=MAX_TOKENS, seed=1000 + number, ignore_eos=True, **mix)
+    return prompt, params
+
+
+def run(numbers: list[int], dtype: str, **settings: Any) -> tuple[dict[int, list[int]], int]:
+    """Tokens by request number, and how many preemptions there were."""
+    engine = InprocEngine(
+        configure(model=str(ROOT / "scripts" / "demo_model"), dtype=dtype, **settings)
+    )
+    tokens: dict[int, list[int]] = {}
+    owners = {engine.submit(*request(number)): number for number in numbers}
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens.setdefault(owners[output.request_id], []).extend(output.token_ids)
+    return tokens, engine.stats().num_preemptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_seed_decides_alone(dtype: str) -> None:
+    """The same tokens in a batch of 32, alone, chunked, and after preemptions."""
+    together, _ = run(list(range(NUM_REQUESTS)), dtype, num_gpu_blocks_override=400)
+    assert all(len(tokens) == MAX_TOKENS for tokens in together.values())
+    assert len({tuple(tokens) for tokens in together.values()}) == NUM_REQUESTS
+    for number in (0, 3, 14, 29):
+        alone, _ = run([number], dtype, num_gpu_blocks_override=400)
+        assert alone[number] == together[number]
+    chunked, _ = run(
+        list(range(NUM_REQUESTS)),
+        dtype,
+        num_gpu_blocks_override=400,
+        max_num_batched_tokens=16,
+        max_num_seqs=16,
+    )
+    assert chunked == together
+    preempted, num_preemptions = run(list(range(NUM_REQUESTS)), dtype, num_gpu_blocks_override=24)
+    assert num_preemptions > 0
+    assert preempted == together

@@ -1,0 +1,97 @@
+"""Fused modules: equal to transformers' own, and only put where they are."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from worker_proc.fused import FusedMLP, FusedRMSNorm, fuse_modules
+from worker_proc.native.build import build, compiler
+from worker_proc.native.library import NativeLibrary
+from worker_proc.packed_linear import can_pack
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d, torch.device("cpu"))]
+SIZE = 75
+"""No multiple of a vector."""
+
+
+@pytest.fixture(scope="module")
+def library() -> NativeLibrary:
+    return NativeLibrary(build())
+
+
+def make_mlp(activation: str = "silu", bias: bool = False, size: int = SIZE) -> LlamaMLP:
+    config = LlamaConfig(
+        hidden_size=size, intermediate_size=2 * size, hidden_act=activation, mlp_bias=bias
+    )
+    return LlamaMLP(config)
+
+
+def assert_close(want: torch.Tensor, got: torch.Tensor) -> None:
+    assert want.dtype == got.dtype
+    tolerance = 1e-5 if want.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
+@torch.inference_mode()
+def test_norms_of_both_kinds(
+    norm: type[nn.Module], dtype: torch.dtype, library: NativeLibrary
+) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(norm(SIZE))
+    model[0].weight.normal_()
+    model = model.to(dtype)
+    heads = torch.randn(1, 9, 4 * SIZE).to(dtype).view(1, 9, 4, SIZE)
+    inputs = [heads, heads.transpose(1, 2), heads[0, :1], heads[:, :, 0], heads[:, :0]]
+    wanted = [model(rows) for rows in inputs]
+    assert fuse_modules(model, library, dtype) == 1
+    assert isinstance(model[0], FusedRMSNorm)
+    for rows, want in zip(inputs, wanted, strict=True):
+        assert_close(want, model(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_gated_mlps(bias: bool, dtype: torch.dtype, library: NativeLibrary) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(make_mlp(bias=bias).to(dtype))
+    inputs = [torch.randn(*shape, SIZE).to(dtype) * 3 for shape in ((1, 1), (1, 40), (200,))]
+    wanted = [model(rows) for rows in inputs]
+    assert fuse_modules(model, library, dtype) == 1
+    assert isinstance(model[0], FusedMLP)
+    for rows, want in zip(inputs, wanted, strict=True):
+        assert_close(want, model(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_modules_that_compute_something_else_stay(
+    dtype: torch.dtype, library: NativeLibrary
+) -> None:
+    size = 4096  # the means of random rows are close to 0 here
+    model = nn.Sequential(
+        nn.LayerNorm(size),
+        nn.LayerNorm(size, bias=False),
+        make_mlp("gelu", size=64),
+        nn.Linear(size, 8),
+    ).to(dtype)
+    before = [type(module) for module in model]
+    assert fuse_modules(model, library, dtype) == 0
+    assert before == [type(module) for module in model]
+
+
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_every_batch(library: NativeLibrary) -> None:
+    rows = torch.randn(300, 576)
+    model = nn.Sequential(LlamaRMSNorm(576), make_mlp(size=576))
+    fuse_modules(model, library, torch.float32)
+    together = model(rows)
+    for first, count in ((0, 1), (17, 2), (100, 33)):
+        assert torch.equal(together[first : first + count], model(rows[first : first + count]))

@@ -1,0 +1,119 @@
+"""Takes modules that transformers computes in many passes to kernels that need one.
+
+Which modules qualify is not read off their names: a candidate's own forward is run on random
+rows and must agree with the kernel, otherwise the module stays as it is.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from worker_proc.native.library import NATIVE_DTYPES, NativeLibrary
+from worker_proc.packed_linear import PackedLinear
+
+NUM_TRIAL_ROWS = 5
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Relative to the largest value: the order of a sum, and one rounding."""
+
+
+class FusedRMSNorm(nn.Module):
+    """Root-mean-square normalization in one pass."""
+
+    def __init__(
+        self, library: NativeLibrary, weight: torch.Tensor, epsilon: float, round_first: bool
+    ) -> None:
+        """Take the factors of each column, `weight`, and the kernel's other arguments."""
+        super().__init__()
+        self.weight = weight.detach().float().contiguous()
+        self._library = library
+        self._epsilon = epsilon
+        self._round_first = round_first
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension."""
+        return self._library.rms_norm(hidden, self.weight, self._epsilon, self._round_first)
+
+
+class FusedMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), with one packed matrix for gate and up."""
+
+    def __init__(self, library: NativeLibrary, mlp: nn.Module) -> None:
+        """Pack the three layers of `mlp`."""
+        super().__init__()
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+        self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias)
+        self.down_proj = PackedLinear(down.weight, down.bias)
+        self._library = library
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the rows of `[..., hidden_size]`."""
+        gate_up = self.gate_up_proj(hidden)
+        return self.down_proj(self._library.silu_and_multiply(gate_up))
+
+
+def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> int:
+    """Replace what can be replaced in `model`, before its linear layers are packed.
+
+    Returns:
+        The number of modules replaced.
+    """
+    num_fused = 0
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            fused = _fused(child, library, dtype)
+            if fused is not None:
+                setattr(parent, name, fused)
+                num_fused += 1
+    return num_fused
+
+
+@torch.inference_mode()
+def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.Module | None:
+    if dtype not in NATIVE_DTYPES:
+        return None
+    names = {name for name, _ in module.named_children()}
+    if {"gate_proj", "up_proj", "down_proj"} <= names <= _MLP_CHILDREN:
+        layers = (module.gate_proj, module.up_proj, module.down_proj)
+        if all(type(layer) is nn.Linear for layer in layers):
+            return _agreeing(module, [lambda: FusedMLP(library, module)], layers[0].in_features)
+        return None
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    parameters = dict(module.named_parameters())
+    if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):
+        return None
+    weight = parameters["weight"]
+    if weight.dim() != 1 or weight.dtype != dtype:
+        return None
+    return _agreeing(
+        module,
+        [
+            lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
+            lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
+        ],
+        len(weight),
+    )
+
+
+_MLP_CHILDREN = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
+
+
+def _agreeing(
+    module: nn.Module, candidates: list[Callable[[], nn.Module]], size: int
+) -> nn.Module | None:
+    """Return the first candidate that computes what `module` does."""
+    dtype = next(module.parameters()).dtype
+    generator = torch.Generator().manual_seed(1)
+    # Off zero, so that a norm that subtracts the mean does not pass.
+    rows = (torch.randn(1, NUM_TRIAL_ROWS, size, generator=generator) + 1.0).to(dtype)
+    try:
+        expected = module(rows)
+    except (TypeError, RuntimeError):
+        return None  # a module of another interface
+    for make in candidates:
+        candidate = make()
+        error = (candidate(rows).float() - expected.float()).abs().max()
+        if error <= MAX_ERROR[dtype] * expected.float().abs().max():
+            return candidate
+    return None

@@ -1,0 +1,170 @@
+"""The compiled kernels as Python functions over tensors: structs, pointers and their order.
+
+One loaded library is shared by whoever computes on the CPU. It uses the same OpenMP threads as
+torch, since both are linked to the libgomp that is loaded already.
+"""
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from worker_proc.native.build import library_path
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+_log = logging.getLogger(__name__)
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int32
+
+
+class LayerArgs(ctypes.Structure):
+    """`Layer` of attention.cpp."""
+
+    _fields_ = (
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("num_heads", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("value_head_dim", _INT),
+        ("block_size", _INT),
+        ("window", _INT),
+        ("is_bf16", _INT),
+    )
+
+
+class StepArgs(ctypes.Structure):
+    """`Step` of attention.cpp."""
+
+    _fields_ = (
+        ("num_rows", _INT),
+        ("num_items", _INT),
+        ("item_size", _INT),
+        ("slots", _POINTER),
+        ("first_row", _POINTER),
+        ("num_tokens", _POINTER),
+        ("start", _POINTER),
+        ("table_offset", _POINTER),
+        ("tables", _POINTER),
+        ("item_segment", _POINTER),
+        ("item_token", _POINTER),
+    )
+
+
+class RowsArgs(ctypes.Structure):
+    """`Rows` of attention.cpp."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("row_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+    )
+
+
+class NativeLibrary:
+    """The compiled kernels."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._attend = library.troika_attend
+        self._attend.argtypes = (*[_POINTER] * 6, ctypes.c_float, ctypes.c_float)
+        self._attend.restype = None
+        self._rms_norm = library.troika_rms_norm
+        self._rms_norm.argtypes = (
+            *(_POINTER, ctypes.c_int64, _POINTER, _POINTER),
+            *(_INT, _INT, ctypes.c_float, _INT, _INT),
+        )
+        self._rms_norm.restype = None
+        self._silu = library.troika_silu_and_multiply
+        self._silu.argtypes = (_POINTER, _POINTER, _INT, _INT, _INT)
+        self._silu.restype = None
+
+    def attend(
+        self,
+        layer: LayerArgs,
+        step: StepArgs,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scoring: tuple[float, float],
+        out: torch.Tensor,
+    ) -> None:
+        """Store the keys and values of `rows`, and attend into `out`.
+
+        Args:
+            layer: pool and shape.
+            step: what the step computes.
+            rows: query, key and value, `[T, heads, dim]` each.
+            scoring: factor on scores, and their soft cap or 0.
+            out: `[T, num_heads, value_head_dim]`, contiguous.
+        """
+        query, key, value = (_rows_args(tensor) for tensor in rows)
+        self._attend(
+            ctypes.byref(layer),
+            ctypes.byref(step),
+            ctypes.byref(query),
+            ctypes.byref(key),
+            ctypes.byref(value),
+            out.data_ptr(),
+            *scoring,
+        )
+
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool
+    ) -> torch.Tensor:
+        """Normalize the last dimension.
+
+        Args:
+            hidden: `[..., size]`, float32 or bfloat16.
+            weight: `[size]`, float32.
+            epsilon: added to the mean of squares.
+            round_first: round to the dtype of `hidden` before multiplying by `weight`.
+        """
+        size = hidden.shape[-1]
+        rows = hidden.reshape(-1, size)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(hidden.shape, dtype=hidden.dtype)
+        self._rms_norm(
+            rows.data_ptr(),
+            rows.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            len(rows),
+            size,
+            epsilon,
+            hidden.dtype == torch.bfloat16,
+            round_first,
+        )
+        return out
+
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) · up for `[..., 2 · size]`, contiguous, gates first."""
+        size = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], size)
+        self._silu(
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            out.numel() // size,
+            size,
+            gate_up.dtype == torch.bfloat16,
+        )
+        return out
+
+
+def load_library() -> NativeLibrary | None:
+    """Return the kernels if they have been compiled for this machine by this user."""
+    path = library_path()
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None
+        return NativeLibrary(path)
+    except (OSError, AttributeError) as error:
+        _log.info("computing without native kernels: %s", error)
+        return None
+
+
+def _rows_args(tensor: torch.Tensor) -> RowsArgs:
+    assert tensor.stride(2) == 1
+    return RowsArgs(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
