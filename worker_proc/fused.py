@@ -38,10 +38,11 @@ class FusedRMSNorm(nn.Module):
 class FusedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)), with one packed matrix for gate and up."""
 
-    def __init__(self, library: NativeLibrary, mlp: nn.Module) -> None:
-        """Pack the three layers of `mlp`."""
+    def __init__(
+        self, library: NativeLibrary, gate: nn.Linear, up: nn.Linear, down: nn.Linear
+    ) -> None:
+        """Pack the three layers."""
         super().__init__()
-        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
         self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias)
         self.down_proj = PackedLinear(down.weight, down.bias)
@@ -50,7 +51,8 @@ class FusedMLP(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the rows of `[..., hidden_size]`."""
         gate_up = self.gate_up_proj(hidden)
-        return self.down_proj(self._library.silu_and_multiply(gate_up))
+        out: torch.Tensor = self.down_proj(self._library.silu_and_multiply(gate_up))
+        return out
 
 
 def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> int:
@@ -75,10 +77,14 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
         return None
     names = {name for name, _ in module.named_children()}
     if {"gate_proj", "up_proj", "down_proj"} <= names <= _MLP_CHILDREN:
-        layers = (module.gate_proj, module.up_proj, module.down_proj)
-        if all(type(layer) is nn.Linear for layer in layers):
-            return _agreeing(module, [lambda: FusedMLP(library, module)], layers[0].in_features)
-        return None
+        gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+        if not (
+            isinstance(gate, nn.Linear)
+            and isinstance(up, nn.Linear)
+            and isinstance(down, nn.Linear)
+        ):
+            return None
+        return _agreeing(module, [lambda: FusedMLP(library, gate, up, down)], gate.in_features)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):

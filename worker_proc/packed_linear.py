@@ -6,6 +6,7 @@ a single row runs as two, and very wide bfloat16 outputs run in slices of rows.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -38,9 +39,7 @@ class PackedLinear(nn.Module):
         """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
         rows = hidden.reshape(-1, self.in_features)
         num_rows = len(rows)
-        if num_rows == 0:
-            out = rows.new_empty(0, self.out_features)
-        elif num_rows == 1:
+        if num_rows == 1:
             out = self._linear(rows.expand(2, -1).contiguous())[:1]
         elif self._slice_rows and num_rows > self._slice_rows:
             out = self._sliced(rows)
@@ -49,7 +48,10 @@ class PackedLinear(nn.Module):
         return out.view(*hidden.shape[:-1], self.out_features)
 
     def _linear(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._packed, self.bias, "none", [], ""
+        )
+        return out
 
     def _sliced(self, rows: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(len(rows), self.out_features)
@@ -84,7 +86,7 @@ def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int
         The number of layers replaced.
     """
     found = [
-        (parent, name, child)
+        (parent, name, cast(nn.Linear, child))
         for parent in list(model.modules())
         for name, child in parent.named_children()
         if type(child) in (nn.Linear, Conv1D)
@@ -92,7 +94,7 @@ def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int
     packed: dict[nn.Module, PackedLinear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
         if child not in packed:
-            weight = child.weight.t() if isinstance(child, Conv1D) else child.weight
+            weight = child.weight.t() if type(child) is Conv1D else child.weight
             packed[child] = PackedLinear(weight, child.bias)
         setattr(parent, name, packed[child])
         on_packed(done, len(found))

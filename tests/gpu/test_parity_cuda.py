@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfig, SchedulerConfig
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 MIN_EQUAL_OUTPUTS = 0.5
 """In bfloat16 two tokens are often equally likely; which one wins may depend on the batch."""
-MODES = (
+MODES: tuple[dict[str, object], ...] = (
     {"enable_prefix_caching": False},
     {"max_num_batched_tokens": 16},
     {"max_num_seqs": 4},
@@ -24,7 +24,7 @@ MODES = (
 
 def make_runner(directory: Path, dtype: str) -> ModelRunner:
     config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=dtype, device="cuda"),
+        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CUDA),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=400),
         scheduler=SchedulerConfig(max_num_batched_tokens=512),
     )
@@ -57,7 +57,7 @@ def test_bf16_outputs_hardly_depend_on_the_cut(architecture: Architecture, tmp_p
 def test_the_pool_is_sized_from_free_memory(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, ARCHITECTURES[0].config())
     config = EngineConfig(
-        model=ModelConfig(model=str(tmp_path), device="cuda"),
+        model=ModelConfig(model=str(tmp_path), device=Device.CUDA),
         cache=CacheConfig(gpu_memory_utilization=0.5),
     )
     runner = load_model_runner(config, lambda phase, done, total: None)

@@ -1,0 +1,1 @@
+"""The wire, the settings, the ledger."""

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.llama4 import Llama4TextConfig
 
-from protocol.config import CacheConfig, EngineConfig, ModelConfig, WorkerConfig
+from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
 from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
 from worker_proc.attention.probe import observed_window
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
@@ -196,7 +196,7 @@ def test_missing_files_and_tensors_are_named(copied: Path) -> None:
 
 def config_of(directory: Path, max_model_len: int | None, **cache: Any) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model=str(directory), max_model_len=max_model_len, device="cpu"),
+        model=ModelConfig(model=str(directory), max_model_len=max_model_len, device=Device.CPU),
         cache=CacheConfig(block_size=4, **cache),
         worker=WorkerConfig(num_threads=1),
     )

@@ -141,6 +141,8 @@ def test_rows_of_the_null_slot_leave_no_trace() -> None:
     texts.attend(layer, [(index, 0, length)])
     keys, values = layer.kv.keys.clone(), layer.kv.values.clone()
     texts.requests[index].num_cached_tokens = length
+    for kind in (1, 2):
+        texts.rows[index][kind][-1] += 1
     texts.attend(layer, [(index, length - 1, 1)])
     assert torch.equal(keys, layer.kv.keys)
     assert torch.equal(values, layer.kv.values)

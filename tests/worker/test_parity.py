@@ -9,7 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from protocol.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import (
     ARCHITECTURES,
@@ -65,7 +73,7 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 def make_runner(directory: Path, num_blocks: int, dtype: str = "float32") -> ModelRunner:
     """Load a checkpoint on the CPU with a pool of `num_blocks`."""
     config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=dtype, device="cpu"),
+        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks),
         scheduler=SchedulerConfig(max_num_batched_tokens=512),
         worker=WorkerConfig(num_threads=1),
@@ -99,7 +107,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 ROOMY, TIGHT = 400, 40
 """Blocks: enough for all requests, and so few that most get preempted."""
-MODES = {
+MODES: dict[str, tuple[int, dict[str, object]]] = {
     "whole_prompts": (ROOMY, {"enable_prefix_caching": False}),
     "chunked": (ROOMY, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}),
     "prefix_cache": (ROOMY, {"max_num_seqs": 4}),
