@@ -1,1 +1,1 @@
-"""Tests."""
+"""What needs CUDA: skipped without it."""

@@ -1,1 +1,1 @@
-"""Tests."""
+"""Tests of worker_proc: the runners, the sampler, the kernels."""
