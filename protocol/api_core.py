@@ -35,7 +35,6 @@ class ErrorCode(enum.StrEnum):
     INVALID = "invalid_value"
     TOO_LONG = "context_length_exceeded"
     UNSERVABLE = "exceeds_kv_cache"
-    DUPLICATE = "duplicate_request_id"
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     INTERNAL = "internal_error"
@@ -52,7 +51,7 @@ class RequestError(Record):
 class Connect(Message):
     """Client → core, first on every connection and whenever the core's epoch is unknown."""
 
-    pid: Annotated[int, Meta(ge=0)]
+    pid: Annotated[int, Meta(ge=0, lt=2**31)]
     """The client's process on this host, watched for its death; 0 for a client on another host."""
 
 
@@ -70,10 +69,12 @@ class AddRequest(Message):
     """Tokens the client already has; they stay outputs, and the next event starts after them."""
     priority: Priority = 0
     """Lower is sooner."""
-    arrival_time: float = 0.0
+    arrival_time: Annotated[float, Meta(ge=0.0)] = 0.0
     """Seconds since the Unix epoch at which the client accepted it; orders equal priorities."""
     cache_salt: CacheSalt = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    resent: bool = False
+    """It was accepted before: neither a full queue nor draining is a reason to refuse it."""
 
 
 class AbortRequests(Message):

@@ -47,7 +47,7 @@ class WorkerHello(Message):
     """
 
     rank: Annotated[int, Meta(ge=0, lt=1024)]
-    pid: Annotated[int, Meta(ge=1)]
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
     facts: ModelFacts
 
 

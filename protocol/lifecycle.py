@@ -37,7 +37,7 @@ class Hello(Message):
 
     role: Role
     rank: Annotated[int, Meta(ge=0, lt=1024)]
-    pid: Annotated[int, Meta(ge=1)]
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class Progress(Message):
