@@ -105,5 +105,8 @@ def _named(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):
-        return {item["name"]: item["template"] for item in value}
+        try:
+            return {item["name"]: item["template"] for item in value}
+        except (KeyError, TypeError) as error:
+            raise ConfigError("chat_template: an entry lacks its name or its template") from error
     return {}

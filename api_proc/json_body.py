@@ -41,7 +41,7 @@ def _refuse_duplicate_names(raw: bytes) -> None:
     """
     names = _NAMES.findall(raw)
     if len(names) != len(set(names)):
-        json.loads(raw, object_pairs_hook=_unique_names)
+        json.loads(raw, object_pairs_hook=_unique_names, parse_int=str, parse_float=str)
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -239,7 +239,8 @@ def train(
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write the Hugging Face directory, with the weights in bfloat16."""
     model.to(torch.bfloat16).save_pretrained(out)
-    GenerationConfig(**SPECIAL_IDS, do_sample=False).save_pretrained(out)
+    defaults = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    GenerationConfig(**SPECIAL_IDS, **defaults).save_pretrained(out)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=EOS,

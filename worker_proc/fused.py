@@ -67,8 +67,16 @@ def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -
             fused = _fused(child, library, dtype)
             if fused is not None:
                 setattr(parent, name, fused)
+                _release(child)
                 num_fused += 1
     return num_fused
+
+
+def _release(module: nn.Module) -> None:
+    """Drop the weights of a replaced module, which lists of modules may keep alive."""
+    for part in module.modules():
+        for name, _ in list(part.named_parameters(recurse=False)):
+            delattr(part, name)
 
 
 @torch.inference_mode()

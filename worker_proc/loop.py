@@ -6,17 +6,20 @@ A worker whose core dies keeps its weights, reconnects and is adopted by the nex
 import gc
 import logging
 import os
+import time
 
 import zmq
 
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
-from protocol.core_worker import decode_from_core
+from protocol.core_worker import Adopt, decode_from_core
 from protocol.lifecycle import Drain, Stop
 from protocol.message import ProtocolError, encode
 from protocol.process import ChildProcess
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
 
+HELLO_INTERVAL_S = 1.0
+"""Between two tries to be adopted."""
 _FLUSH_MS = 1000
 
 log = logging.getLogger("troika.worker")
@@ -31,6 +34,8 @@ class WorkerLoop:
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
+        self._is_connected = False
+        self._next_hello = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._core.socket, zmq.POLLIN)
         self._poller.register(self._core.monitor, zmq.POLLIN)
@@ -46,22 +51,42 @@ class WorkerLoop:
         gc.collect()
         gc.freeze()
         while True:
-            self._poller.poll()  # ends with the parent's death at the latest: process.watch_parent
-            for message in self._child.messages():
-                if isinstance(message, Stop):
-                    return
-                assert isinstance(message, Drain)
-                self._child.drained()  # a worker has no requests of its own
-            self._follow_link()
-            self._obey()
+            # Without an end of its own it ends with the parent's death: process.watch_parent.
+            self._poller.poll(self._poll_ms())
+            if not self.turn():
+                return
+
+    def turn(self) -> bool:
+        """Do what follows from what has arrived; False if that is the end."""
+        for message in self._child.messages():
+            if isinstance(message, Stop):
+                return False
+            assert isinstance(message, Drain)
+            self._child.drained()  # a worker has no requests of its own
+        self._follow_link()
+        self._obey()
+        return True
+
+    @property
+    def _wants_adoption(self) -> bool:
+        return self._is_connected and self._shim.link_epoch is None
+
+    def _poll_ms(self) -> int | None:
+        if not self._wants_adoption:
+            return None
+        return max(0, int((self._next_hello - time.monotonic()) * 1000) + 1)
 
     def _follow_link(self) -> None:
         for event in self._core.link_events():
-            if event is LinkEvent.CONNECTED:
-                hello = self._shim.hello()
-                self._core.send(self._shim.epoch, encode(hello))
-            else:
+            self._shim.end_adoption()
+            self._is_connected = event is LinkEvent.CONNECTED
+            self._next_hello = 0.0
+            if not self._is_connected:
                 log.info("core gone; waiting for the next one")
+        now = time.monotonic()
+        if self._wants_adoption and now >= self._next_hello:
+            self._next_hello = now + HELLO_INTERVAL_S
+            self._core.send(self._shim.epoch, encode(self._shim.hello()))
 
     def _obey(self) -> None:
         for received in self._core.drain(limit=1):
@@ -71,10 +96,19 @@ class WorkerLoop:
                 log.error("core sent what cannot be read: %s", error)
                 raise
             reply = self._shim.on_message(received.header.epoch, message)
+            if isinstance(message, Adopt):
+                self._log_adoption()
             if reply is not None:
                 self._send(encode(reply))
             if self._shim.failure is not None:
                 raise self._shim.failure
+
+    def _log_adoption(self) -> None:
+        log.info(
+            "adopted, link epoch %s; %d frames of other epochs dropped so far",
+            self._shim.link_epoch,
+            self._shim.num_fenced_frames,
+        )
 
     def _send(self, body: bytes) -> None:
         """A reply that nobody takes is lost with its core; the next one asks again."""

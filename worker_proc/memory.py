@@ -13,8 +13,9 @@ from worker_proc.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
-CUDA_MARGIN_BYTES = 256 * 1024**2
-"""Left free on the device for what the profiled step did not show."""
+CUDA_MARGIN_BYTES = 1024**3
+"""Left free on the device for what the profiled step did not show: the keys and values gathered
+for a group of decodes, the masks of a chunk deep in its context, the sampler's temporaries."""
 
 
 def available_cache_bytes(
@@ -64,7 +65,7 @@ def run_largest_step(loaded: LoadedModel, backend: AttentionBackend, config: Eng
     while rest > 0:
         lengths.append(min(rest, longest))
         rest -= lengths[-1]
-    num_blocks = -(-longest // block_size)
+    num_blocks = -(-max(lengths) // block_size)
     attach_cache(loaded, backend, 1 + num_blocks)
     table = list(range(1, 1 + num_blocks))
     parts = []

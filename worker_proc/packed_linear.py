@@ -96,6 +96,7 @@ def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int
         if child not in packed:
             weight = child.weight.t() if type(child) is Conv1D else child.weight
             packed[child] = PackedLinear(weight, child.bias)
+            del child.weight  # frees it now, unless the embedding shares it
         setattr(parent, name, packed[child])
         on_packed(done, len(found))
     return len(packed)

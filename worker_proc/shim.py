@@ -28,12 +28,17 @@ class WorkerShim:
         self.link_epoch: int | None = None
         """Epoch of the core that has adopted this worker; None before and between adoptions."""
         self.num_fenced_frames = 0
+        """Messages under another epoch than the one in force, dropped."""
         self.failure: Exception | None = None
         """What a step raised; the process must exit after its reply is sent."""
 
-    def hello(self) -> WorkerHello:
-        """First message of a new connection; whatever was adopted before is over."""
+    def end_adoption(self) -> None:
+        """The connection was made or lost: whatever was adopted before is over."""
         self.link_epoch = None
+
+    def hello(self) -> WorkerHello:
+        """What the core must hear, again and again, until it adopts this worker."""
+        assert self.link_epoch is None
         return WorkerHello(self._rank, self._pid, self._runner.facts)
 
     @property
@@ -52,7 +57,7 @@ class WorkerShim:
         return self._step(message)
 
     def _adopt(self, epoch: int, message: Adopt) -> None:
-        if epoch < self._own_epoch or (self.link_epoch is not None and epoch < self.link_epoch):
+        if epoch < self._own_epoch or (self.link_epoch is not None and epoch <= self.link_epoch):
             self.num_fenced_frames += 1
             return
         self.link_epoch = epoch

@@ -163,3 +163,25 @@ def test_nothing_is_loaded_that_was_not_built(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not library_path().exists()
     assert load_library() is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "native"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: str) -> None:
+    """A NaN beyond a request's context must not reach it."""
+    texts = Texts(spec, 16, torch.float32)
+    backend: AttentionBackend = (
+        GatheringBackend({spec.window}, 16, torch.float32, CPU)
+        if kind == "plain"
+        else native_backend(16, torch.float32)
+    )
+    outputs = []
+    for leftover in (0.0, torch.nan):
+        layer = texts.layer(backend)
+        layer.kv.keys.fill_(leftover)
+        layer.kv.values.fill_(leftover)
+        longer = [i for i, length in enumerate(LENGTHS) if length > 1]
+        texts.attend(layer, [(i, 0, LENGTHS[i] - 1) for i in longer])
+        outputs.append(torch.cat(texts.attend(layer, [(i, LENGTHS[i] - 1, 1) for i in longer])))
+    clean, after_nan = outputs
+    assert torch.equal(clean, after_nan)

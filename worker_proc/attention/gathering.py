@@ -30,8 +30,10 @@ class DecodeGroup:
     """`[B]`: of the packed row."""
     block_ids: torch.Tensor
     """`[B · W]`: W blocks each, filled up with the null block."""
+    hidden: torch.Tensor
+    """`[B, W · block_size, 1, 1]`: whether a position is outside the token's sight."""
     bias: torch.Tensor
-    """`[B, 1, 1, W · block_size]`: 0 where the token sees, -inf elsewhere."""
+    """`[B, 1, 1, W · block_size]`: the same as 0 and -inf, to be added to scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ class GatheringBackend:
         return DecodeGroup(
             rows=to_device([row for row, _ in members], self._device),
             block_ids=to_device(block_ids, self._device),
+            hidden=hidden[:, :, None, None],
             bias=self._bias(hidden)[:, None, None, :],
         )
 
@@ -215,8 +218,11 @@ def _attend_group(
     queries = query.index_select(0, group.rows).view(heads)
     keys = _gather(layer.kv.keys, group.block_ids)
     values = _gather(layer.kv.values, group.block_ids)
-    keys = keys.view(size, -1, spec.num_kv_heads, spec.head_dim).transpose(1, 2)
-    values = values.view(size, -1, spec.num_kv_heads, spec.value_head_dim).transpose(1, 2)
+    # A bias of -inf does not hide a NaN or inf that an earlier owner left in a block.
+    keys = keys.view(size, -1, spec.num_kv_heads, spec.head_dim)
+    values = values.view(size, -1, spec.num_kv_heads, spec.value_head_dim)
+    keys = keys.masked_fill_(group.hidden, 0).transpose(1, 2)
+    values = values.masked_fill_(group.hidden, 0).transpose(1, 2)
     out = _attend(queries, keys, values, group.bias, scoring)
     return out.reshape(size, spec.num_heads, spec.value_head_dim)
 

@@ -50,7 +50,10 @@ def _cpu_description() -> str:
 
 def start_building() -> subprocess.Popen[bytes] | None:
     """Start compiling in a process of its own, unless the library is there or no compiler is."""
-    if library_path().exists() or compiler() is None:
+    try:
+        if library_path().exists() or compiler() is None:
+            return None
+    except (OSError, RuntimeError):  # no home, or one that may not be read
         return None
     return subprocess.Popen(
         [sys.executable, str(Path(__file__))],

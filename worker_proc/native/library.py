@@ -155,12 +155,12 @@ class NativeLibrary:
 
 def load_library() -> NativeLibrary | None:
     """Return the kernels if they have been compiled for this machine by this user."""
-    path = library_path()
     try:
+        path = library_path()
         if path.stat().st_uid != os.getuid():
             return None
         return NativeLibrary(path)
-    except (OSError, AttributeError) as error:
+    except (OSError, RuntimeError, AttributeError) as error:
         _log.info("computing without native kernels: %s", error)
         return None
 

@@ -40,7 +40,7 @@ inline int lanes_at(int i, int size) { return size - i < kLanes ? size - i : kLa
 template <typename T>
 void rms_norm(const T* in, int64_t stride, const float* weight, T* out, int num_rows, int size,
               float epsilon, bool round_before_weight) {
-#pragma omp parallel for schedule(static) if (num_rows * size > 16384)
+#pragma omp parallel for schedule(static) if (int64_t(num_rows) * size > 16384)
   for (int row = 0; row < num_rows; row++) {
     const T* x = in + row * stride;
     T* y = out + static_cast<int64_t>(row) * size;
@@ -62,7 +62,7 @@ void rms_norm(const T* in, int64_t stride, const float* weight, T* out, int num_
 
 template <typename T>
 void silu_and_multiply(const T* in, T* out, int num_rows, int size) {
-#pragma omp parallel for schedule(static) if (num_rows * size > 16384)
+#pragma omp parallel for schedule(static) if (int64_t(num_rows) * size > 16384)
   for (int row = 0; row < num_rows; row++) {
     const T* gate = in + static_cast<int64_t>(row) * 2 * size;
     T* y = out + static_cast<int64_t>(row) * size;
