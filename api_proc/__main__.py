@@ -40,6 +40,8 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         )
     except OSError as error:
         child.fatal(f"listening on {api.host}:{api.port}", error, retry=False)
+    if child.listen_fd is None:
+        child.log.info("listening at %s", url_of(listening))
     async with AsyncEngineClient(child.core_client_address) as client:
         state = ApiState(client, child.config, text)
         server = HttpServer(openai_app(state))
@@ -53,21 +55,21 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
             drains.append(asyncio.create_task(_report_drained(child, state)))
 
         child.attach_asyncio(asyncio.get_running_loop(), on_message)
-        reporting = asyncio.create_task(_report_ready(child, client, url_of(listening)))
+        reporting = asyncio.create_task(_report_ready(child, client))
         await server.serve(sockets=[listening])
         reporting.cancel()
     text.close()
 
 
-async def _report_ready(child: ChildProcess, client: AsyncEngineClient, url: str) -> None:
+async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
     """Ready means that requests are served; loading a model may take longer than any deadline."""
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     while True:
-        child.progress("waiting for the core")
+        child.progress("wait for the model")
         with contextlib.suppress(TimeoutError):
             await client.wait_ready(interval_s)
             break
-    child.ready(url)
+    child.ready()
 
 
 async def _report_drained(child: ChildProcess, state: ApiState) -> None:

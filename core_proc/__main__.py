@@ -24,6 +24,7 @@ def main() -> None:
         child.fatal("adopting workers", error, "a new core begins with the new facts")
     except Exception as error:
         child.fatal("running", error)
+    loop.close()
 
 
 def _raise_priority() -> None:

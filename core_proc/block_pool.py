@@ -18,6 +18,8 @@ class BlockPool:
         assert num_blocks >= 2, f"num_blocks {num_blocks} must be at least 2"
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
+        self.num_frees = 0
+        """Calls of `free` so far: while it stands still, free blocks only become fewer."""
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks_of: dict[bytes, list[int]] = {}
@@ -64,6 +66,7 @@ class BlockPool:
 
         The tail goes first, so that the heads of prefixes, which more requests share, live longest.
         """
+        self.num_frees += 1
         plain_after = NULL_BLOCK
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1

@@ -34,20 +34,29 @@ Client = bytes
 """Identity of a client's connection."""
 
 
+_MAX_ENTRIES = 4096
+"""Prompt logprobs in one output: a prompt has any number of them, and a frame a largest size."""
+
+
+class WorkerMisbehaved(Exception):
+    """A worker's message contradicts what it was told; nothing of it was taken over."""
+
+
 class FactsChanged(Exception):
     """A successor of the workers brings another model or another number of blocks."""
 
 
 class _Owner:
-    """What the engine keeps beside each request: whose it is and what waits for its next output."""
+    """What the engine keeps beside each request: whose it is and what was told already."""
 
-    __slots__ = ("client", "prompt_logprobs", "request_id", "told_cached")
+    __slots__ = ("client", "next_prompt_position", "request_id", "told_cached")
 
     def __init__(self, client: Client, request_id: int) -> None:
         self.client = client
         self.request_id = request_id
         self.told_cached = False
-        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.next_prompt_position = 0
+        """Of the first prompt logprob that was not told yet."""
 
 
 class EngineCore:
@@ -114,10 +123,10 @@ class EngineCore:
     # Clients ------------------------------------------------------------------------------------
 
     def add(self, client: Client, add: AddRequest) -> Refused | None:
-        """Take a request, or say why not. An open one with the same id is replaced."""
+        """Take a request, or say why not. An open one with the same id ends in either case."""
         ids = self._ids.setdefault(client, {})
+        error = self._why_not(add, was_accepted=add.resent or add.request_id in ids)
         self._abort(ids, add.request_id)
-        error = self._why_not(add)
         if error is not None:
             return Refused(add.request_id, error)
         assert self._scheduler is not None
@@ -139,14 +148,13 @@ class EngineCore:
         self._next_req_id += 1
         return None
 
-    def _why_not(self, add: AddRequest) -> RequestError | None:
-        resumed = bool(add.output_token_ids)
+    def _why_not(self, add: AddRequest, *, was_accepted: bool) -> RequestError | None:
         if self._facts is None or self._scheduler is None:
             return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
-        if self._draining and not resumed:
+        if self._draining and not was_accepted:
             return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
         limit = self._config.scheduler.max_num_waiting
-        if self._scheduler.num_waiting >= limit and not resumed:
+        if self._scheduler.num_waiting >= limit and not was_accepted:
             return RequestError(ErrorCode.OVERLOADED, f"{limit} requests are waiting already")
         return validate_request(add, self._facts)
 
@@ -187,11 +195,16 @@ class EngineCore:
         return step
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
-        """Take in a step's results; returns what each client is to be told."""
+        """Take in a step's results; returns what each client is to be told.
+
+        Raises:
+            WorkerMisbehaved: they do not answer the oldest step; nothing has changed.
+        """
         assert self._scheduler is not None
-        for prompt_logprobs in output.prompt_logprobs:
-            self._keep_prompt_logprobs(prompt_logprobs)
+        self._check(output)
         outputs: dict[Client, list[RequestOutput]] = {}
+        for part in output.prompt_logprobs:
+            self._tell_prompt(part, outputs)
         for result in self._scheduler.update_from_output(output):
             owner = result.request.owner
             assert isinstance(owner, _Owner)
@@ -200,27 +213,53 @@ class EngineCore:
                 del self._ids[owner.client][owner.request_id]
         return {client: StepOutputs(rows) for client, rows in outputs.items()}
 
-    def _keep_prompt_logprobs(self, prompt_logprobs: PromptLogprobs) -> None:
+    def _check(self, output: ModelRunnerOutput) -> None:
+        """Compare all of an output with what is due, before any of it is believed."""
         assert self._scheduler is not None
-        request = self._scheduler.requests.get(prompt_logprobs.req_id)
-        if request is None:
+        assert self._facts is not None
+        steps, token_ids = self._scheduler.in_flight, output.sampled_token_ids
+        if not steps or steps[0][0] != output.step_id:
+            due = f"step {steps[0][0]} is" if steps else "none is"
+            raise WorkerMisbehaved(f"output of step {output.step_id} came, and {due} due")
+        num_sampling = len(steps[0][1])
+        if len(token_ids) != num_sampling:
+            raise WorkerMisbehaved(f"{len(token_ids)} tokens for {num_sampling} that sampled")
+        if token_ids and max(token_ids) >= self._facts.vocab_size:
+            raise WorkerMisbehaved(
+                f"token id {max(token_ids)} is outside the vocabulary of {self._facts.vocab_size}"
+            )
+
+    def _tell_prompt(
+        self, part: PromptLogprobs, outputs: dict[Client, list[RequestOutput]]
+    ) -> None:
+        """Pass on prompt logprobs that are new: a prompt computed again brings them again.
+
+        They go out before the first token, so a request with outputs has all of them.
+        """
+        assert self._scheduler is not None
+        request = self._scheduler.requests.get(part.req_id)
+        if request is None or request.num_output_tokens:
             return
         owner = request.owner
         assert isinstance(owner, _Owner)
-        if prompt_logprobs.first_position <= 1:  # computed again from the start
-            owner.prompt_logprobs = []
-        owner.prompt_logprobs.append(prompt_logprobs)
+        end = part.first_position + len(part.entries)
+        for first in range(max(owner.next_prompt_position, part.first_position), end, _MAX_ENTRIES):
+            index = first - part.first_position
+            entries = part.entries[index : index + _MAX_ENTRIES]
+            rows = outputs.setdefault(owner.client, [])
+            piece = PromptLogprobs(part.req_id, first, entries)
+            rows.append(RequestOutput(owner.request_id, 0, [], prompt_logprobs=[piece]))
+        owner.next_prompt_position = max(owner.next_prompt_position, end)
 
     def _to_output(
         self, result: StepResult, owner: _Owner, output: ModelRunnerOutput
     ) -> RequestOutput:
         request, token_ids = result.request, result.new_token_ids
-        first_index = request.num_output_tokens - len(token_ids)
+        first_index = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
         if owner.told_cached and not output.logprobs and result.finish_reason is None:
             return RequestOutput(owner.request_id, first_index, token_ids)
         num_cached = None if owner.told_cached else request.num_cached_tokens
         owner.told_cached = True
-        prompt_logprobs, owner.prompt_logprobs = owner.prompt_logprobs, []
         logprobs = output.logprobs.get(request.req_id)
         return RequestOutput(
             owner.request_id,
@@ -230,7 +269,6 @@ class EngineCore:
             result.stop_token_id,
             num_cached,
             None if logprobs is None else [logprobs],
-            prompt_logprobs or None,
         )
 
     # Reports ------------------------------------------------------------------------------------
@@ -243,6 +281,11 @@ class EngineCore:
         if self._draining:
             return EngineState.DRAINING
         return EngineState.READY if self._has_workers else EngineState.RECOVERING
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that was accepted before `drain` is finished."""
+        return self._draining and not self.has_unfinished
 
     @property
     def has_unfinished(self) -> bool:

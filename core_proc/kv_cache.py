@@ -7,11 +7,21 @@ implies the whole prefix.
 
 import hashlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from core_proc.block_pool import BlockPool
 from core_proc.request import Request
 
 _HASH_BYTES = 16
+
+
+class _Refusal(NamedTuple):
+    """What must change before the same request can be admitted."""
+
+    request: Request
+    num_frees: int
+    missing_hash: bytes | None
+    """Of the first block that the cache did not have; None if it had all full ones."""
 
 
 class KVCacheManager:
@@ -22,6 +32,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
+        self._refusal: _Refusal | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -79,12 +90,29 @@ class KVCacheManager:
         num_free_hits = sum(map(pool.is_free, hits))
         num_wanted = self.num_blocks_for(max(num_tokens, num_reserved)) - len(hits)
         if num_wanted + num_free_hits + headroom > pool.num_free:
+            hashes = request.block_hashes
+            missing = hashes[len(hits)] if len(hits) < len(hashes) else None
+            self._refusal = _Refusal(request, pool.num_frees, missing)
             return False
         pool.touch(hits)
         request.block_ids = hits + pool.allocate(self.num_blocks_for(num_tokens) - len(hits))
         request.num_hashed_blocks = len(hits)
         self._remember_full_blocks(request, num_tokens)
         return True
+
+    def still_refuses(self, request: Request) -> bool:
+        """Whether `admit` has refused the request and would do so again: a look, not a search.
+
+        It would where nothing was freed since then and its cached prefix has not become longer,
+        provided that it asks for no fewer tokens and no less headroom.
+        """
+        refusal = self._refusal
+        if refusal is None or refusal.request is not request:
+            return False
+        if refusal.num_frees != self.pool.num_frees:
+            return False
+        missing = refusal.missing_hash
+        return missing is None or self.pool.cached_block(missing) is None
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Extend the table to slots for `num_tokens`.

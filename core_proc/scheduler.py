@@ -21,7 +21,7 @@ import msgspec
 from core_proc.kv_cache import KVCacheManager
 from core_proc.policy import POLICIES, WaitingQueue
 from core_proc.request import Request, RequestStatus
-from core_proc.step import ScheduledStep
+from core_proc.step import ScheduledStep, longest_sequence
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import FinishReason
 
@@ -58,12 +58,12 @@ class Scheduler:
         max_num_active_seqs: int | None = None,
         eos_token_ids: Sequence[int] = (),
         max_steps_in_flight: int = 1,
-        first_step_id: int = 0,
     ) -> None:
-        """See `protocol.config.SchedulerConfig` for the fields.
+        """Settings have the names that they have in `protocol.config`, facts those of `ModelFacts`.
 
         `num_blocks` counts the null block. `max_num_active_seqs` replaces `max_num_seqs`, and an
-        adaptive threshold is at least a fair share of the step's tokens.
+        adaptive threshold is at least a fair share of the step's tokens. Whatever
+        `max_model_len` says, no request outgrows what one step can introduce.
 
         Raises:
             ValueError: a value is out of bounds; the text names the field and the bound.
@@ -82,7 +82,7 @@ class Scheduler:
         _require("long_prefill_token_threshold", long_prefill_token_threshold >= 0, "is negative")
         _require("watermark", 0.0 <= watermark < 1.0, "must be in [0, 1)")
         _require("max_steps_in_flight", max_steps_in_flight >= 1, "must be at least 1")
-        self._max_model_len = max_model_len
+        self._max_model_len = min(max_model_len, longest_sequence(block_size))
         self._threshold = long_prefill_token_threshold
         self._adaptive_threshold = long_prefill_token_threshold_adaptive
         self._chunked = enable_chunked_prefill
@@ -90,7 +90,7 @@ class Scheduler:
         self._watermark_blocks = int(watermark * num_blocks)
         self._eos_token_ids = frozenset(eos_token_ids)
         self.max_steps_in_flight = max_steps_in_flight
-        self.next_step_id = first_step_id
+        self.next_step_id = 0
 
         self._policy = POLICIES[policy]()
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
@@ -205,7 +205,7 @@ class Scheduler:
             # The pending token is its last.
             step.granted[request.req_id] = 0
             return
-        num_new = min(step.limit(max(request.num_tokens - computed, 1)), step.budget)
+        num_new = min(step.limit(request, max(request.num_tokens - computed, 1)), step.budget)
         while (new_block_ids := self.kv.grow(request, computed + num_new)) is None:
             victim = self._policy.victim(self.running)
             self._preempt(victim, step)
@@ -255,11 +255,15 @@ class Scheduler:
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Let a waiting request run, if tokens and blocks suffice."""
+        num_blocks = self.kv.num_blocks_for(request.num_tokens)
+        is_refused = self._reserve_full and self.kv.still_refuses(request)
+        if is_refused or not step.can_introduce(request, num_blocks):
+            return False
         hits = self.kv.find_cached_prefix(request)
         num_cached = len(hits) * self.kv.block_size
         # At least one token is computed, for the logits; if the cache has it too, its KV stays.
         computed = min(num_cached, request.num_tokens - 1)
-        num_new = step.limit(request.num_tokens - computed)
+        num_new = step.limit(request, request.num_tokens - computed)
         if num_new > step.budget:
             # Without chunking it waits for a step that holds all of it; if none can, it is cut.
             if not self._chunked and step.budget < self._budget:
@@ -363,15 +367,6 @@ class Scheduler:
             request.num_late_tokens = 0
         emptied = self.kv.reset_prefix_cache()
         assert emptied, "nobody runs, yet blocks are held"
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while any block is in use."""
-        return self.kv.reset_prefix_cache()
-
-    @property
-    def num_steps_in_flight(self) -> int:
-        """Steps whose output is due."""
-        return len(self.in_flight)
 
     @property
     def has_unfinished(self) -> bool:

@@ -3,11 +3,34 @@
 from core_proc.request import Request
 from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
 
+_MAX_NEW_IDS = 1_500_000
+"""Token and block ids in the data of one step's newcomers. An id takes at most 5 bytes, so they
+fill half a frame, and the other half is left to all that a step can say of known requests."""
+_MAX_PARAMS_IDS = 4096
+"""What the sampling parameters and numbers of one newcomer take at most, in ids."""
+_MAX_SCORED_TOKENS = 16_384
+"""Tokens of requests with prompt logprobs in one step: a frame holds 50,000 of these answers."""
+
+
+def longest_sequence(block_size: int) -> int:
+    """Tokens of the longest request that a step can introduce."""
+    return (_MAX_NEW_IDS - _MAX_PARAMS_IDS - 1) * block_size // (block_size + 1)
+
 
 class ScheduledStep:
     """The budget of one step and who got what of it."""
 
-    __slots__ = ("budget", "granted", "grown", "new_reqs", "preempted", "sampling", "threshold")
+    __slots__ = (
+        "_new_ids_left",
+        "_scored_left",
+        "budget",
+        "granted",
+        "grown",
+        "new_reqs",
+        "preempted",
+        "sampling",
+        "threshold",
+    )
 
     def __init__(self, budget: int, threshold: int) -> None:
         self.budget = budget
@@ -22,13 +45,25 @@ class ScheduledStep:
         """New blocks of requests that the worker knows, by request id."""
         self.new_reqs: list[NewRequestData] = []
         self.preempted: list[Request] = []
+        self._new_ids_left = _MAX_NEW_IDS
+        self._scored_left = _MAX_SCORED_TOKENS
 
-    def limit(self, num_tokens: int) -> int:
-        """Cut a wish to the threshold."""
-        return min(num_tokens, self.threshold) if self.threshold else num_tokens
+    def limit(self, request: Request, num_tokens: int) -> int:
+        """Cut a wish to the threshold, and to what an answer with prompt logprobs can hold."""
+        if self.threshold:
+            num_tokens = min(num_tokens, self.threshold)
+        if request.sampling_params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, max(self._scored_left, 1))
+            self._scored_left -= num_tokens
+        return num_tokens
+
+    def can_introduce(self, request: Request, num_blocks: int) -> bool:
+        """Whether the message still holds a request with a table of so many blocks."""
+        return _num_ids(request, num_blocks) <= self._new_ids_left
 
     def introduce(self, request: Request, num_cached_tokens: int) -> None:
         """Name a request that the worker does not know, with all that it needs."""
+        self._new_ids_left -= _num_ids(request, len(request.block_ids))
         self.new_reqs.append(
             NewRequestData(
                 req_id=request.req_id,
@@ -68,3 +103,10 @@ class ScheduledStep:
             preempted_req_ids=[request.req_id for request in self.preempted],
             finished_req_ids=finished_req_ids,
         )
+
+
+def _num_ids(request: Request, num_blocks: int) -> int:
+    """Size of a newcomer's data in ids, never too low."""
+    params = request.sampling_params
+    num_params = 64 + len(params.stop_token_ids) + 3 * len(params.logit_bias)
+    return request.num_tokens + num_blocks + num_params

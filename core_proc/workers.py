@@ -1,20 +1,22 @@
 """The group of workers as the core sees it: who is there, and under which epoch. No sockets.
 
-The link's epoch is the greatest of the core's own and of all its workers'. Every incarnation of
-either side gets a greater one from the supervisor, so any replacement raises the link's epoch, and
-frames sent before it are told from those after.
+Every incarnation of the core and of a worker has a greater epoch than those before it, issued by
+the supervisor. The link's epoch is at least the greatest of both sides', and rises with every
+adoption: what was sent before one is told from what comes after, replaced or not.
 """
 
 from protocol.core_worker import ModelFacts, WorkerHello
 
+_EPOCH_LIMIT = 2**31
+"""Headers have room for twice as much, so the link's epoch can rise from here for ever."""
+
 
 class _Worker:
-    __slots__ = ("epoch", "facts", "peer", "pid")
+    __slots__ = ("epoch", "facts", "peer")
 
     def __init__(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         self.peer = peer
         self.epoch = epoch
-        self.pid = hello.pid
         self.facts = hello.facts
 
 
@@ -25,6 +27,7 @@ class WorkerGroup:
         self._size = size
         self._core_epoch = core_epoch
         self._workers: dict[int, _Worker] = {}
+        self._link_epoch = 0
 
     @property
     def complete(self) -> bool:
@@ -37,11 +40,6 @@ class WorkerGroup:
         return [worker.peer for worker in self._workers.values()]
 
     @property
-    def link_epoch(self) -> int:
-        """What every frame between the core and this group carries."""
-        return max([self._core_epoch, *(worker.epoch for worker in self._workers.values())])
-
-    @property
     def facts(self) -> ModelFacts:
         """Of rank 0, which speaks for all."""
         return self._workers[0].facts
@@ -51,10 +49,13 @@ class WorkerGroup:
         return 0 in self._workers and self._workers[0].peer == peer
 
     def enter(self, peer: bytes, epoch: int, hello: WorkerHello) -> bool:
-        """A worker reports. Returns False for a rank out of range or an older incarnation."""
+        """A worker reports. False for a rank or epoch out of range, or an older incarnation."""
         known = self._workers.get(hello.rank)
-        if hello.rank >= self._size or (known is not None and epoch < known.epoch):
+        if hello.rank >= self._size or epoch >= _EPOCH_LIMIT:
             return False
+        if known is not None and epoch < known.epoch:
+            return False
+        self.leave(peer)  # one connection is one worker
         self._workers[hello.rank] = _Worker(peer, epoch, hello)
         return True
 
@@ -65,3 +66,14 @@ class WorkerGroup:
                 del self._workers[rank]
                 return True
         return False
+
+    def begin_epoch(self) -> int:
+        """The whole group is adopted, perhaps not for the first time.
+
+        Returns:
+            What every frame of the link carries from here on.
+        """
+        assert self.complete
+        epochs = (worker.epoch for worker in self._workers.values())
+        self._link_epoch = max(self._link_epoch + 1, self._core_epoch, *epochs)
+        return self._link_epoch

@@ -22,7 +22,8 @@ MAX_FRAME_BYTES = 16 * 2**20
 MAX_IPC_PATH_BYTES = 107
 """The kernel's limit on the path of a socket file."""
 _LONGEST_NAME = "supervisor.sock"
-_MAX_PARTS = 3
+_MAX_PARTS = 4
+"""Identity, header, body, and one that is too many."""
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
 _HANDSHAKE_MS = 2000
@@ -42,6 +43,10 @@ class PeerGone(Exception):
     """The peer addressed is not connected any more."""
 
 
+class FrameTooLarge(Exception):
+    """A body of more than `MAX_FRAME_BYTES`: its receiver would close the connection for good."""
+
+
 class LinkEvent(enum.Enum):
     """What happened to a connection."""
 
@@ -56,6 +61,14 @@ class Received(NamedTuple):
     """Identity of the sender; empty on connecting sockets, which have one peer."""
     header: Header
     body: bytes
+
+
+class BadFrame(NamedTuple):
+    """A message that was dropped because it could not be read."""
+
+    peer: bytes
+    """Identity of the sender; empty on connecting sockets."""
+    reason: str
 
 
 def client_address(run_dir: str) -> str:
@@ -111,8 +124,11 @@ def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
-def _receive(socket: zmq.Socket[bytes], num_prefix: int) -> list[bytes] | None:
-    """Read one message; None if there is none. Too many or too few parts: ProtocolError."""
+def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """Read the parts of one message; None if there is none.
+
+    However many there are, no more than `_MAX_PARTS` are kept.
+    """
     try:
         parts = [socket.recv(zmq.NOBLOCK)]
     except zmq.Again:
@@ -123,18 +139,25 @@ def _receive(socket: zmq.Socket[bytes], num_prefix: int) -> list[bytes] | None:
         num_parts += 1
         if num_parts <= _MAX_PARTS:
             parts.append(part)
-    if num_parts != num_prefix + 2:
-        raise ProtocolError(f"message has {num_parts} parts instead of {num_prefix + 2}")
     return parts
+
+
+def _check_size(body: bytes) -> None:
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameTooLarge(f"body of {len(body)} bytes exceeds the {MAX_FRAME_BYTES} of a frame")
 
 
 class _Channel:
     """What both kinds of sockets share: polling, bounded draining, closing."""
 
+    _names_peers: bool
+    """Whether each message comes with its sender's identity in front."""
+
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
         self.num_bad_frames = 0
         """Messages dropped because they could not be read."""
+        self.last_bad_frame: BadFrame | None = None
 
     @property
     def fd(self) -> int:
@@ -144,25 +167,37 @@ class _Channel:
     def drain(self, limit: int) -> Iterator[Received]:
         """Yield the messages that have arrived, at most `limit`; unreadable ones are counted."""
         for _ in range(limit):
-            try:
-                received = self._receive_one()
-            except ProtocolError:
-                self.num_bad_frames += 1
-                continue
-            if received is None:
+            parts = _receive(self.socket)
+            if parts is None:
                 return
-            yield received
+            peer = parts.pop(0) if self._names_peers else b""
+            try:
+                received = _unpack(peer, parts)
+            except ProtocolError as problem:
+                self.count_bad_frame(peer, str(problem))
+            else:
+                yield received
 
-    def _receive_one(self) -> Received | None:
-        raise NotImplementedError
+    def count_bad_frame(self, peer: bytes, reason: str) -> None:
+        """Count a message that was dropped: by `drain`, or by whoever could not decode its body."""
+        self.num_bad_frames += 1
+        self.last_bad_frame = BadFrame(peer, reason)
 
     def close(self) -> None:
         """Close the socket; queued messages are dropped."""
         self.socket.close(linger=0)
 
 
+def _unpack(peer: bytes, parts: list[bytes]) -> Received:
+    if len(parts) != 2:
+        raise ProtocolError("message does not have the two parts header and body")
+    return Received(peer, unpack_header(parts[0]), parts[1])
+
+
 class RouterChannel(_Channel):
     """The binding side of a link, with any number of peers."""
+
+    _names_peers = True
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
         """Bind to `address`; a socket file left by a dead predecessor is replaced."""
@@ -174,10 +209,6 @@ class RouterChannel(_Channel):
         super().__init__(socket)
         self._next_seq: dict[bytes, int] = {}
 
-    def _receive_one(self) -> Received | None:
-        parts = _receive(self.socket, num_prefix=1)
-        return None if parts is None else Received(parts[0], unpack_header(parts[1]), parts[2])
-
     def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
         """Send one message.
 
@@ -186,7 +217,9 @@ class RouterChannel(_Channel):
 
         Raises:
             PeerGone: the peer is not connected.
+            FrameTooLarge: the peer could not receive it; nothing was sent.
         """
+        _check_size(body)
         seq = self._next_seq.get(peer, 0)
         try:
             self.socket.send_multipart([peer, pack_header(epoch, seq), body], zmq.NOBLOCK)
@@ -208,6 +241,8 @@ class RouterChannel(_Channel):
 class DealerChannel(_Channel):
     """The connecting side of a link; it reconnects by itself and says when."""
 
+    _names_peers = False
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
         """Start connecting to `address`; nobody needs to listen there yet."""
         socket = context.socket(zmq.DEALER)
@@ -223,10 +258,6 @@ class DealerChannel(_Channel):
         super().__init__(socket)
         self._next_seq = 0
 
-    def _receive_one(self) -> Received | None:
-        parts = _receive(self.socket, num_prefix=0)
-        return None if parts is None else Received(b"", unpack_header(parts[0]), parts[1])
-
     def link_events(self) -> list[LinkEvent]:
         """Connections made and lost since the last call, in order."""
         events = []
@@ -237,18 +268,18 @@ class DealerChannel(_Channel):
         return events
 
     def send(self, epoch: int, body: bytes) -> bool:
-        """Send one message; False if nobody is connected or the queue is full."""
+        """Send one message; False if nobody is connected or the queue is full.
+
+        Raises:
+            FrameTooLarge: the other side could not receive it; nothing was sent.
+        """
+        _check_size(body)
         try:
             self.socket.send_multipart([pack_header(epoch, self._next_seq), body], zmq.NOBLOCK)
         except zmq.Again:
             return False
         self._next_seq += 1
         return True
-
-    @property
-    def next_seq(self) -> int:
-        """Sequence number that the next sent message will carry."""
-        return self._next_seq
 
     def close(self) -> None:
         """Close both sockets; queued messages are dropped."""

@@ -1,5 +1,6 @@
 """The parent's side of a process: start by command, death by pidfd, stop with a deadline."""
 
+import errno
 import os
 import select
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,8 @@ from protocol.config import EngineConfig
 
 _MAX_CONFIG_BYTES = 32 * 1024
 """Fits into a pipe's buffer, so that writing it never waits for the child."""
+_DEATH_TIMEOUT_S = 1.0
+"""From SIGKILL to the end; longer only in uninterruptible sleep, as on a broken disk."""
 
 
 class Child:
@@ -30,14 +34,17 @@ class Child:
         listen_fd: int | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Start `python -m module`; the caller's signals, environment and loop stay untouched."""
-        config_read, config_write = os.pipe()
-        parent_read, self._parent_write = os.pipe()
-        try:
-            body = msgspec.msgpack.encode(config)
-            assert len(body) <= _MAX_CONFIG_BYTES, "configuration too large for a pipe"
-            os.write(config_write, body)
-            os.close(config_write)
+        """Start `python -m module`; the caller's signals, environment and loop stay untouched.
+
+        Raises:
+            OSError: it cannot be started; nothing is left behind.
+        """
+        with ExitStack() as ours, ExitStack() as theirs:
+            config_read = _config_pipe(config)
+            theirs.callback(os.close, config_read)
+            parent_read, parent_write = os.pipe()
+            theirs.callback(os.close, parent_read)
+            ours.callback(os.close, parent_write)
             inherited = [config_read, parent_read, *([] if listen_fd is None else [listen_fd])]
             command = [sys.executable, "-P", "-m", module, *arguments]
             command += ["--config-fd", str(config_read), "--parent-fd", str(parent_read)]
@@ -50,12 +57,12 @@ class Child:
                 env=_environment(),
                 start_new_session=True,
             )
-        finally:
-            os.close(config_read)
-            os.close(parent_read)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        """Readable as soon as the process is dead."""
+            ours.callback(_end, self._process)
+            self.pid = self._process.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            """Readable as soon as the process is dead."""
+            ours.pop_all()
+        self._parent_write = parent_write
         self.epoch = epoch
         self.started_at = time.monotonic()
 
@@ -75,12 +82,17 @@ class Child:
         if self.poll() is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def stop(self, grace_s: float) -> int:
-        """End it: close its parent pipe, wait for `grace_s`, then kill. Returns the exit status."""
+    def stop(self, grace_s: float) -> int | None:
+        """End it: close its parent pipe, wait for `grace_s`, then kill.
+
+        Returns:
+            The exit status; None if the system has not let go of it 1 s after SIGKILL.
+        """
         self.release()
-        if self.wait(grace_s) is None:
+        status = self.wait(grace_s)
+        if status is None:
             self.kill()
-        status = self._process.wait()
+            status = self.wait(_DEATH_TIMEOUT_S)
         self.close()
         return status
 
@@ -109,6 +121,29 @@ def rss_bytes(pid: int) -> int:
     except OSError:
         return 0
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _config_pipe(config: EngineConfig) -> int:
+    """The read end of a pipe that holds the configuration; nobody has its write end."""
+    body = msgspec.msgpack.encode(config)
+    assert len(body) <= _MAX_CONFIG_BYTES, "configuration too large for a pipe"
+    read_fd, write_fd = os.pipe()
+    try:
+        os.set_blocking(write_fd, False)
+        if os.write(write_fd, body) < len(body):
+            raise OSError(errno.ENOBUFS, "this user's pipes have no room for the configuration")
+    except OSError:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
+    return read_fd
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """For a process that was started but cannot be watched."""
+    process.kill()
+    process.wait(_DEATH_TIMEOUT_S)
 
 
 def _environment() -> dict[str, str]:

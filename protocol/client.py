@@ -10,19 +10,14 @@ and their streams go on. It touches no signals, environment, logging or foreign 
 """
 
 import asyncio
-import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
-import zmq
-
 from protocol.api_core import (
+    AbortRequests,
     AddRequest,
-    ClientToCore,
-    Connect,
     EngineState,
     ErrorCode,
     Refused,
@@ -30,21 +25,17 @@ from protocol.api_core import (
     RequestOutput,
     Status,
     StepOutputs,
-    decode_from_core,
-    validate_request,
 )
-from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
+from protocol.channel import MAX_FRAME_BYTES
+from protocol.core_link import TICK_S, CoreLink
 from protocol.core_worker import ModelFacts
-from protocol.ledger import Ledger, RequestFailed
-from protocol.message import ProtocolError, encode
+from protocol.ledger import Ledger, RequestFailed, check_request
+from protocol.message import encode
 from protocol.sampling import SamplingParams
 
 MAX_OPEN_REQUESTS = 16384
 STALL_TIMEOUT_S = 120.0
-_DRAIN_LIMIT = 64
-_RETRY_S = 0.01
-_TICK_S = 1.0
-_UNKNOWN_EPOCH = 0
+_SERVING = (EngineState.READY, EngineState.DRAINING)
 
 T = TypeVar("T")
 
@@ -141,15 +132,13 @@ class AsyncEngineClient:
 
         Args:
             max_open_requests: past it `submit` refuses.
-            stall_timeout_s: without a core for so long, open requests fail.
+            stall_timeout_s: without an engine that serves for so long, open requests fail.
         """
-        self._address = address
         self._stall_timeout_s = stall_timeout_s
+        self._stalled_s = 0.0
         self._ledger = Ledger(max_open_requests)
         self._streams: dict[int, RequestStream] = {}
-        self._outbox: deque[bytes] = deque()
-        self._epoch = _UNKNOWN_EPOCH
-        self._lost_at = time.monotonic()
+        self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """What is known of the model; stays known while the engine recovers."""
@@ -157,19 +146,27 @@ class AsyncEngineClient:
         """The core's last word about itself."""
         self.last_status_time = 0.0
         """When it came, on the monotonic clock."""
-        self.connected = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the core is heard and takes messages; it may be recovering nevertheless."""
+        return self._link.is_agreed
+
+    @property
+    def num_fenced_frames(self) -> int:
+        """Frames of another incarnation of the core, dropped."""
+        return self._link.num_fenced_frames
+
+    @property
+    def num_bad_frames(self) -> int:
+        """Frames with a body that could not be decoded, dropped."""
+        return self._link.num_bad_frames
 
     async def start(self) -> None:
         """Begin to connect; returns at once."""
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channel = DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK)
-        self._monitor_fd = int(self._channel.monitor.getsockopt(zmq.FD))
-        self._channel_fd = self._channel.fd
-        self._loop.add_reader(self._channel_fd, self._on_readable)
-        self._loop.add_reader(self._monitor_fd, self._on_link_events)
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
-        self._on_link_events()
+        self._link.open()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
 
     async def __aenter__(self) -> "AsyncEngineClient":
         await self.start()
@@ -179,29 +176,29 @@ class AsyncEngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Disconnect; the core aborts what is still open. Open streams fail."""
-        if not hasattr(self, "_channel") or self._channel.socket.closed:
+        """Disconnect; open streams fail, and the core aborts them. Harmless when repeated."""
+        if not self._link.is_open:
             return
-        self._loop.remove_reader(self._channel_fd)
-        self._loop.remove_reader(self._monitor_fd)
         self._timer.cancel()
-        for request_id in list(self._streams):
-            self.cancel(request_id)
-        self._fail_all("the client was closed")
-        self._channel.close()
-        self._context.term()
+        self._fail_all(RequestError(ErrorCode.INTERNAL, "the client was closed"))
+        self._link.close()
 
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
-        """Wait until the engine serves.
+        """Wait until the engine serves: its state is READY.
 
         Raises:
             TimeoutError: it does not within `timeout_s`.
         """
         async with asyncio.timeout(timeout_s):
-            while self.facts is None or not self.connected:
+            while (facts := self._ready_facts()) is None:
                 self._status_event.clear()
                 await self._status_event.wait()
-        return self.facts
+        return facts
+
+    def _ready_facts(self) -> ModelFacts | None:
+        status = self.status
+        is_ready = self.connected and status is not None and status.state is EngineState.READY
+        return self.facts if is_ready else None
 
     def submit(
         self,
@@ -214,131 +211,106 @@ class AsyncEngineClient:
         """Accept a request: from here on it survives restarts of everything but this process.
 
         Raises:
-            RequestFailed: the model cannot serve it, or the engine takes no requests now.
+            RequestFailed: a value is out of its bounds, the model cannot serve the request, or the
+                engine takes none now.
         """
-        if self.status is None or self.facts is None:
-            message = "the engine is starting"
-            raise RequestFailed(RequestError(ErrorCode.OVERLOADED, message))
-        if self.status.state is EngineState.DRAINING:
-            raise RequestFailed(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
+        error = self._why_not()
+        if error is not None:
+            raise RequestFailed(error)
+        assert self.facts is not None
         request_id = self._ledger.next_request_id()
         add = AddRequest(
             request_id, prompt_token_ids, params, [], priority, time.time(), cache_salt
         )
-        error = validate_request(add, self.facts)
-        if error is not None:
-            raise RequestFailed(error)
+        add, body = check_request(add, self.facts)
         self._ledger.accept(add)
         stream = self._streams[request_id] = RequestStream(self, request_id)
-        if self._epoch != _UNKNOWN_EPOCH:
-            self._send(add)
+        self._link.send(body)
         return stream
+
+    def _why_not(self) -> RequestError | None:
+        if not self._link.is_open:
+            return RequestError(ErrorCode.INTERNAL, "the client is not open")
+        if self.status is None or self.facts is None:
+            return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
+        if self._stalled_s > self._stall_timeout_s:
+            return RequestError(ErrorCode.OVERLOADED, self._stall_text())
+        if self.status.state is EngineState.DRAINING:
+            return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
+        return None
 
     def cancel(self, request_id: int) -> None:
         """Abort a request, if it is open."""
         self._streams.pop(request_id, None)
         abort = self._ledger.cancel(request_id)
-        if abort is not None and self._epoch != _UNKNOWN_EPOCH:
-            self._send(abort)
+        if abort is not None:
+            self._link.send(encode(abort))
 
-    def _send(self, message: ClientToCore) -> None:
-        body = encode(message)
-        if self._outbox or not self._channel.send(self._epoch, body):
-            if not self._outbox:
-                self._loop.call_later(_RETRY_S, self._flush)
-            self._outbox.append(body)
-            return
-        # The descriptor is edge-triggered: sending may have swallowed the sign of an arrival.
-        self._loop.call_soon(self._on_readable)
-
-    def _flush(self) -> None:
-        """Send what a full queue held back. A lost connection empties the outbox instead."""
-        while self._outbox and self._channel.send(self._epoch, self._outbox[0]):
-            self._outbox.popleft()
-        if self._outbox:
-            self._loop.call_later(_RETRY_S, self._flush)
-
-    def _on_link_events(self) -> None:
-        if self._channel.socket.closed:
-            return
-        for event in self._channel.link_events():
-            self._outbox.clear()
-            self._epoch = _UNKNOWN_EPOCH
-            self.connected = False
-            self._lost_at = time.monotonic()
-            if event is LinkEvent.CONNECTED:
-                self._channel.send(_UNKNOWN_EPOCH, encode(Connect(os.getpid())))
-        self._on_readable()
-
-    def _on_readable(self) -> None:
-        if self._channel.socket.closed:
-            return
-        num_read = 0
-        for received in self._channel.drain(_DRAIN_LIMIT):
-            num_read += 1
-            try:
-                message = decode_from_core(received.body)
-            except ProtocolError:
-                self._channel.num_bad_frames += 1
-                continue
-            if isinstance(message, Status):
-                self._on_status(message, received.header.epoch)
-            elif received.header.epoch != self._epoch:
-                continue
-            elif isinstance(message, StepOutputs):
-                for output in message.outputs:
-                    self._on_output(output)
-            else:
-                self._on_refused(message)
-        if num_read:
-            self._loop.call_soon(self._on_readable)
-
-    def _on_status(self, status: Status, epoch: int) -> None:
+    def _on_status(self, status: Status, is_new_epoch: bool) -> None:
         self.status = status
         self.last_status_time = time.monotonic()
         if status.facts is not None:
             self.facts = status.facts
-            self.connected = True
-            if epoch != self._epoch:
-                self._resynchronize(epoch)
+        if status.state in _SERVING:
+            self._stalled_s = 0.0
+        self._ledger.allow_repairs()
+        if is_new_epoch:  # a core that knows nothing of this client gets everything open
+            for add in list(self._ledger.open_requests()):
+                self._resend(add)
         self._status_event.set()
 
-    def _resynchronize(self, epoch: int) -> None:
-        """A core that serves and knows nothing of this client gets everything open."""
-        self._epoch = epoch
-        for add in self._ledger.open_requests():
-            self._send(add)
+    def _on_message(self, message: StepOutputs | Refused) -> None:
+        if isinstance(message, StepOutputs):
+            for output in message.outputs:
+                self._on_output(output)
+        elif message.request_id is None:
+            # What was sent obeys the bounds of this side's protocol, so the core has another one.
+            self._fail_all(message.error)
+        elif self._ledger.fail(message.request_id):
+            self._streams.pop(message.request_id).fail(RequestFailed(message.error))
 
     def _on_output(self, output: RequestOutput) -> None:
         try:
             news = self._ledger.take(output)
-        except RequestFailed as error:
-            self._fail(output.request_id, error)
+        except RequestFailed as failure:
+            self._give_up(output.request_id, failure.error)
             return
         if isinstance(news, AddRequest):
-            self._send(news)
+            self._resend(news)
         elif news is not None:
             stream = self._streams[news.request_id]
             if news.finish_reason is not None:
                 del self._streams[news.request_id]
             stream.deliver(news)
 
-    def _on_refused(self, refused: Refused) -> None:
-        if refused.request_id is not None and self._ledger.fail(refused.request_id):
-            self._fail(refused.request_id, RequestFailed(refused.error))
+    def _resend(self, add: AddRequest) -> None:
+        body = encode(add)
+        if len(body) <= MAX_FRAME_BYTES:
+            self._link.send(body)
+            return
+        message = f"{len(body)} bytes to send again exceed the {MAX_FRAME_BYTES} of a frame"
+        self._give_up(add.request_id, RequestError(ErrorCode.TOO_LONG, message))
 
-    def _fail(self, request_id: int, error: RequestFailed) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            stream.fail(error)
+    def _give_up(self, request_id: int, error: RequestError) -> None:
+        """Fail one request here and end it in the core."""
+        self._ledger.fail(request_id)
+        self._streams.pop(request_id).fail(RequestFailed(error))
+        self._link.send(encode(AbortRequests([request_id])))
 
-    def _fail_all(self, message: str) -> None:
-        error = RequestFailed(RequestError(ErrorCode.INTERNAL, message))
-        for request_id in list(self._streams):
+    def _fail_all(self, error: RequestError) -> None:
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
             self._ledger.fail(request_id)
-            self._fail(request_id, error)
+            stream.fail(RequestFailed(error))
+        if streams:
+            self._link.send(encode(AbortRequests(list(streams))))
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(_TICK_S, self._tick)
-        if not self.connected and time.monotonic() - self._lost_at > self._stall_timeout_s:
-            self._fail_all(f"no engine for {self._stall_timeout_s:.0f} s")
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._stalled_s += TICK_S  # ticks and not the clock, as in the link
+        if self._stalled_s > self._stall_timeout_s and self._streams:
+            self._fail_all(RequestError(ErrorCode.INTERNAL, self._stall_text()))
+        self._link.tick()
+
+    def _stall_text(self) -> str:
+        return f"no engine has served for {self._stall_timeout_s:.0f} s"

@@ -18,11 +18,9 @@ import msgspec
 from protocol.channel import client_address, make_run_dir
 from protocol.child import Child
 from protocol.config import EngineConfig
-from protocol.lifecycle import StatusReply
+from protocol.lifecycle import Role, StatusReply
 from protocol.status import StatusLink
 
-FAILURE_FILE = "failure"
-"""Where an embedded supervisor leaves word why it gave up, in the run directory."""
 CLOSE_GRACE_S = 3.0
 _SUPERVISOR = "scripts.supervisor"
 _POLL_S = 0.02
@@ -33,23 +31,39 @@ class EngineStartError(Exception):
     """The engine does not start; the text says why."""
 
 
+def failure_file(run_dir: str, pid: int) -> Path:
+    """Where the embedded supervisor with this pid leaves word why it gave up."""
+    return Path(run_dir) / f"failure-{pid}"
+
+
 class EngineProcesses:
     """A supervisor with a core and workers. Use it from one thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; `start` waits for them too."""
+        """Start the processes; `start` waits for them too.
+
+        Raises:
+            EngineStartError: they cannot be started; nothing is left behind.
+        """
         self._is_temporary = config.run.run_dir is None
-        self.run_dir = make_run_dir(config.run.run_dir)
-        self._failure_file.unlink(missing_ok=True)
+        try:
+            self.run_dir = make_run_dir(config.run.run_dir)
+        except (OSError, ValueError) as error:
+            raise EngineStartError(str(error)) from error
         run = msgspec.structs.replace(config.run, run_dir=self.run_dir)
         arguments = ["--no-api", *(["--temporary-run-dir"] if self._is_temporary else [])]
-        self._child: Child | None = Child(
-            _SUPERVISOR,
-            msgspec.structs.replace(config, run=run),
-            epoch=0,
-            arguments=arguments,
-        )
         self._link = StatusLink(self.run_dir)
+        self._child: Child | None = None
+        try:
+            self._child = Child(
+                _SUPERVISOR,
+                msgspec.structs.replace(config, run=run),
+                epoch=0,
+                arguments=arguments,
+            )
+        except OSError as error:
+            self._clear()
+            raise EngineStartError(f"the supervisor cannot be started: {error}") from error
 
     @classmethod
     def start(cls, config: EngineConfig, *, timeout_s: float = 600.0) -> "EngineProcesses":
@@ -72,21 +86,23 @@ class EngineProcesses:
         return client_address(self.run_dir)
 
     def status(self, timeout_s: float = 2.0) -> StatusReply | None:
-        """How the processes are; None if the supervisor is gone or does not answer in time."""
+        """How the processes are; None if the supervisor is gone or does not answer in time.
+
+        Where another engine uses the same run directory, its answers do not count.
+        """
         if self._child is None:
             return None
-        return self._link.query(timeout_s, self._child.pidfd)
+        reply = self._link.query(timeout_s, self._child.pidfd)
+        return reply if reply is not None and _is_from(self._child.pid, reply) else None
 
     def close(self) -> None:
         """End all processes, in less than 5 s in any state. Harmless when repeated."""
         child, self._child = self._child, None
         if child is None:
             return
-        self._link.close()
         child.stop(CLOSE_GRACE_S)
-        self._failure_file.unlink(missing_ok=True)
-        if self._is_temporary:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
+        failure_file(self.run_dir, child.pid).unlink(missing_ok=True)
+        self._clear()
 
     def __enter__(self) -> "EngineProcesses":
         return self
@@ -99,9 +115,10 @@ class EngineProcesses:
     ) -> None:
         self.close()
 
-    @property
-    def _failure_file(self) -> Path:
-        return Path(self.run_dir) / FAILURE_FILE
+    def _clear(self) -> None:
+        self._link.close()
+        if self._is_temporary:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _wait_ready(self, timeout_s: float) -> None:
         assert self._child is not None
@@ -112,11 +129,16 @@ class EngineProcesses:
                 return
             status = self._child.wait(min(remaining_s, _POLL_S))
             if status is not None:
-                raise EngineStartError(self._read_failure(status))
+                raise EngineStartError(self._read_failure(self._child.pid, status))
         raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")
 
-    def _read_failure(self, status: int) -> str:
+    def _read_failure(self, pid: int, status: int) -> str:
         try:
-            return self._failure_file.read_text()
+            return failure_file(self.run_dir, pid).read_text()
         except OSError:
             return f"the supervisor ended with status {status}"
+
+
+def _is_from(pid: int, reply: StatusReply) -> bool:
+    """Whether the supervisor with this pid gave the answer."""
+    return any(row.role is Role.SUPERVISOR and row.pid == pid for row in reply.processes)

@@ -3,9 +3,10 @@
 No sockets here: outputs of the core go in, news to deliver and messages to send come out. Core and
 workers are caches of the ledger, so every repair is the same: add the request again, with the
 tokens that are already known. Exactly once by index: an output that starts too low is compared and
-dropped, one that starts too high is asked for again.
+dropped, one that starts too high is asked for again. Prompt logprobs go by position likewise.
 """
 
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -16,10 +17,18 @@ from protocol.api_core import (
     ErrorCode,
     RequestError,
     RequestOutput,
+    decode_from_client,
+    validate_request,
 )
+from protocol.core_worker import ModelFacts, PromptLogprobs
+from protocol.message import ProtocolError, encode
+from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
-"""A request whose outputs never fit, even after so many repairs, fails."""
+"""A request whose outputs still do not fit after so many repairs in a row fails."""
+_PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
+"""Where in a body the decoder found fault: the place of a field, and of a field within that."""
+_MAX_TEXT = 4096
 
 
 class RequestFailed(Exception):
@@ -30,17 +39,73 @@ class RequestFailed(Exception):
         self.error = error
 
 
+def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
+    """Check a request as the core will, before anybody takes responsibility for it.
+
+    Structs check nothing when they are built, so the bounds are checked by decoding what would be
+    sent.
+
+    Returns:
+        The request, sharing nothing with the caller's, and its body for the wire.
+
+    Raises:
+        RequestFailed: the error names the field and the bound.
+    """
+    try:
+        body = encode(add)
+    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+        message = f"request cannot be encoded: {problem}"[:_MAX_TEXT]
+        raise RequestFailed(RequestError(ErrorCode.INVALID, message)) from problem
+    try:
+        checked = decode_from_client(body)
+    except ProtocolError as problem:
+        raise RequestFailed(_out_of_bounds(str(problem))) from problem
+    assert isinstance(checked, AddRequest)
+    error = validate_request(checked, facts)
+    if error is not None:
+        raise RequestFailed(error)
+    return checked, body
+
+
+def _out_of_bounds(problem: str) -> RequestError:
+    """Translate the decoder's complaint: places in arrays become names of fields."""
+    match = _PATH.search(problem)
+    if match is None:
+        return RequestError(ErrorCode.INVALID, problem[:_MAX_TEXT])
+    name = AddRequest.__struct_fields__[int(match[1]) - 1]  # the message's own name comes first
+    if name == "sampling_params" and match[2] is not None:
+        name = SamplingParams.__struct_fields__[int(match[2])]
+    param = "prompt" if name == "prompt_token_ids" else name
+    text = f"{param}: {_PATH.sub('', problem)}"
+    return RequestError(ErrorCode.INVALID, text[:_MAX_TEXT], param)
+
+
 class _Entry:
-    __slots__ = ("add", "num_repairs", "output_token_ids")
+    __slots__ = ("add", "next_prompt_position", "num_repairs", "output_token_ids")
 
     def __init__(self, add: AddRequest) -> None:
         self.add = add
         self.output_token_ids = list(add.output_token_ids)
         self.num_repairs = 0
+        """Since the last output that fitted."""
+        self.next_prompt_position = 0
 
     def resumed(self) -> AddRequest:
         """The request as a core must see it that knows nothing of it."""
-        return msgspec.structs.replace(self.add, output_token_ids=list(self.output_token_ids))
+        return msgspec.structs.replace(
+            self.add, output_token_ids=list(self.output_token_ids), resent=True
+        )
+
+    def new_prompt_logprobs(self, parts: list[PromptLogprobs]) -> list[PromptLogprobs] | None:
+        """Cut off what came before: a prompt computed again brings its logprobs again."""
+        news = []
+        for part in parts:
+            num_again = max(0, self.next_prompt_position - part.first_position)
+            if num_again < len(part.entries):
+                first = part.first_position + num_again
+                news.append(PromptLogprobs(part.req_id, first, part.entries[num_again:]))
+                self.next_prompt_position = part.first_position + len(part.entries)
+        return news or None
 
 
 class Ledger:
@@ -49,11 +114,9 @@ class Ledger:
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
         self._entries: dict[int, _Entry] = {}
+        self._repairing: set[int] = set()
+        """Requests sent again for a gap since the last `allow_repairs`."""
         self._next_id = 0
-        self.num_duplicates = 0
-        """Tokens that came again, equal to the known ones, and were dropped."""
-        self.num_mismatches = 0
-        """Requests failed because a token came again as another one."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,13 +148,17 @@ class Ledger:
         return AbortRequests([request_id])
 
     def fail(self, request_id: int) -> bool:
-        """Forget a request that the core refused; whether it was open."""
+        """Forget a request that is not served; whether it was open."""
         return self._entries.pop(request_id, None) is not None
 
     def open_requests(self) -> Iterator[AddRequest]:
         """Everything open as a new core must see it, oldest first."""
         for entry in self._entries.values():
             yield entry.resumed()
+
+    def allow_repairs(self) -> None:
+        """Called about once a second: a gap that has not closed yet may be asked for again."""
+        self._repairing.clear()
 
     def take(self, output: RequestOutput) -> RequestOutput | AddRequest | None:
         """Enter one output of the core.
@@ -101,7 +168,7 @@ class Ledger:
             missing before this output; or None where nothing is new.
 
         Raises:
-            RequestFailed: the output contradicts the ledger.
+            RequestFailed: the output contradicts the ledger; the request is forgotten.
         """
         entry = self._entries.get(output.request_id)
         if entry is None:
@@ -112,6 +179,14 @@ class Ledger:
             return self._repair(output.request_id, entry)
         if num_again:
             return self._take_overlapping(output, entry, num_again)
+        if output.prompt_logprobs is not None:
+            parts = entry.new_prompt_logprobs(output.prompt_logprobs)
+            if parts is None and not output.token_ids and output.finish_reason is None:
+                return None
+            output = msgspec.structs.replace(output, prompt_logprobs=parts)
+        if entry.num_repairs:
+            entry.num_repairs = 0
+            self._repairing.discard(output.request_id)
         known += output.token_ids
         if output.finish_reason is not None:
             del self._entries[output.request_id]
@@ -122,11 +197,9 @@ class Ledger:
     ) -> RequestOutput | AddRequest | None:
         again = output.token_ids[:num_again]
         if entry.output_token_ids[output.first_index :][: len(again)] != again:
-            self.num_mismatches += 1
             del self._entries[output.request_id]
             message = f"output {output.first_index} came again with other tokens"
             raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
-        self.num_duplicates += len(again)
         if len(output.token_ids) < num_again or (
             len(output.token_ids) == num_again and output.finish_reason is None
         ):
@@ -141,10 +214,14 @@ class Ledger:
             )
         )
 
-    def _repair(self, request_id: int, entry: _Entry) -> AddRequest:
-        entry.num_repairs += 1
-        if entry.num_repairs > REPAIR_MESSAGES_MAX:
+    def _repair(self, request_id: int, entry: _Entry) -> AddRequest | None:
+        """One repair at a time: outputs that were under way already are no further gaps."""
+        if request_id in self._repairing:
+            return None
+        if entry.num_repairs == REPAIR_MESSAGES_MAX:
             del self._entries[request_id]
-            message = f"outputs were missing {entry.num_repairs} times"
+            message = f"outputs were missing after {REPAIR_MESSAGES_MAX} repairs"
             raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+        entry.num_repairs += 1
+        self._repairing.add(request_id)
         return entry.resumed()

@@ -64,6 +64,7 @@ class ChildProcess:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.log = logging.getLogger(f"troika.{role}")
         self._lifecycle: DealerChannel | None = None
+        self._deliver_soon: Callable[[], None] | None = None
         if arguments.parent_fd is not None:
             self._lifecycle = DealerChannel(
                 self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
@@ -151,15 +152,27 @@ class ChildProcess:
             return
 
         def deliver() -> None:
-            for message in self.messages():
+            messages = self.messages()
+            for message in messages:
                 on_message(message)
+            if messages:
+                deliver_soon()
 
+        def deliver_soon() -> None:
+            if not loop.is_closed():
+                loop.call_soon(deliver)
+
+        self._deliver_soon = deliver_soon
         loop.add_reader(self._lifecycle.fd, deliver)
-        loop.call_soon(deliver)
+        deliver_soon()
 
     def _tell(self, message: ToSupervisor) -> None:
-        if self._lifecycle is not None:
-            self._lifecycle.send(self.epoch, encode(message))
+        if self._lifecycle is None:
+            return
+        self._lifecycle.send(self.epoch, encode(message))
+        if self._deliver_soon is not None:
+            # The descriptor is edge-triggered: sending may swallow the sign of an arrival.
+            self._deliver_soon()
 
     def _wait_for_supervisor(self) -> None:
         """The supervisor listens before it starts children, so this takes a millisecond."""

@@ -13,48 +13,60 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from protocol.api_core import RequestOutput, Status
+from protocol.api_core import ErrorCode, RequestError, RequestOutput, Status
 from protocol.client import AsyncEngineClient, RequestStream, merge
 from protocol.core_worker import ModelFacts
+from protocol.ledger import RequestFailed
 from protocol.sampling import SamplingParams
+
+_CALL_TIMEOUT_S = 5.0
+"""For what the loop does at once."""
 
 T = TypeVar("T")
 
 
 class SyncStream:
-    """The tokens of one request, for threads: an iterator of `RequestOutput`."""
+    """The tokens of one request: an iterator of `RequestOutput` for one thread at a time."""
 
     def __init__(self, client: "EngineClient", stream: RequestStream) -> None:
         self._client = client
         self._stream = stream
+        self._outputs: list[RequestOutput] = []
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
 
     def __next__(self) -> RequestOutput:
         try:
-            return self._client.run(self._stream.__anext__(), timeout_s=None)
+            return self._client.run(self._next(), timeout_s=None)
         except StopAsyncIteration:
             raise StopIteration from None
 
     def result(self, timeout_s: float) -> RequestOutput:
-        """All tokens in one output.
+        """All tokens in one output, those that were iterated over included.
 
         Raises:
-            TimeoutError: the request has not ended within `timeout_s`; it goes on.
-            RequestFailed: as the iterator.
+            TimeoutError: the request has not ended within `timeout_s`; it goes on, and `result`
+                may be called again.
+            RequestFailed: as the iterator, or the request was cancelled.
         """
-
-        async def collect() -> RequestOutput:
-            outputs = [output async for output in self._stream]
-            assert outputs, "the request was cancelled"
-            return merge(outputs)
-
-        return self._client.run(collect(), timeout_s)
+        return self._client.run(self._collect(), timeout_s)
 
     def cancel(self) -> None:
-        """Abort the request."""
+        """Abort the request; harmless at any time."""
         self._client.call(self._stream.cancel)
+
+    async def _next(self) -> RequestOutput:
+        output = await self._stream.__anext__()
+        self._outputs.append(output)
+        return output
+
+    async def _collect(self) -> RequestOutput:
+        async for output in self._stream:
+            self._outputs.append(output)
+        if not self._outputs or self._outputs[-1].finish_reason is None:
+            raise _failure("the request was cancelled")
+        return merge(self._outputs)
 
 
 class EngineClient:
@@ -66,9 +78,15 @@ class EngineClient:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="engine-client", daemon=True
         )
+        self._lock = threading.Lock()
+        self._is_open = True
         self._thread.start()
         self._client = AsyncEngineClient(address)
-        self.run(self._client.start(), timeout_s=5.0)
+        try:
+            self.run(self._client.start(), _CALL_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -100,7 +118,7 @@ class EngineClient:
                 prompt_token_ids, params, priority=priority, cache_salt=cache_salt
             )
 
-        return SyncStream(self, self.run(submit(), timeout_s=5.0))
+        return SyncStream(self, self.run(submit(), _CALL_TIMEOUT_S))
 
     @property
     def status(self) -> Status | None:
@@ -108,23 +126,54 @@ class EngineClient:
         return self._client.status
 
     def close(self) -> None:
-        """Disconnect and end the thread; harmless when repeated."""
-        if self._loop.is_closed():
-            return
-        self.run(self._client.close(), timeout_s=5.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5.0)
-        self._loop.close()
+        """Disconnect and end the thread; what other threads wait for fails. Harmless repeated."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            closing = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
+        try:
+            closing.result(_CALL_TIMEOUT_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CALL_TIMEOUT_S)
+            self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine in the client's loop and wait for it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine in the client's loop and wait for it.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout_s`, and is cancelled.
+            RequestFailed: the client is closed.
+        """
+        with self._lock:  # what enters the loop before its shutdown is ended by it
+            if not self._is_open:
+                work.close()
+                raise _failure("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        except concurrent.futures.CancelledError:
+            raise _failure("the client was closed") from None
+        except BaseException:
             future.cancel()
             raise
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have the loop call a function soon."""
-        self._loop.call_soon_threadsafe(function)
+        """Have the loop call a function soon; nothing where the client is closed."""
+        with self._lock:
+            if self._is_open:
+                self._loop.call_soon_threadsafe(function)
+
+    async def _shut_down(self) -> None:
+        await self._client.close()
+        # Streams end by themselves now, in the tasks that read them; nobody may be left waiting.
+        await asyncio.sleep(0)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(message: str) -> RequestFailed:
+    return RequestFailed(RequestError(ErrorCode.INTERNAL, message))

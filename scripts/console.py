@@ -5,17 +5,22 @@ Without a terminal the same facts come as plain lines. A terminal that goes away
 
 import logging
 import shutil
+import textwrap
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from protocol.lifecycle import Progress, Ready, Role
-from scripts.supervised import Slot
+from scripts.supervised import Slot, phase_name
 
 _BAR_CELLS = 24
-_REDRAW_S = 0.05
+_REDRAW_S = 0.1
 _SHORTEST_SHOWN_S = 0.05
 _CLEAR_LINE = "\r\x1b[K"
+_CLEAR_BELOW = "\r\x1b[J"
+_LINE_UP = "\x1b[A"
 _BEFORE_FIRST_PHASE = "start"
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_FIRST_WORKER = Slot(Role.WORKER)
 
 log = logging.getLogger("troika.supervisor")
 
@@ -47,53 +52,75 @@ class Console:
         self._is_terminal = is_terminal
         self._is_quiet = is_quiet
         self._clocks: dict[Slot, PhaseClock] = {}
+        self._loading: Progress | None = None
+        """What the first worker, the slowest process, is at; None while it is not starting."""
         self._has_bar = False
         self._drawn_at = 0.0
 
     def starting(self, slot: Slot, now: float) -> None:
         """A process was started."""
         self._clocks[slot] = PhaseClock(now)
+        if slot == _FIRST_WORKER:
+            self._loading = Progress(_BEFORE_FIRST_PHASE)
+            self._drawn_at = now
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
-        """A phase of its start goes on. The bar shows the slowest process, the first worker."""
-        clock = self._clocks[slot]
-        clock.enter(message.phase.replace("_", " "), now)
-        is_due = now - self._drawn_at >= _REDRAW_S or message.done == message.total
-        if slot == Slot(Role.WORKER) and is_due and self._is_terminal and not self._is_quiet:
-            phase, seconds = clock.seconds(now)[-1]
-            self._draw(render_bar(str(slot), phase, message.done, message.total, seconds))
-            self._drawn_at = now
+        """A phase of its start goes on."""
+        self._clocks[slot].enter(phase_name(message.phase), now)
+        if slot == _FIRST_WORKER:
+            self._loading = message
+            self.tick(now)
 
     def ready(self, slot: Slot, message: Ready, now: float) -> None:
         """Its start is over."""
-        self.line(render_phases(str(slot), self._clocks[slot], message.detail, now))
+        self.ended(slot)
+        columns = _num_columns() if self._is_terminal else None
+        self.line(render_row(str(slot), self._clocks[slot], message.detail, now, columns))
+
+    def ended(self, slot: Slot) -> None:
+        """It is not starting any more, ready or dead."""
+        if slot == _FIRST_WORKER:
+            self._loading = None
+
+    def next_tick(self) -> float | None:
+        """When `tick` is due; None while there is nothing that moves."""
+        is_shown = self._loading is not None and self._is_terminal and not self._is_quiet
+        return self._drawn_at + _REDRAW_S if is_shown else None
+
+    def tick(self, now: float) -> None:
+        """Draw the bar anew, if it is time for that."""
+        due = self.next_tick()
+        if due is None or now < due or self._loading is None:
+            return
+        self._drawn_at = now
+        self._draw(render_bar(str(_FIRST_WORKER), self._clocks[_FIRST_WORKER], self._loading, now))
 
     def line(self, text: str) -> None:
         """Print a line of its own."""
         if not self._is_quiet:
-            self._clear_bar()
+            self._clear()
             self._write(text + "\n")
 
     def note(self, severity: int, text: str) -> None:
         """Log what happened."""
-        self._clear_bar()
+        self._clear()
         log.log(severity, "%s", text)
 
     def error(self, text: str) -> None:
         """Print the last words."""
-        self._clear_bar()
+        self._clear()
         self._write(f"troika: {text}\n")
 
     def _draw(self, bar: str) -> None:
-        """The cursor waits in column 0, so that a log line of a child covers the bar."""
-        width = shutil.get_terminal_size().columns - 1
-        self._write(f"{_CLEAR_LINE}{bar[:width]}\r")
+        """The cursor waits in an empty line above the bar, where a child may log a whole line."""
+        self._write(f"{_CLEAR_BELOW}\n{bar[: _num_columns()]}\r{_LINE_UP}")
         self._has_bar = True
 
-    def _clear_bar(self) -> None:
-        if self._has_bar:
+    def _clear(self) -> None:
+        """Clear the bar, or what the terminal has echoed, such as ^C."""
+        if self._is_terminal and not self._is_quiet:
+            self._write(_CLEAR_BELOW if self._has_bar else _CLEAR_LINE)
             self._has_bar = False
-            self._write(_CLEAR_LINE)
 
     def _write(self, text: str) -> None:
         try:
@@ -103,25 +130,47 @@ class Console:
             self._has_bar = False
 
 
-def render_phases(name: str, clock: PhaseClock, detail: str, now: float) -> str:
-    """One row of the table, such as `worker   2.1 s  start 0.2 s, import 1.9 s  (cpu)`."""
+def render_row(
+    name: str, clock: PhaseClock, detail: str, now: float, columns: int | None = None
+) -> str:
+    """One row of the table, such as `worker   2.1 s   start 0.2 s, import 1.9 s   (cpu)`.
+
+    Args:
+        columns: where to continue in the next line; None: nowhere.
+    """
     parts = [
         f"{phase} {duration:.1f} s"
         for phase, duration in clock.seconds(now)
         if duration >= _SHORTEST_SHOWN_S
     ]
-    total = f"{now - clock.started_at:.1f} s"
-    row = f"  {name:<10}{total:>8}"
-    row += f"   {', '.join(parts)}" if len(parts) > 1 else ""
-    return row + (f"   ({detail})" if detail else "")
+    head = _head(name, now - clock.started_at)
+    cells = [", ".join(part.replace(" ", _NO_BREAK) for part in parts)] if len(parts) > 1 else []
+    cells += [f"({detail})".replace(" ", _NO_BREAK)] if detail else []
+    if not cells:
+        return head.rstrip()
+    body = "   ".join(cells)
+    if columns is not None:
+        body = textwrap.fill(
+            body, max(columns - len(head), 24), break_long_words=False, break_on_hyphens=False
+        )
+    return head + body.replace("\n", "\n" + " " * len(head)).replace(_NO_BREAK, " ")
 
 
-def render_bar(name: str, phase: str, done: int, total: int, seconds: float) -> str:
-    """A bar without line end; without a total only the names."""
-    head = f"  {name:<10}{phase}"
-    if total <= 0:
-        return f"{head} ..."
-    share = min(done / total, 1.0)
+def render_bar(name: str, clock: PhaseClock, message: Progress, now: float) -> str:
+    """The row of a start that goes on, with a bar where the phase has more than one step."""
+    row = _head(name, now - clock.started_at) + phase_name(message.phase)
+    if message.total <= 1:
+        return row
+    share = min(message.done / message.total, 1.0)
     num_full = round(share * _BAR_CELLS)
     cells = "#" * num_full + "." * (_BAR_CELLS - num_full)
-    return f"{head}  [{cells}] {share:4.0%}  {seconds:.1f} s"
+    return f"{row}  [{cells}] {share:4.0%}"
+
+
+def _head(name: str, seconds: float) -> str:
+    return f"  {name:<10}{f'{seconds:.1f} s':>8}   "
+
+
+def _num_columns() -> int:
+    """The last column stays free: some terminals wrap when it is written."""
+    return max(shutil.get_terminal_size().columns - 1, 1)

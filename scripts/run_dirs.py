@@ -7,17 +7,19 @@ disappears with it. The register is a directory of links, one per supervisor of 
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.channel import lifecycle_address, make_run_dir
+from protocol.channel import make_run_dir
 
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"
 _TEMPORARY = "temporary"
 _GIVEN = "given"
-_CONNECT_TIMEOUT_S = 0.5
+_LOCK_TIMEOUT_S = 0.2
+_LOCK_POLL_S = 0.01
 
 
 class RunDirBusyError(Exception):
@@ -43,13 +45,12 @@ class RunDir:
         self._is_temporary = is_temporary or self._is_own
         self._link: Path | None = None
         self._lock_fd = os.open(self._file(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _lock(self._lock_fd, _LOCK_TIMEOUT_S):
             holder = os.read(self._lock_fd, 20).decode(errors="replace").strip()
             os.close(self._lock_fd)
-            text = f"run_dir {self.path} is in use by the supervisor with pid {holder}"
-            raise RunDirBusyError(text) from error
+            raise RunDirBusyError(
+                f"run_dir {self.path} is in use by the supervisor with pid {holder}"
+            )
         os.ftruncate(self._lock_fd, 0)
         os.write(self._lock_fd, f"{os.getpid()}\n".encode())
         self._epoch = self._read_epoch()
@@ -105,8 +106,7 @@ class RunDir:
 
 def live_run_dirs() -> list[str]:
     """The run directories of this user's living supervisors."""
-    links = sorted(_register_dir().iterdir())
-    return [os.readlink(link) for link in links if _is_live(os.readlink(link))]
+    return sorted(target for _, target in _entries(_register_dir()) if _is_live(target))
 
 
 def _register_dir() -> Path:
@@ -115,10 +115,19 @@ def _register_dir() -> Path:
     return Path(make_run_dir(f"{parent}/troika-{os.getuid()}"))
 
 
+def _entries(register: Path) -> Iterator[tuple[Path, str]]:
+    """Each link with its target. Others come and go meanwhile."""
+    for link in list(register.iterdir()):
+        try:
+            target = os.readlink(link)
+        except OSError:  # just removed, or no link
+            continue
+        yield link, target
+
+
 def _forget_dead(register: Path) -> None:
     """Clear what supervisors that were killed have left."""
-    for link in register.iterdir():
-        target = os.readlink(link)
+    for link, target in _entries(register):
         if _is_live(target):
             continue
         link.unlink(missing_ok=True)
@@ -127,13 +136,34 @@ def _forget_dead(register: Path) -> None:
 
 
 def _is_live(run_dir: str) -> bool:
-    """Whether somebody listens on its lifecycle socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_CONNECT_TIMEOUT_S)
+    """Whether a supervisor holds the directory; in doubt it does, for the dead are cleared away.
+
+    Only the lock tells: a supervisor that is busy may not answer, or even refuse a connection.
+    """
+    try:
+        lock_fd = os.open(Path(run_dir) / _LOCK_FILE, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        return not _lock(lock_fd, timeout_s=0.0)
+    finally:
+        os.close(lock_fd)
+
+
+def _lock(lock_fd: int, timeout_s: float) -> bool:
+    """Take the lock, held until the descriptor is closed; False if another holds it for so long.
+
+    Whoever looks if it is held holds it for a moment, hence the patience.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
         try:
-            probe.connect(lifecycle_address(run_dir).removeprefix("ipc://"))
-        except TimeoutError:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        else:
             return True
-        except OSError:
-            return False
-    return True

@@ -153,3 +153,8 @@ class Group:
 
     def kill(self) -> list[Action]:
         return [action for process in self.processes for action in process.kill()]
+
+
+def phase_name(phase: str) -> str:
+    """A phase of a start as a person reads it."""
+    return phase.replace("_", " ")

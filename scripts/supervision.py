@@ -33,6 +33,7 @@ from scripts.supervised import (
     Show,
     Slot,
     Tell,
+    phase_name,
 )
 
 HEALTHY_S = 60.0
@@ -308,7 +309,7 @@ def _stop(process: Process) -> list[Action]:
 
 def _story(process: Process, status: int) -> str:
     if process.fatal is not None:
-        return f"{process.slot} failed while {process.fatal.phase}: {process.fatal.error}"
+        return f"{process.slot} failed ({phase_name(process.fatal.phase)}): {process.fatal.error}"
     if status < 0:
         return f"{process.slot} died of {_signal_name(-status)}"
     return f"{process.slot} ended with status {status}"

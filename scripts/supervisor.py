@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,8 +26,9 @@ from protocol.channel import (
 )
 from protocol.child import Child, rss_bytes
 from protocol.config import ConfigError, EngineConfig
-from protocol.launch import FAILURE_FILE
+from protocol.launch import failure_file
 from protocol.lifecycle import (
+    Fatal,
     Hello,
     ProcessStatus,
     Progress,
@@ -124,6 +124,7 @@ class Supervisor:
             self._drain_link()
             self._reap(ready)
             self._perform(self.supervision.tick(time.monotonic()))
+            self._console.tick(time.monotonic())
         self._link.close()
         self._context.term()
         return self._exit_status
@@ -131,7 +132,8 @@ class Supervisor:
     def _poll_ms(self) -> int | None:
         if self._stillborn:
             return 0
-        deadline = self.supervision.next_deadline()
+        deadlines = [self.supervision.next_deadline(), self._console.next_tick()]
+        deadline = min((due for due in deadlines if due is not None), default=None)
         if deadline is None:
             return None
         return max(0, int((deadline - time.monotonic()) * 1000) + 1)
@@ -155,11 +157,14 @@ class Supervisor:
         message = decode_to_supervisor(received.body)
         if isinstance(message, StatusQuery):
             self._send(received.peer, _OWN_EPOCH, self._status())
+            if received.peer not in self._peers.values():
+                self._link.forget(received.peer)
             return
         epoch = received.header.epoch
         if isinstance(message, Hello):
             process = self.supervision.find(epoch)
-            if process is not None and self._children[process.slot].pid == message.pid:
+            child = None if process is None else self._children.get(process.slot)
+            if process is not None and child is not None and child.pid == message.pid:
                 self._peers[process.slot] = received.peer
         self._perform(self.supervision.on_message(epoch, message, time.monotonic()))
 
@@ -167,6 +172,7 @@ class Supervisor:
         """Report the dead, after their last words."""
         stillborn, self._stillborn = self._stillborn, []
         for slot in stillborn:
+            self._console.ended(slot)
             self._perform(self.supervision.on_death(slot, _CANNOT_START, time.monotonic()))
         dead = [slot for slot, child in self._children.items() if child.pidfd in ready]
         for slot in dead:
@@ -180,6 +186,7 @@ class Supervisor:
             child.close()
             del self._children[slot]
             self._forget_peer(slot)
+            self._console.ended(slot)
             self._perform(self.supervision.on_death(slot, status, time.monotonic()))
 
     def _forget_peer(self, slot: Slot) -> None:
@@ -222,7 +229,7 @@ class Supervisor:
                 case Start():
                     self._start(action)
                 case Kill():
-                    self._children[action.slot].kill()
+                    self._kill(action.slot)
                 case Tell():
                     self._tell(action)
                 case Show():
@@ -251,11 +258,19 @@ class Supervisor:
                 listen_fd=listen_fd,
             )
         except OSError as error:
-            self._console.note(logging.ERROR, f"cannot start {slot}: {error}")
+            self._perform(
+                self.supervision.on_message(action.epoch, Fatal("start", str(error)), now)
+            )
             self._stillborn.append(slot)
             return
         self._children[slot] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
+
+    def _kill(self, slot: Slot) -> None:
+        """A slot whose process could not be started has none; its death is about to be reported."""
+        child = self._children.get(slot)
+        if child is not None:
+            child.kill()
 
     def _tell(self, action: Tell) -> None:
         """Whoever does not hear it is killed when its time is over."""
@@ -291,7 +306,8 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     configure_logging("supervisor", config.run.log_level)
     signal_fd = watch_signals()
     is_embedded = arguments.parent_fd is not None
-    console = Console(sys.stderr, is_terminal=sys.stderr.isatty(), is_quiet=is_embedded)
+    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded)
     try:
         status, failure = _serve(arguments, config, console, signal_fd, started_at)
     except (ConfigError, ValueError, RunDirBusyError) as error:
@@ -312,7 +328,10 @@ def _serve(
 ) -> tuple[int, str | None]:
     """Returns the exit status, and why the engine gave up, if it did."""
     config = complete(config)
-    run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
+    try:
+        run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
+    except OSError as error:
+        raise ConfigError(f"run_dir cannot be used: {error}") from error
     is_abandoned = False
     try:
         run_dir.raise_epoch(arguments.epoch or 0)
@@ -338,7 +357,7 @@ def _serve(
 def _leave_word(run_dir: str | None, failure: str) -> None:
     """For the program that embeds this engine; it may have removed the directory already."""
     if run_dir is not None and os.path.isdir(run_dir):
-        (Path(run_dir) / FAILURE_FILE).write_text(failure)
+        failure_file(run_dir, os.getpid()).write_text(failure)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main() -> None:
     except Exception as error:
         child.fatal("loading the model", error)
     loop = WorkerLoop(child, runner)
-    child.ready(runner.facts.device)
+    child.ready(", ".join(filter(None, (runner.facts.device, runner.facts.dtype))))
     try:
         loop.run()
     except Exception as error:
@@ -58,8 +58,8 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         block_size=config.cache.block_size,
         num_gpu_blocks=config.cache.num_gpu_blocks_override or NULL_NUM_BLOCKS,
         eos_token_ids=[NULL_EOS_TOKEN_ID],
-        dtype="none",
-        device="none",
+        dtype="",
+        device="",
     )
 
 

@@ -50,14 +50,15 @@ class WorkerLoop:
         """
         gc.collect()
         gc.freeze()
-        while True:
-            # Without an end of its own it ends with the parent's death: process.watch_parent.
-            self._poller.poll(self._poll_ms())
-            if not self.turn():
-                return
+        while self.turn(self._poll_ms()):
+            pass
 
-    def turn(self) -> bool:
-        """Do what follows from what has arrived; False if that is the end."""
+    def turn(self, timeout_ms: int | None) -> bool:
+        """Wait for something to happen and do what follows from it; False if that is the end.
+
+        Without a timeout the wait ends with the parent's death at the latest: the process does.
+        """
+        self._poller.poll(timeout_ms)
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
@@ -96,7 +97,7 @@ class WorkerLoop:
                 log.error("core sent what cannot be read: %s", error)
                 raise
             reply = self._shim.on_message(received.header.epoch, message)
-            if isinstance(message, Adopt):
+            if isinstance(message, Adopt) and received.header.epoch == self._shim.link_epoch:
                 self._log_adoption()
             if reply is not None:
                 self._send(encode(reply))

@@ -84,8 +84,8 @@ def test_the_cache_is_emptied_only_while_nobody_runs() -> None:
     bench = Harness(caching=True)
     bench.add("a", list(range(40)))
     bench.step()
-    assert not bench.scheduler.reset_prefix_cache()
+    assert not bench.scheduler.kv.reset_prefix_cache()
     bench.abort("a")
-    assert bench.scheduler.reset_prefix_cache()
+    assert bench.scheduler.kv.reset_prefix_cache()
     bench.add("b", list(range(40)))
     assert bench.step() == {"b": 40}

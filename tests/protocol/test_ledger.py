@@ -5,7 +5,8 @@ import random
 import pytest
 
 from protocol.api_core import AddRequest, ErrorCode, RequestOutput
-from protocol.ledger import REPAIR_MESSAGES_MAX, Ledger, RequestFailed
+from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.ledger import REPAIR_MESSAGES_MAX, Ledger, RequestFailed, check_request
 from protocol.sampling import FinishReason, SamplingParams
 
 
@@ -25,7 +26,7 @@ def test_repeated_tokens_are_dropped() -> None:
     ledger = ledger_with()
     ledger.take(RequestOutput(1, 0, [10, 11]))
     assert ledger.take(RequestOutput(1, 0, [10, 11])) is None
-    assert ledger.num_duplicates == 2
+    assert [add.output_token_ids for add in ledger.open_requests()] == [[10, 11]]
 
 
 def test_new_part_of_an_overlapping_output_passes() -> None:
@@ -48,7 +49,6 @@ def test_contradicting_repetition_fails_the_request_and_emits_nothing() -> None:
     ledger.take(RequestOutput(1, 0, [10, 11]))
     with pytest.raises(RequestFailed, match="other tokens"):
         ledger.take(RequestOutput(1, 1, [99]))
-    assert ledger.num_mismatches == 1
     assert 1 not in ledger
 
 
@@ -58,14 +58,64 @@ def test_gap_asks_for_the_request_again_with_what_is_known() -> None:
     again = ledger.take(RequestOutput(1, 3, [13]))
     assert isinstance(again, AddRequest)
     assert again.output_token_ids == [10]
+    assert again.resent
 
 
-def test_gaps_without_end_fail_the_request() -> None:
+def test_outputs_already_under_way_after_a_gap_are_no_further_gaps() -> None:
+    ledger = ledger_with()
+    assert isinstance(ledger.take(RequestOutput(1, 1, [11])), AddRequest)
+    for index in range(2, 20):
+        assert ledger.take(RequestOutput(1, index, [10 + index])) is None
+    assert ledger.take(RequestOutput(1, 0, [10])) == RequestOutput(1, 0, [10])
+
+
+def test_gap_that_stays_is_asked_for_again_and_then_fails_the_request() -> None:
     ledger = ledger_with()
     for _ in range(REPAIR_MESSAGES_MAX):
         assert isinstance(ledger.take(RequestOutput(1, 3, [13])), AddRequest)
+        assert ledger.take(RequestOutput(1, 4, [14])) is None
+        ledger.allow_repairs()
     with pytest.raises(RequestFailed):
         ledger.take(RequestOutput(1, 3, [13]))
+    assert 1 not in ledger
+
+
+def test_repairs_that_help_are_not_counted() -> None:
+    """Progress makes the next gap the first one, without waiting for `allow_repairs`."""
+    ledger = ledger_with()
+    for known in range(3 * REPAIR_MESSAGES_MAX):
+        assert isinstance(ledger.take(RequestOutput(1, known + 1, [0])), AddRequest)
+        assert ledger.take(RequestOutput(1, known, [known])) is not None
+
+
+def prompt_output(first: int, end: int, token_ids: list[int]) -> RequestOutput:
+    entries = [TokenLogprobs(position, -0.5, 1, [], []) for position in range(first, end)]
+    return RequestOutput(1, 0, token_ids, prompt_logprobs=[PromptLogprobs(1, first, entries)])
+
+
+def test_prompt_logprobs_come_once_by_position_though_the_prompt_is_computed_again() -> None:
+    ledger = ledger_with()
+    seen: list[int] = []
+    for output in (
+        prompt_output(1, 5, []),
+        prompt_output(1, 4, []),
+        prompt_output(4, 9, []),
+        prompt_output(5, 9, []),
+        prompt_output(1, 10, [20]),
+    ):
+        news = ledger.take(output)
+        if isinstance(news, RequestOutput):
+            for part in news.prompt_logprobs or []:
+                assert part.first_position == part.entries[0].token_id
+                seen += [entry.token_id for entry in part.entries]
+    assert seen == list(range(1, 10))
+    assert [add.output_token_ids for add in ledger.open_requests()] == [[20]]
+
+
+def test_output_with_nothing_but_known_prompt_logprobs_is_no_news() -> None:
+    ledger = ledger_with()
+    assert ledger.take(prompt_output(1, 5, [])) is not None
+    assert ledger.take(prompt_output(1, 5, [])) is None
 
 
 def test_unknown_and_cancelled_requests_are_ignored() -> None:
@@ -99,3 +149,26 @@ def test_any_mix_of_repetitions_and_losses_delivers_every_token_once() -> None:
                 finished = news.finish_reason is not None
             position = len(seen)
         assert seen == truth
+
+
+FACTS = ModelFacts("fake", 1000, 4096, 16, 1000, [2])
+
+
+def test_checked_request_is_the_one_on_the_wire_and_shares_nothing() -> None:
+    prompt = [1, 2, 3]
+    add = AddRequest(1, prompt, SamplingParams(stop_token_ids=[7]))
+    checked, body = check_request(add, FACTS)
+    assert checked == add
+    assert checked.prompt_token_ids is not prompt
+    assert check_request(checked, FACTS) == (checked, body)
+
+
+def test_check_covers_the_model_and_the_fields_of_the_request_itself() -> None:
+    for add, param in (
+        (AddRequest(1, [1000], SamplingParams()), "prompt"),
+        (AddRequest(1, [1], SamplingParams(), priority=2**40), "priority"),
+        (AddRequest(1, [1], SamplingParams(min_tokens=17)), "min_tokens"),
+    ):
+        with pytest.raises(RequestFailed) as caught:
+            check_request(add, FACTS)
+        assert (caught.value.error.code, caught.value.error.param) == (ErrorCode.INVALID, param)

@@ -1,12 +1,13 @@
 """What a person at the terminal reads."""
 
 import io
+import logging
 
 import pytest
 
 from protocol.lifecycle import Progress, Ready, Role
-from scripts.console import Console, PhaseClock, render_bar, render_phases
-from scripts.supervised import Slot
+from scripts.console import Console, PhaseClock, render_bar, render_row
+from scripts.supervised import Slot, phase_name
 
 WORKER = Slot(Role.WORKER)
 
@@ -20,30 +21,48 @@ def test_phases_add_up_to_the_whole() -> None:
     assert [name for name, _ in seconds] == ["start", "import", "weights", "kv cache"]
     assert [round(duration, 3) for _, duration in seconds] == [0.2, 1.8, 0.5, 0.1]
     assert sum(duration for _, duration in seconds) == pytest.approx(2.6)
-    assert render_phases("worker", clock, "cpu", 12.6) == (
+    assert render_row("worker", clock, "cpu", 12.6) == (
         "  worker       2.6 s   start 0.2 s, import 1.8 s, weights 0.5 s, kv cache 0.1 s   (cpu)"
     )
 
 
 def test_process_without_phases_has_only_a_total() -> None:
     """Its one phase would say the same again."""
-    assert render_phases("core", PhaseClock(0.0), "", 0.2) == "  core         0.2 s"
+    assert render_row("core", PhaseClock(0.0), "", 0.2) == "  core         0.2 s"
     brief = PhaseClock(0.0, [("tokenizer", 0.19)])
-    assert render_phases("api", brief, "", 0.2) == "  api          0.2 s"
+    assert render_row("api", brief, "", 0.2) == "  api          0.2 s"
+
+
+def test_long_row_goes_on_below_itself() -> None:
+    """No line is wider than the terminal, and no phase is torn from its seconds."""
+    clock = PhaseClock(0.0, [("import", 0.2), ("load weights", 2.0), ("allocate cache", 3.0)])
+    assert render_row("worker", clock, "cpu", 3.5, columns=60) == (
+        "  worker       3.5 s   start 0.2 s, import 1.8 s,\n"
+        "                       load weights 1.0 s,\n"
+        "                       allocate cache 0.5 s   (cpu)"
+    )
+
+
+def test_phases_read_well() -> None:
+    """Whatever a worker calls them."""
+    assert phase_name("load_weights") == "load weights"
 
 
 @pytest.mark.parametrize(
     ("done", "total", "bar"),
     [
-        (0, 10, f"[{'.' * 24}]   0%  1.5 s"),
-        (5, 10, f"[{'#' * 12}{'.' * 12}]  50%  1.5 s"),
-        (10, 10, f"[{'#' * 24}] 100%  1.5 s"),
-        (11, 10, f"[{'#' * 24}] 100%  1.5 s"),
+        (0, 0, ""),
+        (0, 1, ""),
+        (0, 10, f"  [{'.' * 24}]   0%"),
+        (5, 10, f"  [{'#' * 12}{'.' * 12}]  50%"),
+        (10, 10, f"  [{'#' * 24}] 100%"),
+        (11, 10, f"  [{'#' * 24}] 100%"),
     ],
 )
 def test_bar_shows_the_share_done(done: int, total: int, bar: str) -> None:
-    """Never more than the whole."""
-    assert render_bar("worker", "weights", done, total, 1.5) == f"  worker    weights  {bar}"
+    """Never more than the whole, none for a single step; the time is that of the whole start."""
+    row = render_bar("worker", PhaseClock(1.0), Progress("load_weights", done, total), 2.5)
+    assert row == f"  worker       1.5 s   load weights{bar}"
 
 
 def test_without_terminal_only_whole_lines_are_written() -> None:
@@ -54,14 +73,43 @@ def test_without_terminal_only_whole_lines_are_written() -> None:
     assert stream.getvalue() == "  worker       1.0 s   start 0.5 s, weights 0.5 s\nready\n"
 
 
-def test_bar_leaves_the_cursor_in_front_and_is_cleared_before_lines() -> None:
-    """So that log lines of other processes cover it."""
+def test_bar_is_drawn_below_the_cursor_and_cleared_before_lines() -> None:
+    """So that a log line of another process does not mix with it."""
     stream = io.StringIO()
     play(Console(stream, is_terminal=True))
-    before, after = stream.getvalue().split("1.0 s ", maxsplit=1)
-    assert before.count("\r\x1b[K") == 3, "two bars and one clearing; the third bar came too soon"
+    before, after = stream.getvalue().split("  worker       1.0 s ", maxsplit=1)
+    assert before.count("\r\x1b[J\n") == 2, "the third bar came too soon"
+    assert before.count("\r\x1b[A") == 2, "up again after each"
     assert "weights  [############............]  50%" in before
-    assert "\x1b" not in after
+    assert before.endswith("\r\x1b[A\r\x1b[J"), "cleared"
+    assert "\x1b[J" not in after
+
+
+def test_time_goes_on_while_nothing_is_reported_and_stops_with_the_start() -> None:
+    """Importing takes seconds without a word; a dead or ready worker needs no ticks."""
+    for end in (lambda c: c.ready(WORKER, Ready(), 3.0), lambda c: c.ended(WORKER)):
+        stream = io.StringIO()
+        console = Console(stream, is_terminal=True)
+        console.starting(WORKER, 1.0)
+        console.progress(WORKER, Progress("import"), 1.2)
+        console.tick(2.0)
+        console.tick(2.01)
+        assert stream.getvalue().count("import") == 2
+        assert "1.0 s   import" in stream.getvalue()
+        assert console.next_tick() == pytest.approx(2.1)
+        end(console)
+        assert console.next_tick() is None
+    console.starting(Slot(Role.CORE), 5.0)
+    assert console.next_tick() is None, "only the first worker has a bar"
+
+
+def test_note_wipes_the_echo_of_ctrl_c(caplog: pytest.LogCaptureFixture) -> None:
+    """On a terminal; elsewhere nothing but the log is written."""
+    for is_terminal, expected in ((True, "\r\x1b[K"), (False, "")):
+        stream = io.StringIO()
+        Console(stream, is_terminal=is_terminal).note(logging.WARNING, "finishing")
+        assert stream.getvalue() == expected
+    assert caplog.messages == ["finishing"] * 2
 
 
 def test_quiet_console_prints_nothing_but_errors() -> None:

@@ -206,7 +206,7 @@ def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
     assert drill.die(API) == [Tell(CORE, Stop())]
     assert drill.die(CORE, 0) == [Exit(1)]
     assert drill.supervision.failure == (
-        "worker failed while loading: no such layer\nhint: use another model"
+        "worker failed (loading): no such layer\nhint: use another model"
     )
 
 

@@ -165,24 +165,17 @@ def test_death_of_a_client_aborts_its_requests(engine: Engine) -> None:
         asyncio.run(main())
 
 
-def test_orphans_leave(engine: Engine) -> None:
+def test_orphans_leave() -> None:
     """The parent pipe: its EOF ends a process, whatever it is doing."""
     read, write = os.pipe()
-    with tempfile.TemporaryDirectory() as run_dir:
-        script = (
-            "import sys\nfrom protocol.process import watch_parent\nimport time\n"
-            "watch_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)\n"
-        )
-        command = [sys.executable, "-c", script, str(read)]
-        with subprocess.Popen(
-            command,
-            cwd=ROOT,
-            pass_fds=[read],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "D": run_dir},
-        ) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"up\n"
-            os.close(write)
-            os.close(read)
-            assert child.wait(timeout=2) == 75
+    script = (
+        "import sys\nfrom protocol.process import watch_parent\nimport time\n"
+        "watch_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(read)]
+    with subprocess.Popen(command, cwd=ROOT, pass_fds=[read], stdout=subprocess.PIPE) as child:
+        os.close(read)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        os.close(write)
+        assert child.wait(timeout=2) == 75

@@ -15,7 +15,7 @@ from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
 from protocol.sync_client import EngineClient
-from tests.system.conftest import ROOT, EngineFactory, eventually, is_alive
+from tests.system.conftest import ROOT, Engine, EngineFactory, eventually, is_alive
 
 CONFIG = configure(model="null", log_level="warning")
 
@@ -125,6 +125,22 @@ def test_failed_start_raises_the_reason_and_leaves_nothing(start_engine: EngineF
         EngineProcesses.start(configure(model="/nonexistent", run_dir=run_dir), timeout_s=20.0)
     assert time.monotonic() - started < 5.0
     assert not set(os.listdir(run_dir)) - {"epoch", "supervisor.lock"}
+
+
+def test_another_engine_in_the_run_dir_is_not_taken_for_the_own(engine: Engine) -> None:
+    """Its answers do not count: the start fails with the own supervisor's reason, and it lives."""
+    files = set(os.listdir(engine.run_dir))
+    pid = engine.process.pid
+    with pytest.raises(EngineStartError, match=f"in use by the supervisor with pid {pid}"):
+        EngineProcesses.start(configure(model="null", run_dir=engine.run_dir), timeout_s=20.0)
+    assert set(os.listdir(engine.run_dir)) == files
+    assert engine.ready().ready
+
+
+def test_unusable_run_dir_raises_its_problem() -> None:
+    """Before any process is started."""
+    with pytest.raises(EngineStartError, match=r"run_dir /x+ is too long"):
+        EngineProcesses.start(configure(model="null", run_dir="/" + "x" * 200))
 
 
 def test_start_that_takes_too_long_raises(start_engine: EngineFactory) -> None:

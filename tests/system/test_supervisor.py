@@ -12,8 +12,11 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
+import zmq
 
-from protocol.lifecycle import ProcessState, Role
+from protocol.channel import DealerChannel, HighWaterMark, lifecycle_address
+from protocol.lifecycle import ProcessState, Role, StatusQuery
+from protocol.message import encode
 from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 
 ROLES = [Role.WORKER, Role.CORE, Role.API]
@@ -185,6 +188,22 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
     assert (done.returncode, done.stderr) == (1, "no engine of this user is running\n")
 
 
+def test_who_only_asks_leaves_nothing_behind(engine: Engine) -> None:
+    """Every answer is the first one: no counter is kept for a peer that is no child."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = DealerChannel(
+        context, lifecycle_address(engine.run_dir), HighWaterMark.LIFECYCLE_LINK
+    )
+    for _ in range(3):
+        assert channel.socket.poll(TIMEOUT_S * 1000, zmq.POLLOUT)
+        assert channel.send(0, encode(StatusQuery()))
+        assert channel.socket.poll(TIMEOUT_S * 1000, zmq.POLLIN)
+        (received,) = channel.drain(2)
+        assert received.header.seq == 0
+    channel.close()
+    context.term()
+
+
 def test_temporary_run_dir_disappears_with_its_engine(start_engine: EngineFactory) -> None:
     """At an orderly end by itself; after SIGKILL the next supervisor of this user clears it."""
     register = Path(start_engine.base) / f"troika-{os.getuid()}"
@@ -230,7 +249,7 @@ def test_unusable_checkpoint_ends_the_first_start(
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     engine = start_engine(model=str(tmp_path))
     assert engine.process.wait(TIMEOUT_S) == 1
-    assert "troika: api failed while tokenizer: ConfigError:" in engine.log
+    assert "troika: api failed (tokenizer): ConfigError:" in engine.log
     assert engine.log.splitlines()[-1].startswith(("troika: ", "hint: "))
 
 

@@ -1,0 +1,145 @@
+"""The core's end of the worker link: adoption, steps out, results in.
+
+A worker that breaks the protocol is killed and not argued with: its supervisor starts another, and
+the requests wait for it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+
+from core_proc.engine import Client, EngineCore, WorkerMisbehaved
+from core_proc.watch import DeathWatch
+from core_proc.workers import WorkerGroup
+from protocol.api_core import StepOutputs
+from protocol.channel import PeerGone, Received, RouterChannel
+from protocol.core_worker import (
+    Adopt,
+    CoreToWorker,
+    ModelRunnerOutput,
+    StepFailed,
+    WorkerHello,
+    WorkerToCore,
+    decode_from_worker,
+)
+from protocol.message import ProtocolError, encode
+
+DRAIN_LIMIT = 16
+
+log = logging.getLogger("troika.core")
+
+
+class WorkerLink:
+    """The connections of all ranks, and the epoch under which the group was adopted."""
+
+    def __init__(
+        self,
+        link: RouterChannel,
+        watch: DeathWatch,
+        group: WorkerGroup,
+        engine: EngineCore,
+        tell_client: Callable[[Client, StepOutputs], None],
+    ) -> None:
+        self._link = link
+        self._watch = watch
+        self._group = group
+        self._engine = engine
+        self._tell_client = tell_client
+        self._adopted_epoch: int | None = None
+
+    def drain(self) -> None:
+        """Obey what has arrived, a bounded part of it."""
+        num_bad = self._link.num_bad_frames
+        for received in self._link.drain(DRAIN_LIMIT):
+            self._on_frame(received)
+        bad = self._link.last_bad_frame
+        if bad is not None and self._link.num_bad_frames != num_bad:
+            self._lose(bad.peer, bad.reason, kill=True)
+
+    def _on_frame(self, received: Received) -> None:
+        try:
+            message = decode_from_worker(received.body)
+            self._obey(received.peer, received.header.epoch, message)
+        except (ProtocolError, WorkerMisbehaved) as problem:
+            self._lose(received.peer, str(problem), kill=True)
+
+    def _obey(self, peer: bytes, epoch: int, message: WorkerToCore) -> None:
+        if isinstance(message, WorkerHello):
+            self._on_hello(peer, epoch, message)
+        elif epoch != self._adopted_epoch or not self._group.is_leader(peer):
+            self._engine.num_fenced_frames += 1
+        elif isinstance(message, ModelRunnerOutput):
+            for client, outputs in self._engine.update(message).items():
+                self._tell_client(client, outputs)
+        elif isinstance(message, StepFailed):  # it exits by itself, and tells its supervisor why
+            self._lose(peer, f"step {message.step_id} failed: {message.error}")
+
+    def _on_hello(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
+        before = self._group.peers
+        if not self._group.enter(peer, epoch, hello):
+            self._engine.num_fenced_frames += 1
+            return
+        self._end_adoption()
+        for replaced in set(before) - set(self._group.peers):
+            self._forget(replaced)
+        if not self._watch.add(peer, hello.pid):
+            self._lose(peer, f"its process {hello.pid} is gone")
+        elif self._group.complete:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        first_step_id = self._engine.adopt_workers(self._group.facts)
+        epoch = self._adopted_epoch = self._group.begin_epoch()
+        if self._tell_all(Adopt(first_step_id)):
+            log.info("workers adopted, link epoch %d", epoch)
+
+    def _end_adoption(self) -> None:
+        self._adopted_epoch = None
+        self._engine.lose_workers()
+
+    def dead(self, ready: Iterable[object]) -> list[bytes]:
+        """Workers that have died, according to a poll."""
+        return self._watch.dead(ready)
+
+    def bury(self, peers: list[bytes]) -> None:
+        """Take back what the dead were given; the results that they still sent count."""
+        self.drain()
+        for peer in peers:
+            self._lose(peer, "its process has died")
+
+    def _lose(self, peer: bytes, why: str, *, kill: bool = False) -> None:
+        """Give up a worker, if it is known; alive or not, it must say Hello to be used again."""
+        if not self._group.leave(peer):
+            return
+        log.warning("worker lost, running requests wait for its successor: %s", why)
+        if kill:
+            self._watch.kill(peer)
+        self._forget(peer)
+        self._end_adoption()
+
+    def _forget(self, peer: bytes) -> None:
+        self._watch.remove(peer)
+        self._link.forget(peer)
+
+    def dispatch(self) -> None:
+        """Send all steps that can be decided now."""
+        while self._adopted_epoch is not None:
+            step = self._engine.schedule()
+            if step is None:
+                return
+            self._tell_all(step)
+
+    def _tell_all(self, message: CoreToWorker) -> bool:
+        """The same bytes to every rank. A rank that cannot take them is lost, and so the group."""
+        body = encode(message)
+        assert self._adopted_epoch is not None
+        epoch = self._adopted_epoch
+        for peer in self._group.peers:
+            try:
+                has_room = self._link.send(peer, epoch, body)
+            except PeerGone:  # its process lives, as far as is known, and will connect anew
+                self._lose(peer, "it has disconnected")
+                return False
+            if not has_room:
+                self._lose(peer, "it has left too many steps unread", kill=True)
+                return False
+        return True

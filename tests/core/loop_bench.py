@@ -1,0 +1,244 @@
+"""A core loop on real sockets in the test's own thread, with clients and workers beside it."""
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from core_proc.engine import EngineCore
+from core_proc.loop import CoreLoop
+from protocol.api_core import (
+    AddRequest,
+    Connect,
+    CoreToClient,
+    EngineState,
+    Refused,
+    RequestOutput,
+    Status,
+    StepOutputs,
+    decode_from_core,
+)
+from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
+from protocol.core_worker import (
+    Adopt,
+    CoreToWorker,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WorkerHello,
+)
+from protocol.core_worker import decode_from_core as decode_step
+from protocol.lifecycle import Drain, Role, Stop
+from protocol.message import Message, encode
+from protocol.process import ChildProcess
+from protocol.sampling import SamplingParams
+from protocol.settings import configure
+from tests.core.fake_worker import FakeWorker
+
+CORE_EPOCH = 3
+FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
+TIMEOUT_S = 10.0
+T = TypeVar("T")
+
+
+def token_at(req_id: int, position: int) -> int:
+    """What every fake worker samples: a function of the position, so that gaps show."""
+    return 100 + position
+
+
+class _Child(ChildProcess):
+    """A core process without a supervisor; the test plays it."""
+
+    def __init__(self, run_dir: str, settings: dict[str, object]) -> None:
+        arguments = argparse.Namespace(parent_fd=None, epoch=CORE_EPOCH, rank=0, listen_fd=None)
+        super().__init__(Role.CORE, arguments, configure(model="null", run_dir=run_dir, **settings))
+        self.inbox: list[Drain | Stop] = []
+        self.num_drained = 0
+
+    def messages(self) -> list[Drain | Stop]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def drained(self) -> None:
+        self.num_drained += 1
+
+
+class _End:
+    """One connection to the core, and perhaps a process that stands for the one behind it."""
+
+    def __init__(self, bench: "Bench", address: str, hwm: HighWaterMark) -> None:
+        self.bench = bench
+        self.channel = DealerChannel(bench.child.context, address, hwm)
+        self.is_open = True
+        self.process: subprocess.Popen[bytes] | None = None
+        bench.ends.append(self)
+        bench.until(lambda: LinkEvent.CONNECTED in self.channel.link_events(), turn=False)
+
+    def start_process(self) -> int:
+        """Start something that can be killed; returns its pid."""
+        self.process = subprocess.Popen(["sleep", "600"])
+        return self.process.pid
+
+    def kill_process(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+
+    @property
+    def is_killed(self) -> bool:
+        assert self.process is not None
+        return self.process.poll() is not None
+
+    def send(self, epoch: int, message: Message) -> None:
+        assert self.channel.send(epoch, encode(message))
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.channel.close()
+        if self.process is not None:
+            self.kill_process()
+
+
+class FakeClient(_End):
+    """Keeps what it is told, in order."""
+
+    def __init__(self, bench: "Bench") -> None:
+        super().__init__(bench, bench.child.core_client_address, HighWaterMark.CLIENT_LINK)
+        self.heard: list[CoreToClient] = []
+
+    def read(self) -> None:
+        for received in self.channel.drain(10_000):
+            self.heard.append(decode_from_core(received.body))
+
+    def connect(self, pid: int = 0) -> None:
+        """Say Connect and wait for the answer."""
+        before = len(self.statuses)
+        self.send(0, Connect(pid))
+        self.bench.until(lambda: len(self.statuses) > before)
+
+    def add(self, request_id: int, max_tokens: int = 4, **fields: object) -> None:
+        params = SamplingParams(max_tokens=max_tokens)
+        add = AddRequest(request_id, [5, 6, 7], params, **fields)  # type: ignore[arg-type]
+        self.send(CORE_EPOCH, add)
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [message for message in self.heard if isinstance(message, Status)]
+
+    @property
+    def refused(self) -> list[Refused]:
+        return [message for message in self.heard if isinstance(message, Refused)]
+
+    @property
+    def rows(self) -> list[RequestOutput]:
+        steps = [message for message in self.heard if isinstance(message, StepOutputs)]
+        return [row for step in steps for row in step.outputs]
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [t for row in self.rows if row.request_id == request_id for t in row.token_ids]
+
+    def finish(self, *request_ids: int) -> None:
+        """Wait until requests have ended."""
+
+        def ended() -> bool:
+            return set(request_ids) <= {row.request_id for row in self.rows if row.finish_reason}
+
+        self.bench.until(ended)
+
+
+class WorkerEnd(_End):
+    """Obeys like a worker, as far and as long as the test lets it."""
+
+    def __init__(self, bench: "Bench", epoch: int) -> None:
+        super().__init__(bench, bench.child.core_worker_address, HighWaterMark.WORKER_LINK)
+        self.epoch = epoch
+        self.pid = self.start_process()
+        self.adopted: list[int] = []
+        """Epochs of the link under which it was adopted."""
+        self.unanswered: list[tuple[int, SchedulerOutput]] = []
+        """With the epochs of their headers."""
+        self.answers = True
+        self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
+
+    def hello(self) -> None:
+        self.send(self.epoch, WorkerHello(0, self.pid, FACTS))
+
+    def join(self) -> None:
+        """Say hello and wait for the adoption."""
+        before = len(self.adopted)
+        self.hello()
+        self.bench.until(lambda: len(self.adopted) > before)
+
+    def read(self) -> None:
+        for received in self.channel.drain(1000):
+            message: CoreToWorker = decode_step(received.body)
+            if isinstance(message, Adopt):
+                self.adopted.append(received.header.epoch)
+                self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
+            else:
+                self.unanswered.append((received.header.epoch, message))
+        if self.answers:
+            self.answer_all()
+
+    def compute(self) -> tuple[int, ModelRunnerOutput]:
+        """Take the oldest step; returns the epoch and the output that belong together."""
+        epoch, step = self.unanswered.pop(0)
+        return epoch, self._obeys.execute(step)
+
+    def answer_all(self) -> None:
+        while self.unanswered:
+            self.send(*self.compute())
+
+
+class Bench:
+    """One core, and everybody around it."""
+
+    def __init__(self, **settings: object) -> None:
+        self._run_dir = tempfile.TemporaryDirectory(prefix="troika-test-")
+        self.child = _Child(self._run_dir.name, settings)
+        self.engine = EngineCore(self.child.config)
+        self.loop = CoreLoop(self.child, self.engine)
+        self.ends: list[_End] = []
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self.ends:
+            end.close()
+        self.loop.close()
+        self.child.context.term()
+        self._run_dir.cleanup()
+
+    def turn(self, timeout_ms: int = 10) -> None:
+        """One turn of the core's loop, then everybody reads."""
+        self.loop.turn(timeout_ms)
+        for end in self.ends:
+            if end.is_open and isinstance(end, FakeClient | WorkerEnd):
+                end.read()
+
+    def until(self, condition: Callable[[], object], *, turn: bool = True) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, "the condition has not come true"
+            if turn:
+                self.turn()
+
+    def client(self) -> FakeClient:
+        """A client that has connected."""
+        client = FakeClient(self)
+        client.connect()
+        return client
+
+    def worker(self, epoch: int = 5) -> WorkerEnd:
+        """A worker that was adopted."""
+        worker = WorkerEnd(self, epoch)
+        worker.join()
+        return worker
+
+    @property
+    def state(self) -> EngineState:
+        return self.engine.state

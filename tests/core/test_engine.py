@@ -1,0 +1,313 @@
+"""EngineCore without sockets: messages in, messages out."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from core_proc.engine import EngineCore, FactsChanged, WorkerMisbehaved
+from protocol.api_core import (
+    AddRequest,
+    EngineState,
+    ErrorCode,
+    RequestOutput,
+    StepOutputs,
+)
+from protocol.core_worker import (
+    ModelFacts,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from protocol.sampling import FinishReason, SamplingParams
+from protocol.settings import configure
+
+FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])
+CLIENT, OTHER = b"client", b"other"
+Parts = list[PromptLogprobs]
+
+
+def make_engine(**settings: object) -> EngineCore:
+    engine = EngineCore(configure(model="null", **settings))
+    engine.adopt_workers(FACTS)
+    return engine
+
+
+def add(
+    request_id: int,
+    prompt: list[int] | None = None,
+    max_tokens: int = 8,
+    *,
+    outputs: list[int] | None = None,
+    resent: bool = False,
+    **params: object,
+) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return AddRequest(request_id, prompt or [5, 6, 7], sampling, outputs or [], resent=resent)
+
+
+def answer(engine: EngineCore, step: SchedulerOutput, token_id: int = 7) -> ModelRunnerOutput:
+    """What a worker would say: everybody who samples gets the same token."""
+    assert engine._scheduler is not None
+    sampling = dict(engine._scheduler.in_flight)[step.step_id]
+    return ModelRunnerOutput(step.step_id, [token_id] * len(sampling))
+
+
+def scheduled(engine: EngineCore) -> SchedulerOutput:
+    step = engine.schedule()
+    assert step is not None
+    return step
+
+
+def run_step(engine: EngineCore, token_id: int = 7) -> dict[bytes, StepOutputs]:
+    return engine.update(answer(engine, scheduled(engine), token_id))
+
+
+def run_all(engine: EngineCore) -> Iterator[tuple[bytes, RequestOutput]]:
+    while engine.has_unfinished:
+        for client, outputs in run_step(engine).items():
+            for row in outputs.outputs:
+                yield client, row
+
+
+def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:
+    engine = make_engine()
+    assert engine.add(CLIENT, add(1, max_tokens=2)) is None
+    assert engine.add(OTHER, add(1, max_tokens=1)) is None
+    assert list(run_all(engine)) == [
+        (CLIENT, RequestOutput(1, 0, [7], num_cached_tokens=0)),
+        (OTHER, RequestOutput(1, 0, [7], FinishReason.LENGTH, num_cached_tokens=0)),
+        (CLIENT, RequestOutput(1, 1, [7], FinishReason.LENGTH)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "param"),
+    [
+        (add(1, [1000]), ErrorCode.INVALID, "prompt"),
+        (add(1, [1] * 512), ErrorCode.TOO_LONG, "prompt"),
+        (add(1, max_tokens=2, min_tokens=3), ErrorCode.INVALID, "min_tokens"),
+        (add(1, max_tokens=2, outputs=[7, 7]), ErrorCode.INVALID, None),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_field(
+    bad: AddRequest, code: ErrorCode, param: str | None
+) -> None:
+    engine = make_engine()
+    refused = engine.add(CLIENT, bad)
+    assert refused is not None
+    assert (refused.request_id, refused.error.code, refused.error.param) == (1, code, param)
+    assert not engine.has_unfinished
+
+
+def test_without_workers_ever_requests_are_refused() -> None:
+    engine = EngineCore(configure(model="null"))
+    refused = engine.add(CLIENT, add(1))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.OVERLOADED
+    assert engine.state is EngineState.STARTING
+    assert engine.schedule() is None
+
+
+def test_an_open_request_is_replaced_and_goes_on_after_the_tokens_given() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    run_step(engine)
+    assert engine.add(CLIENT, add(1, outputs=[9, 9, 9])) is None
+    assert engine.stats().num_running_reqs + engine.stats().num_waiting_reqs == 1
+    rows = [row for _, row in run_all(engine)]
+    assert [row.first_index for row in rows] == [3, 4, 5, 6, 7]
+
+
+def test_a_full_queue_refuses_new_requests_and_no_accepted_ones() -> None:
+    engine = make_engine(max_num_waiting=1)
+    assert engine.add(CLIENT, add(1)) is None
+    refused = engine.add(CLIENT, add(2))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.OVERLOADED
+    assert engine.add(CLIENT, add(3, resent=True)) is None
+    assert engine.add(CLIENT, add(1, outputs=[9])) is None, "it replaces an open one"
+
+
+def test_outputs_alone_are_no_proof_that_a_request_was_accepted() -> None:
+    engine = make_engine(max_num_waiting=1)
+    engine.add(CLIENT, add(1))
+    refused = engine.add(CLIENT, add(2, outputs=[9]))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.OVERLOADED
+
+
+def test_draining_refuses_new_requests_and_finishes_accepted_ones() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1, max_tokens=2))
+    engine.drain()
+    assert engine.state is EngineState.DRAINING
+    refused = engine.add(CLIENT, add(2))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.DRAINING
+    assert engine.add(CLIENT, add(3, max_tokens=2, outputs=[9], resent=True)) is None
+    assert not engine.is_drained
+    finished = {row.request_id for _, row in run_all(engine) if row.finish_reason}
+    assert finished == {1, 3}
+    assert engine.is_drained
+
+
+def test_a_core_that_never_had_workers_is_drained_at_once() -> None:
+    engine = EngineCore(configure(model="null"))
+    engine.drain()
+    assert engine.is_drained
+
+
+def test_a_refused_replacement_ends_the_open_request() -> None:
+    """Refused says that nothing else comes for this id."""
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    assert engine.add(CLIENT, add(1, [1000])) is not None
+    assert not engine.has_unfinished
+
+
+def test_aborts_reach_only_the_own_requests() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    engine.add(OTHER, add(2))
+    engine.abort(CLIENT, [2, 3])
+    assert engine.stats().num_waiting_reqs == 2
+    engine.abort(CLIENT, [1])
+    assert engine.stats().num_waiting_reqs == 1
+
+
+def test_a_client_that_is_gone_takes_its_requests_along() -> None:
+    engine = make_engine()
+    for request_id in range(3):
+        engine.add(CLIENT, add(request_id))
+    engine.add(OTHER, add(0, max_tokens=1))
+    step = scheduled(engine)
+    assert engine.drop_client(CLIENT) == 3
+    assert engine.drop_client(CLIENT) == 0
+    assert list(engine.update(answer(engine, step))) == [OTHER]
+    assert engine.stats().kv_cache_usage == 0.0
+
+
+def test_requests_survive_the_loss_of_workers() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1, max_tokens=3))
+    first = run_step(engine)[CLIENT].outputs
+    lost = scheduled(engine)
+    engine.lose_workers()
+    assert engine.state is EngineState.RECOVERING
+    assert engine.schedule() is None
+    assert engine.adopt_workers(FACTS) > lost.step_id
+    rows = first + [row for _, row in run_all(engine)]
+    assert [row.first_index for row in rows] == [0, 1, 2]
+    assert engine.stats().worker_restarts == 1
+
+
+def test_other_facts_end_the_core() -> None:
+    engine = make_engine()
+    engine.lose_workers()
+    with pytest.raises(FactsChanged):
+        engine.adopt_workers(ModelFacts("other", 1000, 512, 16, 100, [2]))
+
+
+@pytest.mark.parametrize(
+    ("output", "what"),
+    [
+        (ModelRunnerOutput(5, [7]), "step 5 came, and step 0 is due"),
+        (ModelRunnerOutput(0, []), "0 tokens for 1"),
+        (ModelRunnerOutput(0, [7, 7]), "2 tokens for 1"),
+        (ModelRunnerOutput(0, [1000]), "token id 1000"),
+    ],
+)
+def test_an_answer_that_is_not_due_changes_nothing(output: ModelRunnerOutput, what: str) -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    step = scheduled(engine)
+    with pytest.raises(WorkerMisbehaved, match=what):
+        engine.update(output)
+    [row] = engine.update(answer(engine, step))[CLIENT].outputs
+    assert row.token_ids == [7]
+
+
+def test_an_answer_to_nothing_is_misbehaviour() -> None:
+    with pytest.raises(WorkerMisbehaved, match="none is due"):
+        make_engine().update(ModelRunnerOutput(0, []))
+
+
+# Prompt logprobs -----------------------------------------------------------------------------
+
+
+def entries(first: int, end: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(position, 0.0, 1, [], []) for position in range(first, end)]
+
+
+def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: int) -> list[int]:
+    """Answer with prompt logprobs of [first, end); returns the positions told to the client.
+
+    Every row but those with tokens must be one piece of the prompt.
+    """
+    output = answer(engine, step)
+    req_id = next(iter(engine._scheduler.requests)) if engine._scheduler else 0
+    parts = [PromptLogprobs(req_id, first, entries(first, end))]
+    output = ModelRunnerOutput(output.step_id, output.sampled_token_ids, {}, parts)
+    told: list[int] = []
+    for row in engine.update(output).get(CLIENT, StepOutputs([])).outputs:
+        if row.token_ids:
+            assert row.prompt_logprobs is None
+            continue
+        assert row.first_index == 0
+        assert row.prompt_logprobs is not None
+        [part] = row.prompt_logprobs
+        assert len(part.entries) <= 4096
+        assert [entry.token_id for entry in part.entries] == list(
+            range(part.first_position, part.first_position + len(part.entries))
+        )
+        told += [entry.token_id for entry in part.entries]
+    return told
+
+
+def scored_engine(prompt_len: int, budget: int) -> EngineCore:
+    engine = EngineCore(
+        configure(
+            model="null", max_num_batched_tokens=budget, max_num_seqs=1, max_steps_in_flight=1
+        )
+    )
+    engine.adopt_workers(ModelFacts("fake", 1000, 65536, 16, 8192, [2]))
+    assert engine.add(CLIENT, add(1, [5] * prompt_len, 3, prompt_logprobs=0)) is None
+    return engine
+
+
+def test_prompt_logprobs_are_told_step_by_step_before_the_first_token() -> None:
+    engine = scored_engine(20, 8)
+    assert answer_scored(engine, scheduled(engine), 1, 9) == list(range(1, 9))
+    assert answer_scored(engine, scheduled(engine), 9, 17) == list(range(9, 17))
+    assert answer_scored(engine, scheduled(engine), 17, 20) == [17, 18, 19]
+
+
+def test_many_prompt_logprobs_are_cut_into_pieces_that_a_frame_holds() -> None:
+    engine = scored_engine(10_000, 16_384)
+    assert answer_scored(engine, scheduled(engine), 1, 10_000) == list(range(1, 10_000))
+
+
+def test_prompt_logprobs_of_a_prompt_computed_again_are_told_once() -> None:
+    engine = scored_engine(20, 8)
+    assert answer_scored(engine, scheduled(engine), 1, 9) == list(range(1, 9))
+    engine.lose_workers()
+    engine.adopt_workers(ModelFacts("fake", 1000, 65536, 16, 8192, [2]))
+    assert answer_scored(engine, scheduled(engine), 1, 9) == []
+    assert answer_scored(engine, scheduled(engine), 9, 17) == list(range(9, 17))
+    assert answer_scored(engine, scheduled(engine), 16, 20) == [17, 18, 19]
+
+
+def test_a_request_that_has_tokens_has_had_its_prompt_logprobs() -> None:
+    engine = scored_engine(20, 64)
+    engine.add(CLIENT, add(1, [5] * 20, 3, outputs=[7], prompt_logprobs=0))
+    assert answer_scored(engine, scheduled(engine), 1, 20) == []
+
+
+def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:
+    engine = scored_engine(20, 64)
+    step = scheduled(engine)
+    parts: Parts = [PromptLogprobs(1, 1, entries(1, 20))]
+    output = ModelRunnerOutput(step.step_id, [7], {}, parts)
+    engine.abort(CLIENT, [1])
+    assert engine.update(output) == {}

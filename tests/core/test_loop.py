@@ -1,0 +1,427 @@
+"""The core's loop over real sockets: whatever clients and workers do, it goes on."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from core_proc import clients, loop
+from core_proc.engine import EngineCore
+from protocol.api_core import (
+    AbortRequests,
+    AddRequest,
+    Connect,
+    EngineState,
+    ErrorCode,
+    StepOutputs,
+)
+from protocol.channel import PeerGone, RouterChannel
+from protocol.core_worker import (
+    ModelRunnerOutput,
+    PromptLogprobs,
+    StepFailed,
+    TokenLogprobs,
+)
+from protocol.lifecycle import Drain, Stop
+from protocol.message import encode, pack_header
+from protocol.sampling import SamplingParams
+from tests.core.loop_bench import CORE_EPOCH, Bench, FakeClient, WorkerEnd, token_at
+
+Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(loop, "STATUS_INTERVAL_S", 0.1)
+    with Bench() as running:
+        yield running
+
+
+def all_tokens(num_tokens: int) -> list[int]:
+    return [token_at(0, position) for position in range(num_tokens)]
+
+
+def test_a_request_runs_and_its_tokens_come_in_order(bench: Bench) -> None:
+    client = bench.client()
+    assert client.statuses[0].state is EngineState.STARTING
+    bench.worker()
+    bench.until(lambda: client.statuses[-1].state is EngineState.READY)
+    client.add(1)
+    client.finish(1)
+    assert client.tokens(1) == all_tokens(4)
+
+
+def test_drain_is_reported_when_the_last_request_is_finished(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    client, worker = bench.client(), bench.worker()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    bench.child.inbox.append(Drain())
+    bench.until(lambda: client.statuses[-1].state is EngineState.DRAINING)
+    assert bench.child.num_drained == 0
+    worker.answers = True
+    client.finish(1)
+    bench.until(lambda: bench.child.num_drained)
+    bench.child.inbox.append(Stop())
+    bench.loop.run()
+    assert bench.child.num_drained == 1
+
+
+# Clients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pid", [2**22 + 1, 2**31 - 1, 2**31, 2**40, 2**64 - 1, -1])
+def test_no_pid_in_connect_harms_the_core(bench: Bench, pid: int) -> None:
+    stranger, client = FakeClient(bench), bench.client()
+    stranger.send(0, Connect(pid))
+    bench.worker()
+    client.add(1)
+    client.finish(1)
+
+
+def test_a_message_that_the_core_fails_to_obey_costs_only_its_request(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = EngineCore.add
+
+    def add(engine: EngineCore, client: bytes, message: AddRequest) -> object:
+        if message.request_id == 13:
+            raise RuntimeError("a bug")
+        return real(engine, client, message)
+
+    def abort(engine: EngineCore, client: bytes, request_ids: list[int]) -> None:
+        if 14 in request_ids:
+            raise RuntimeError("another bug")
+
+    monkeypatch.setattr(EngineCore, "add", add)
+    monkeypatch.setattr(EngineCore, "abort", abort)
+    bench.worker()
+    client = bench.client()
+    client.add(13)
+    client.send(CORE_EPOCH, AbortRequests([14]))
+    client.add(1)
+    client.finish(1)
+    [refused] = client.refused
+    assert (refused.request_id, refused.error.code) == (13, ErrorCode.INTERNAL)
+    assert "a bug" in caplog.text
+    assert "another bug" in caplog.text
+
+
+def test_an_unreadable_body_is_answered_with_its_number_and_logged_with_the_reason(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = bench.client()
+    client.add(1, priority=2**40)
+    client.channel.socket.send_multipart([b"no header", b""])
+    bench.until(lambda: client.refused)
+    [refused] = client.refused
+    assert (refused.request_id, refused.seq) == (None, 1)
+    bench.until(lambda: "unreadable" in caplog.text)
+    bench.until(lambda: sum(map(int, re.findall(r"sent (\d+) unreadable", caplog.text))) == 2)
+    assert "header has 9 bytes" in caplog.text
+
+
+def test_frames_of_another_epoch_or_before_connect_are_dropped_and_counted(bench: Bench) -> None:
+    client, stranger = bench.client(), FakeClient(bench)
+    client.send(CORE_EPOCH + 1, AbortRequests([1]))
+    stranger.add(1)
+    bench.until(lambda: bench.engine.stats().fenced_frames == 2)
+
+
+def test_connect_from_a_known_client_drops_its_requests_and_serves_it_anew(bench: Bench) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    client.add(1)
+    client.add(2)
+    bench.until(lambda: bench.engine.stats().num_running_reqs == 2)
+    client.connect()
+    assert bench.engine.stats().num_running_reqs == 0
+    worker.answers = True
+    client.add(2, output_token_ids=[100, 101], resent=True)
+    client.finish(2)
+    assert client.tokens(2) == all_tokens(4)[2:]
+    assert client.tokens(1) == []
+
+
+def test_connect_from_a_known_client_watches_the_process_that_it_names(bench: Bench) -> None:
+    """The process that it named before may die: it is nobody's any more."""
+    bench.worker().answers = False
+    client = FakeClient(bench)
+    client.connect(client.start_process())
+    client.connect(0)
+    client.add(1)
+    bench.until(lambda: bench.engine.has_unfinished)
+    client.kill_process()
+    before = len(client.statuses)
+    bench.until(lambda: len(client.statuses) > before)
+    assert bench.engine.has_unfinished
+
+
+def test_a_client_that_dies_is_forgotten_with_its_requests(bench: Bench) -> None:
+    bench.worker().answers = False
+    client = FakeClient(bench)
+    client.connect(client.start_process())
+    client.add(1)
+    bench.until(lambda: bench.engine.has_unfinished)
+    client.kill_process()
+    bench.until(lambda: not bench.engine.has_unfinished)
+
+
+def test_a_client_that_does_not_read_is_dropped_and_the_others_are_served(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "troika.core")
+    monkeypatch.setattr(clients, "OUTBOX_LIMIT", 20)
+    worker, deaf, client = bench.worker(), bench.client(), bench.client()
+    worker.answers = False
+    monkeypatch.setattr(deaf, "read", lambda: None)
+    deaf.add(7)
+    bench.until(lambda: bench.engine.has_unfinished)
+    bad = b"\xc0" * 8
+    while bench.engine.has_unfinished:
+        for _ in range(64):  # each is answered
+            assert deaf.channel.send(CORE_EPOCH, bad)
+        bench.turn()
+    assert "has left 20 messages unread" in caplog.text
+    worker.answers = True
+    client.add(1)
+    client.finish(1)
+    monkeypatch.setattr(deaf, "read", lambda: FakeClient.read(deaf))
+    deaf.connect()
+    deaf.add(8)
+    deaf.finish(8)
+
+
+def test_outputs_that_exceed_a_frame_are_sent_in_parts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "MAX_FRAME_BYTES", 400)
+    bench.worker()
+    client = bench.client()
+    for request_id in range(60):
+        client.add(request_id)
+    client.finish(*range(60))
+    assert all(client.tokens(request_id) == all_tokens(4) for request_id in range(60))
+    steps = [message for message in client.heard if isinstance(message, StepOutputs)]
+    assert max(len(step.outputs) for step in steps) > 1
+    assert max(len(encode(step)) for step in steps) <= 400
+
+
+def test_a_single_output_that_exceeds_a_frame_fails_its_request(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    client.send(CORE_EPOCH, AddRequest(1, [5] * 40, params))
+    client.add(2)
+    bench.until(lambda: worker.unanswered)
+    monkeypatch.setattr(clients, "MAX_FRAME_BYTES", 400)
+    epoch, output = worker.compute()
+    entries = [TokenLogprobs(5, 0.0, 1, [], []) for _ in range(39)]
+    parts = [PromptLogprobs(1, 1, entries)]
+    worker.send(epoch, ModelRunnerOutput(output.step_id, output.sampled_token_ids, {}, parts))
+    worker.answers = True
+    client.finish(2)
+    [refused] = client.refused
+    assert (refused.request_id, refused.error.code) == (1, ErrorCode.INTERNAL)
+    assert not bench.engine.has_unfinished
+
+
+# Workers -------------------------------------------------------------------------------------
+
+
+def wrong_step(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, ModelRunnerOutput(output.step_id + 1, output.sampled_token_ids))
+
+
+def wrong_count(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, ModelRunnerOutput(output.step_id, [*output.sampled_token_ids, 7]))
+
+
+def wrong_token(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, ModelRunnerOutput(output.step_id, [1000 for _ in output.sampled_token_ids]))
+
+
+def repeated(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    for _ in range(4):
+        worker.send(epoch, output)
+
+
+def unreadable_body(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    assert worker.channel.send(epoch, b"\xc1")
+
+
+def unreadable_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.channel.socket.send_multipart([b"header", encode(output)])
+
+
+def missing_part(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.channel.socket.send_multipart([pack_header(epoch, 9)])
+
+
+@pytest.mark.parametrize(
+    "misdeed",
+    [
+        wrong_step,
+        wrong_count,
+        wrong_token,
+        repeated,
+        unreadable_body,
+        unreadable_header,
+        missing_part,
+    ],
+)
+def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_goes_on(
+    bench: Bench, misdeed: Misdeed
+) -> None:
+    worker, client = bench.worker(5), bench.client()
+    worker.answers = False
+    client.add(1, max_tokens=6)
+    bench.until(lambda: worker.unanswered)
+    misdeed(worker, *worker.compute())
+    bench.until(lambda: bench.state is EngineState.RECOVERING)
+    bench.until(lambda: worker.is_killed)
+    bench.worker(6)
+    client.finish(1)
+    assert client.tokens(1) == all_tokens(6)
+
+
+def test_a_worker_whose_step_failed_is_left_to_say_why(bench: Bench) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    epoch, step = worker.unanswered.pop()
+    worker.send(epoch, StepFailed(step.step_id, "out of memory"))
+    bench.until(lambda: bench.state is EngineState.RECOVERING)
+    assert not worker.is_killed
+
+
+def test_results_that_a_worker_sent_before_it_died_count(bench: Bench) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    client.add(1, max_tokens=1)
+    bench.until(lambda: worker.unanswered)
+    worker.answer_all()
+    worker.kill_process()
+    client.finish(1)
+
+
+def test_a_worker_and_a_client_may_die_together(bench: Bench) -> None:
+    """The worker's last results meet a client whose death is in the same poll."""
+    worker, client, other = bench.worker(5), FakeClient(bench), bench.client()
+    client.connect(client.start_process())
+    worker.answers = False
+    client.add(1)
+    other.add(2)
+    bench.until(lambda: bench.engine.stats().num_running_reqs == 2)
+    bench.until(lambda: len(worker.unanswered) >= 1)
+    worker.answer_all()
+    client.close()
+    worker.close()
+    bench.until(lambda: bench.engine.stats().num_running_reqs == 0)
+    bench.worker(6)
+    other.finish(2)
+    assert other.tokens(2) == all_tokens(4)
+
+
+def test_a_successor_may_report_while_its_predecessor_and_a_client_are_mourned(
+    bench: Bench,
+) -> None:
+    """Descriptors closed and opened in one turn share their numbers."""
+    worker, client, other = bench.worker(5), FakeClient(bench), bench.client()
+    client.connect(client.start_process())
+    worker.answers = False
+    other.add(2)
+    bench.until(lambda: worker.unanswered)
+    worker.kill_process()
+    client.kill_process()
+    successor = WorkerEnd(bench, 6)
+    successor.join()
+    other.finish(2)
+    assert not successor.is_killed
+    assert bench.state is EngineState.READY
+    before = len(other.statuses)
+    bench.until(lambda: len(other.statuses) > before)
+
+
+def test_a_second_hello_raises_the_epoch_and_old_answers_are_fenced(bench: Bench) -> None:
+    """A connection lost between two living processes: the identity stays, the steps are gone."""
+    worker, client = bench.worker(5), bench.client()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    late = worker.compute()
+    worker.unanswered.clear()
+    worker.join()
+    assert worker.adopted == [5, 6]
+    worker.send(*late)
+    bench.until(lambda: bench.engine.stats().fenced_frames == 1)
+    worker.answers = True
+    client.finish(1)
+    assert client.tokens(1) == all_tokens(4)
+    assert not worker.is_killed
+
+
+def test_a_worker_that_is_gone_before_its_adoption_is_no_worker(bench: Bench) -> None:
+    worker = WorkerEnd(bench, 5)
+    worker.kill_process()
+    worker.hello()
+    client = bench.client()
+    before = len(client.statuses)
+    bench.until(lambda: len(client.statuses) > before)
+    assert bench.state is EngineState.STARTING
+    bench.worker(6)
+
+
+def test_an_adoption_that_cannot_be_sent_is_no_adoption(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "troika.core")
+
+    def send(channel: RouterChannel, peer: bytes, epoch: int, body: bytes) -> bool:
+        raise PeerGone
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RouterChannel, "send", send)
+        worker = WorkerEnd(bench, 5)
+        worker.hello()
+        bench.until(lambda: bench.state is EngineState.RECOVERING)
+    assert "adopted" not in caplog.text
+    worker.join()
+    assert "workers adopted, link epoch 6" in caplog.text
+
+
+def test_a_worker_that_reads_nothing_is_killed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, client = bench.worker(5), bench.client()
+
+    def send(channel: RouterChannel, peer: bytes, epoch: int, body: bytes) -> bool:
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RouterChannel, "send", send)
+        client.add(1)
+        bench.until(lambda: worker.is_killed)
+    assert bench.state is EngineState.RECOVERING
+    bench.worker(6)
+    client.finish(1)
+
+
+def test_state_is_told_at_once_when_it_changes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = bench.client()
+    bench.turn()
+    monkeypatch.setattr(loop, "STATUS_INTERVAL_S", 1000.0)
+    bench.until(lambda: len(client.statuses) >= 3)
+    worker = bench.worker()
+    bench.until(lambda: client.statuses[-1].state is EngineState.READY)
+    worker.kill_process()
+    bench.until(lambda: client.statuses[-1].state is EngineState.RECOVERING)

@@ -1,0 +1,184 @@
+"""What one step may say: every message that a scheduler can send fits into a frame."""
+
+import random
+
+import pytest
+
+from core_proc.kv_cache import KVCacheManager
+from core_proc.request import Request
+from core_proc.scheduler import Scheduler
+from core_proc.step import longest_sequence
+from protocol.channel import MAX_FRAME_BYTES
+from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
+from protocol.message import encode
+from protocol.sampling import SamplingParams
+from tests.core.harness import Harness
+
+WIDE_ID = 2**31 - 1
+"""Five bytes, the most that an id takes."""
+WIDE_PARAMS = SamplingParams(
+    max_tokens=2**31 - 1,
+    temperature=0.1,
+    top_p=0.1,
+    top_k=WIDE_ID,
+    min_p=0.1,
+    seed=-(2**63),
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=0.1,
+    min_tokens=WIDE_ID,
+    stop_token_ids=[WIDE_ID] * 128,
+    logit_bias={WIDE_ID - i: 0.1 for i in range(1024)},
+    logprobs=20,
+)
+
+
+def make_scheduler(num_blocks: int, block_size: int, **options: object) -> Scheduler:
+    return Scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=2**31 - 1,
+        enable_prefix_caching=False,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def scheduled(scheduler: Scheduler) -> SchedulerOutput:
+    step = scheduler.schedule()
+    assert step is not None
+    return step
+
+
+def wide_request(req_id: int, num_tokens: int) -> Request:
+    return Request(2**52 + req_id, [WIDE_ID] * num_tokens, WIDE_PARAMS)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_the_longest_request_is_introduced_within_half_a_frame(block_size: int) -> None:
+    longest = longest_sequence(block_size)
+    num_blocks = longest // block_size + 2
+    scheduler = make_scheduler(num_blocks, block_size, max_num_batched_tokens=2**21)
+    scheduler.add_request(wide_request(0, longest - 1))
+    step = scheduled(scheduler)
+    assert len(step.scheduled_new_reqs) == 1
+    assert len(encode(step)) <= MAX_FRAME_BYTES // 2
+    with pytest.raises(ValueError, match="leave no token"):
+        scheduler.add_request(wide_request(1, longest))
+
+
+def test_newcomers_wait_for_the_next_step_when_a_frame_holds_no_more() -> None:
+    scheduler = make_scheduler(600_000, 16, max_num_batched_tokens=2**20, max_num_seqs=64)
+    for req_id in range(40):
+        scheduler.add_request(wide_request(req_id, 100_000))
+    steps = []
+    while scheduler.num_waiting:
+        step = scheduled(scheduler)
+        num_sampled = len(scheduler.in_flight[0][1])
+        scheduler.update_from_output(ModelRunnerOutput(step.step_id, [7] * num_sampled))
+        steps.append(step)
+    assert len(steps) > 1
+    assert max(len(encode(step)) for step in steps) <= MAX_FRAME_BYTES
+    assert max(len(step.scheduled_new_reqs) for step in steps) < 16
+
+
+def test_prompt_logprobs_of_one_step_fit_into_its_answer() -> None:
+    """However large the budget, and however many requests want them."""
+    num_seqs = 256
+    scheduler = make_scheduler(2**18, 16, max_num_batched_tokens=2**20, max_num_seqs=num_seqs)
+    params = SamplingParams(max_tokens=8, prompt_logprobs=20, logprobs=20)
+    for req_id in range(num_seqs):
+        scheduler.add_request(Request(req_id, [5] * 1000, params))
+    step = scheduled(scheduler)
+    counts = step.num_scheduled_tokens
+    row = TokenLogprobs(WIDE_ID, 0.1, WIDE_ID, [WIDE_ID] * 20, [0.1] * 20)
+    scored = [
+        PromptLogprobs(new.req_id, 1, [row] * counts.get(new.req_id, 1))
+        for new in step.scheduled_new_reqs
+    ]
+    assert len(scored) == num_seqs
+    assert 16_384 <= sum(len(part.entries) for part in scored) <= 16_384 + num_seqs
+    answer = ModelRunnerOutput(step.step_id, [], {}, scored)
+    most_others = (2 * 16_384 - num_seqs) * len(encode(row))
+    assert len(encode(answer)) + most_others <= MAX_FRAME_BYTES
+
+
+def test_requests_with_prompt_logprobs_run_to_their_ends() -> None:
+    bench = Harness(blocks=4096, budget=2**16, max_model_len=2**14)
+    for name in "abcd":
+        bench.add(name, 12_000, params=SamplingParams(max_tokens=3, prompt_logprobs=0))
+    assert bench.step() == {"a": 12_000, "b": 4384, "c": 1, "d": 1}
+    bench.run()
+    assert set(bench.finished) == set("abcd")
+
+
+# A refused request is not searched for in the cache again ------------------------------------
+
+
+def count_searches(bench: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    searches: list[int] = []
+    real = KVCacheManager.find_cached_prefix
+
+    def find(kv: KVCacheManager, request: Request) -> list[int]:
+        searches.append(request.req_id)
+        return real(kv, request)
+
+    monkeypatch.setattr(KVCacheManager, "find_cached_prefix", find)
+    return searches
+
+
+def test_a_blocked_request_costs_no_search_until_something_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Harness(blocks=9, caching=True, max_model_len=128)
+    searches = count_searches(bench, monkeypatch)
+    bench.add("a", 32, max_tokens=40)
+    bench.add("b", 112, max_tokens=8)
+    bench.steps(20)
+    assert len(searches) == 2
+    bench.abort("a")
+    assert "b" in bench.step()
+    assert len(searches) == 3
+
+
+def test_a_blocked_request_is_admitted_as_soon_as_others_have_cached_enough_of_its_prefix() -> None:
+    """Nothing is freed for that: the blocks are shared."""
+    bench = Harness(blocks=13, caching=True, budget=16, max_model_len=256)
+    prompt = list(range(100, 196))
+    bench.add("a", prompt, max_tokens=40)
+    bench.add("b", [*prompt, 5], max_tokens=8)
+    first = [name for step in bench.steps(8) for name in step]
+    assert "b" in first
+    assert "a" not in bench.finished
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_shortcut_changes_no_decision(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decisions() -> list[dict[str, int]]:
+        rng = random.Random(seed)
+        bench = Harness(
+            blocks=rng.randrange(20, 40),
+            caching=True,
+            depth=rng.choice([1, 2]),
+            budget=rng.choice([16, 64, 512]),
+            watermark=rng.choice([0.0, 0.1]),
+            scheduler_reserve_full_isl=rng.random() < 0.7,
+            max_model_len=256,
+        )
+        heads = [[1000 * n + i for i in range(96)] for n in range(3)]
+        made = []
+        for number in range(60):
+            if rng.random() < 0.5:
+                tail = [rng.randrange(3, 900) for _ in range(rng.randrange(1, 60))]
+                bench.add(
+                    str(number),
+                    rng.choice(heads)[: rng.randrange(0, 96)] + tail,
+                    max_tokens=rng.randrange(1, 50),
+                )
+            if bench.requests and rng.random() < 0.1:
+                bench.abort(rng.choice(list(bench.requests)))
+            made.append(bench.step())
+        return made
+
+    with_shortcut = decisions()
+    monkeypatch.setattr(KVCacheManager, "still_refuses", lambda kv, request: False)
+    assert decisions() == with_shortcut

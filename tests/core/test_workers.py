@@ -1,0 +1,130 @@
+"""The group of workers and its epochs, and the watch over processes."""
+
+import os
+import select
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from core_proc.watch import DeathWatch
+from core_proc.workers import WorkerGroup
+from protocol.core_worker import ModelFacts, WorkerHello
+
+FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])
+
+
+def hello(rank: int = 0, facts: ModelFacts = FACTS) -> WorkerHello:
+    return WorkerHello(rank, 1, facts)
+
+
+def test_a_group_is_complete_when_every_rank_is_there() -> None:
+    group = WorkerGroup(2, core_epoch=1)
+    other = ModelFacts("other", 1000, 512, 16, 100, [2])
+    assert group.enter(b"b", 3, hello(1, other))
+    assert not group.complete
+    assert not group.is_leader(b"b")
+    assert group.enter(b"a", 2, hello(0))
+    assert group.complete
+    assert group.is_leader(b"a")
+    assert group.facts == FACTS
+    assert set(group.peers) == {b"a", b"b"}
+
+
+@pytest.mark.parametrize(("rank", "epoch"), [(1, 5), (0, 2), (0, 2**31), (0, 2**32 - 1)])
+def test_strange_ranks_older_incarnations_and_absurd_epochs_stay_outside(
+    rank: int, epoch: int
+) -> None:
+    group = WorkerGroup(1, core_epoch=1)
+    assert group.enter(b"a", 3, hello())
+    assert not group.enter(b"b", epoch, hello(rank))
+    assert group.peers == [b"a"]
+
+
+def test_a_successor_takes_the_place_of_its_rank() -> None:
+    group = WorkerGroup(1, core_epoch=1)
+    group.enter(b"a", 2, hello())
+    assert group.enter(b"b", 3, hello())
+    assert group.peers == [b"b"]
+    assert not group.leave(b"a")
+    assert group.leave(b"b")
+    assert not group.complete
+
+
+def test_one_connection_is_one_rank() -> None:
+    group = WorkerGroup(2, core_epoch=1)
+    group.enter(b"a", 2, hello(0))
+    group.enter(b"a", 2, hello(1))
+    assert group.peers == [b"a"]
+    assert not group.complete
+
+
+def test_the_epoch_of_the_link_is_the_greatest_of_both_sides() -> None:
+    group = WorkerGroup(2, core_epoch=4)
+    group.enter(b"a", 2, hello(0))
+    group.enter(b"b", 3, hello(1))
+    assert group.begin_epoch() == 4
+    group = WorkerGroup(1, core_epoch=1)
+    group.enter(b"a", 7, hello())
+    assert group.begin_epoch() == 7
+
+
+def test_every_adoption_raises_the_epoch_of_the_link() -> None:
+    group = WorkerGroup(1, core_epoch=1)
+    group.enter(b"a", 7, hello())
+    assert [group.begin_epoch() for _ in range(3)] == [7, 8, 9]
+    group.enter(b"b", 8, hello())
+    assert group.begin_epoch() == 10
+    group.enter(b"c", 30, hello())
+    assert group.begin_epoch() == 30
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as running:
+        yield running
+        running.kill()
+
+
+def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 5.0) -> bool:
+    """Whether the process ends in time; it is not reaped, so its pid stays its own."""
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
+
+
+def test_a_watched_death_is_found_once_and_by_its_peer(process: subprocess.Popen[bytes]) -> None:
+    poller = zmq.Poller()
+    watch = DeathWatch(poller)
+    assert watch.add(b"peer", process.pid)
+    assert watch.dead(dict(poller.poll(0))) == []
+    watch.kill(b"peer")
+    assert is_ended(process)
+    assert watch.dead(dict(poller.poll(1000))) == [b"peer"]
+    watch.remove(b"peer")
+    watch.remove(b"peer")
+    watch.kill(b"peer")
+    assert poller.sockets == []
+
+
+def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
+    process: subprocess.Popen[bytes],
+) -> None:
+    poller = zmq.Poller()
+    watch = DeathWatch(poller)
+    assert watch.add(b"peer", process.pid)
+    watch.add(b"peer", 0)
+    process.kill()
+    assert is_ended(process)
+    assert watch.dead(dict(poller.poll(0))) == []
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**31 - 1, 2**31, 2**64, os.getpid()])
+def test_a_process_that_cannot_be_watched_is_said_to_be_so(pid: int) -> None:
+    """No number is an error: it comes from the wire. The core itself is nobody's process."""
+    poller = zmq.Poller()
+    assert not DeathWatch(poller).add(b"peer", pid)
+    assert poller.sockets == []

@@ -1,0 +1,24 @@
+"""A fake core for each test, and time that passes quickly."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import client, core_link
+from tests.protocol.fake_core import FAST_TICK_S, FakeCore
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[FakeCore]:
+    with FakeCore(str(tmp_path)) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fast_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds pass in a fiftieth of their time."""
+    monkeypatch.setattr(core_link, "TICK_S", FAST_TICK_S)
+    monkeypatch.setattr(client, "TICK_S", FAST_TICK_S)
+    monkeypatch.setattr(core_link, "STATUS_TIMEOUT_S", 5 * FAST_TICK_S)
+    monkeypatch.setattr(core_link, "RELINK_TIMEOUT_S", 5 * FAST_TICK_S)

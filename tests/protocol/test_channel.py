@@ -1,0 +1,279 @@
+"""Channels over real sockets: messages arrive whole, and every failure has a name."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol import channel as channel_module
+from protocol.channel import (
+    MAX_FRAME_BYTES,
+    BadFrame,
+    DealerChannel,
+    FrameTooLarge,
+    HighWaterMark,
+    LinkEvent,
+    PeerGone,
+    Received,
+    RouterChannel,
+    client_address,
+    lifecycle_address,
+    make_run_dir,
+    worker_address,
+)
+from protocol.message import PROTOCOL_VERSION, pack_header
+
+TIMEOUT_S = 10.0
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition has not come true"
+
+
+class Link:
+    """Both ends of one link."""
+
+    def __init__(self, run_dir: str, hwm: HighWaterMark = HighWaterMark.WORKER_LINK) -> None:
+        self.address = client_address(run_dir)
+        self.hwm = hwm
+        self.context: Context = zmq.Context()
+        self.router = RouterChannel(self.context, self.address, hwm)
+        self.dealer = DealerChannel(self.context, self.address, hwm)
+        self.events: list[LinkEvent] = []
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.router.close()
+        self.context.term()
+
+    def follow(self) -> list[LinkEvent]:
+        self.events += self.dealer.link_events()
+        return self.events
+
+    def receive(self, end: RouterChannel | DealerChannel) -> Received:
+        received: list[Received] = []
+        eventually(lambda: received.extend(end.drain(1)) or received)
+        return received[0]
+
+    def greet(self) -> bytes:
+        """Returns the dealer's identity, as the router knows it."""
+        eventually(lambda: self.dealer.send(7, b"hello"))
+        return self.receive(self.router).peer
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[Link]:
+    made = Link(str(tmp_path))
+    yield made
+    made.close()
+
+
+def test_messages_arrive_both_ways_with_epoch_and_number(link: Link) -> None:
+    eventually(lambda: link.dealer.send(7, b"one"))
+    assert link.dealer.send(8, b"")
+    one, two = link.receive(link.router), link.receive(link.router)
+    assert one.peer == two.peer
+    assert one.peer[:1] == b"T"
+    assert len(one.peer) == 16
+    assert [(item.header, item.body) for item in (one, two)] == [((7, 0), b"one"), ((8, 1), b"")]
+    assert link.router.send(one.peer, 9, b"back")
+    assert link.receive(link.dealer) == (b"", (9, 0), b"back")
+
+
+def test_numbers_count_per_peer_and_begin_anew_for_a_forgotten_one(link: Link) -> None:
+    peer = link.greet()
+    other = DealerChannel(link.context, link.address, link.hwm)
+    eventually(lambda: other.send(0, b""))
+    second = link.receive(link.router).peer
+    for _ in range(3):
+        assert link.router.send(peer, 0, b"")
+    assert link.router.send(second, 0, b"")
+    link.router.forget(peer)
+    link.router.forget(peer)
+    assert link.router.send(peer, 0, b"")
+    assert link.receive(other).header.seq == 0
+    assert [link.receive(link.dealer).header.seq for _ in range(4)] == [0, 1, 2, 0]
+    other.close()
+
+
+def test_nothing_is_kept_for_a_forgotten_peer(link: Link) -> None:
+    peer = link.greet()
+    link.router.send(peer, 0, b"")
+    link.router.forget(peer)
+    assert peer not in link.router._next_seq
+
+
+def test_draining_is_bounded_and_ends_where_nothing_is(link: Link) -> None:
+    assert list(link.dealer.drain(5)) == []
+    link.greet()
+    for number in range(5):
+        assert link.dealer.send(0, b"%d" % number)
+    bodies: list[bytes] = []
+    eventually(lambda: bodies.extend(item.body for item in link.router.drain(2)) or len(bodies) > 1)
+    assert bodies[:2] == [b"0", b"1"]
+
+
+def test_a_peer_that_was_never_there_or_has_left_is_gone(link: Link) -> None:
+    with pytest.raises(PeerGone):
+        link.router.send(b"nobody", 0, b"")
+    leaving = DealerChannel(link.context, link.address, link.hwm)
+    eventually(lambda: leaving.send(0, b""))
+    peer = link.receive(link.router).peer
+    leaving.close()
+
+    def is_gone() -> bool:
+        try:
+            link.router.send(peer, 0, b"")
+        except PeerGone:
+            return True
+        return False
+
+    eventually(is_gone)
+    assert peer not in link.router._next_seq
+
+
+def test_a_queue_that_is_full_refuses_and_takes_more_when_it_was_read(link: Link) -> None:
+    peer = link.greet()
+    body = bytes(2**20)
+    num_sent = 0
+    while link.router.send(peer, 0, body):
+        num_sent += 1
+        assert num_sent <= 2 * link.hwm + 1
+    assert num_sent >= link.hwm
+    assert [link.receive(link.dealer).header.seq for _ in range(num_sent)] == list(range(num_sent))
+    eventually(lambda: link.router.send(peer, 0, b"more"))
+    assert link.receive(link.dealer).header.seq == num_sent
+
+
+def test_without_a_connection_nothing_is_queued(tmp_path: Path) -> None:
+    context: Context = zmq.Context()
+    dealer = DealerChannel(context, client_address(str(tmp_path)), HighWaterMark.CLIENT_LINK)
+    assert not dealer.send(0, b"lost")
+    dealer.close()
+    context.term()
+
+
+def test_a_frame_of_the_largest_size_arrives_and_a_larger_one_is_refused_before_it_is_sent(
+    link: Link,
+) -> None:
+    """libzmq would send it, and the receiver would disconnect for ever."""
+    peer = link.greet()
+    largest = bytes(MAX_FRAME_BYTES)
+    for send in (link.dealer.send, lambda epoch, body: link.router.send(peer, epoch, body)):
+        with pytest.raises(FrameTooLarge, match=str(MAX_FRAME_BYTES + 1)):
+            send(0, largest + b"!")
+        assert send(0, largest)
+    assert len(link.receive(link.router).body) == MAX_FRAME_BYTES
+    assert len(link.receive(link.dealer).body) == MAX_FRAME_BYTES
+    assert link.follow() == [LinkEvent.CONNECTED]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([b""], "two parts"),
+        ([pack_header(1, 2)], "two parts"),
+        ([pack_header(1, 2), b"body", b"more"], "two parts"),
+        ([pack_header(1, 2), b"body", b"more", b"and more"], "two parts"),
+        ([b"short", b"body"], "header has 5 bytes"),
+        ([bytes(16), b"body"], "header starts with"),
+        (
+            [pack_header(1, 2).replace(b"\x01\x00", b"\x02\x00", 1), b"body"],
+            f"version 2, this one {PROTOCOL_VERSION}",
+        ),
+    ],
+)
+def test_unreadable_frames_are_skipped_and_counted_with_sender_and_reason(
+    link: Link, parts: list[bytes], reason: str
+) -> None:
+    peer = link.greet()
+    link.dealer.socket.send_multipart(parts)
+    link.router.socket.send_multipart([peer, *parts])
+    assert link.dealer.send(0, b"good")
+    assert link.router.send(peer, 0, b"good")
+    for end, sender in ((link.router, peer), (link.dealer, b"")):
+        assert link.receive(end).body == b"good"
+        assert end.num_bad_frames == 1
+        assert end.last_bad_frame is not None
+        assert end.last_bad_frame.peer == sender
+        assert reason in end.last_bad_frame.reason
+
+
+def test_bodies_that_cannot_be_decoded_are_counted_by_whoever_decodes(link: Link) -> None:
+    link.router.count_bad_frame(b"peer", "why")
+    assert (link.router.num_bad_frames, link.router.last_bad_frame) == (1, BadFrame(b"peer", "why"))
+
+
+def test_a_dealer_reconnects_to_a_successor_and_says_so(link: Link) -> None:
+    """Its identity stays; what it sends in between is refused, or lost around the breach."""
+    peer = link.greet()
+    eventually(lambda: link.follow() == [LinkEvent.CONNECTED])
+    link.router.close()
+    eventually(lambda: link.follow() == [LinkEvent.CONNECTED, LinkEvent.DISCONNECTED])
+    eventually(lambda: not link.dealer.send(0, b"lost"))
+    link.router = RouterChannel(link.context, link.address, link.hwm)
+    eventually(lambda: len(link.follow()) == 3)
+    assert link.events[-1] is LinkEvent.CONNECTED
+    assert link.dealer.send(0, b"found")
+    received = link.receive(link.router)
+    assert (received.peer, received.body) == (peer, b"found")
+
+
+# Run directories -----------------------------------------------------------------------------
+
+
+def test_a_new_run_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = Path(make_run_dir(None))
+    assert path.parent == tmp_path
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_absent_run_dir_is_created_with_its_parents(tmp_path: Path) -> None:
+    path = make_run_dir(str(tmp_path / "a" / "b"))
+    assert os.stat(path).st_mode & 0o777 == 0o700
+    assert make_run_dir(path) == path
+
+
+@pytest.mark.parametrize("kind", ["open", "file", "link", "foreign"])
+def test_a_run_dir_that_others_could_use_is_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "dir"
+    if kind == "file":
+        path.write_text("")
+        error: type[Exception] = OSError
+    elif kind == "link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "real")
+        error = ValueError
+    else:
+        path.mkdir(mode=0o700)
+        error = ValueError
+    if kind == "open":
+        path.chmod(0o750)
+    if kind == "foreign":
+        monkeypatch.setattr(channel_module.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(error):
+        make_run_dir(str(path))
+
+
+def test_a_run_dir_too_long_for_sockets_is_refused_with_the_bound(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="107"):
+        make_run_dir(str(tmp_path / ("x" * 107)))
+    assert not (tmp_path / ("x" * 107)).exists()
+
+
+def test_each_link_has_its_own_socket() -> None:
+    addresses = {client_address("/d"), worker_address("/d"), lifecycle_address("/d")}
+    assert addresses == {
+        "ipc:///d/core.sock",
+        "ipc:///d/workers.sock",
+        "ipc:///d/supervisor.sock",
+    }

@@ -1,0 +1,247 @@
+"""AsyncEngineClient over a real socket: what it accepts, what it resends, what it gives up."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from protocol import client as client_module
+from protocol.api_core import (
+    EngineState,
+    EngineStats,
+    ErrorCode,
+    Refused,
+    RequestError,
+    RequestOutput,
+    Status,
+)
+from protocol.client import AsyncEngineClient, RequestStream
+from protocol.ledger import RequestFailed
+from protocol.sampling import FinishReason, SamplingParams
+from tests.protocol.fake_core import FACTS, FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
+
+PARAMS = SamplingParams(max_tokens=1000)
+
+
+async def failure_of(stream: RequestStream) -> RequestError:
+    async def read() -> None:
+        async for _ in stream:
+            pass
+
+    with pytest.raises(RequestFailed) as caught:
+        await asyncio.wait_for(read(), 5)
+    return caught.value.error
+
+
+@pytest.mark.parametrize(
+    ("prompt", "values", "salt", "param"),
+    [
+        ([-1], {}, "", "prompt"),
+        (["a"], {}, "", "prompt"),
+        ([1], {"temperature": 5.0}, "", "temperature"),
+        ([1], {"temperature": float("nan")}, "", "temperature"),
+        ([1], {"logit_bias": {1: 1000.0}}, "", "logit_bias"),
+        ([1], {"logit_bias": {-1: 1.0}}, "", "logit_bias"),
+        ([1], {"stop_token_ids": [-4]}, "", "stop_token_ids"),
+        ([1], {}, "x" * 300, "cache_salt"),
+        ([1], {}, "\ud800", None),
+        ([1], {"seed": 2**70}, "", None),
+        ([object()], {}, "", None),
+        ([1000], {}, "", "prompt"),
+    ],
+)
+def test_what_the_wire_refuses_is_refused_at_once_and_leaves_nothing_behind(
+    core: FakeCore, prompt: list[Any], values: dict[str, Any], salt: str, param: str | None
+) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        with pytest.raises(RequestFailed) as caught:
+            client.submit(prompt, SamplingParams(**values), cache_salt=salt)
+        assert (caught.value.error.code, caught.value.error.param) == (ErrorCode.INVALID, param)
+        stream = client.submit([7], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        await core.restart(1)
+        assert [add.prompt_token_ids for add in core.adds] == [[7]]
+        stream.cancel()
+
+    run_connected(core, play)
+
+
+def test_error_of_a_bound_names_field_and_bound(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        with pytest.raises(RequestFailed, match=r"temperature: Expected `float` <= 2\.0$"):
+            client.submit([1], SamplingParams(temperature=5.0))
+
+    run_connected(core, play)
+
+
+def test_accepted_request_does_not_change_with_the_callers_list(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        prompt = [5, 6, 7]
+        client.submit(prompt, PARAMS)
+        prompt.clear()
+        await core.restart(1)
+        assert core.adds[-1].prompt_token_ids == [5, 6, 7]
+
+    run_connected(core, play)
+
+
+def test_ready_means_ready(core: FakeCore) -> None:
+    """Recovering and draining engines are not ready, though they are connected."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        for state in (EngineState.RECOVERING, EngineState.DRAINING):
+            status = Status(state, FACTS, EngineStats())
+            core.say(status)
+            await core.until(lambda expected=status: client.status == expected)
+            with pytest.raises(TimeoutError):
+                await client.wait_ready(timeout_s=0.02)
+            assert client.connected
+        waiting = asyncio.create_task(client.wait_ready(timeout_s=5))
+        core.say(READY)
+        await core.until(waiting.done)
+        assert waiting.result() == FACTS
+
+    core.status = RECOVERING
+    run_connected(core, play)
+
+
+def test_new_core_gets_everything_open_oldest_first_marked_as_accepted(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        streams = [client.submit([5, n], PARAMS) for n in range(3)]
+        await core.until(lambda: core.num_added == 3)
+        assert not any(add.resent for add in core.adds)
+        core.emit(RequestOutput(streams[1].request_id, 0, [10, 11]))
+        assert (await anext(streams[1])).token_ids == [10, 11]
+        streams[0].cancel()
+        await core.restart(2)
+        assert [add.prompt_token_ids for add in core.adds] == [[5, 1], [5, 2]]
+        assert [add.output_token_ids for add in core.adds] == [[10, 11], []]
+        assert all(add.resent for add in core.adds)
+
+    run_connected(core, play)
+
+
+def test_request_too_large_to_be_sent_again_fails_alone(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        large = client.submit([999] * 500, PARAMS)
+        small = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 2)
+        monkeypatch.setattr(client_module, "MAX_FRAME_BYTES", 400)
+        await core.restart(1)
+        assert (await failure_of(large)).code is ErrorCode.TOO_LONG
+        assert core.adds[-1].request_id == small.request_id
+        await core.until(lambda: core.aborted == [large.request_id])
+
+    run_connected(core, play)
+
+
+def test_one_gap_is_repaired_once_and_the_stream_goes_on(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        core.emit(RequestOutput(stream.request_id, 0, [10]))
+        for index in range(2, 12):
+            core.emit(RequestOutput(stream.request_id, index, [10 + index]))
+        await core.until(lambda: core.num_added == 2)
+        assert core.adds[-1].output_token_ids == [10]
+        core.emit(RequestOutput(stream.request_id, 1, [11], FinishReason.STOP))
+        async with asyncio.timeout(5):
+            tokens = [token async for output in stream for token in output.token_ids]
+        assert tokens == [10, 11]
+        core.pump()
+        assert core.num_added == 2
+
+    run_connected(core, play)
+
+
+def test_gap_that_stays_is_asked_for_again_with_the_next_status(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        for num_added in (2, 3):
+            core.emit(RequestOutput(stream.request_id, 4, [10]))
+            await core.until(lambda expected=num_added: core.num_added == expected)
+            core.say(READY)
+
+    run_connected(core, play)
+
+
+def test_request_that_contradicts_the_ledger_ends_in_the_core_too(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        core.emit(RequestOutput(stream.request_id, 0, [10]))
+        core.emit(RequestOutput(stream.request_id, 0, [11]))
+        assert (await failure_of(stream)).code is ErrorCode.INTERNAL
+        await core.until(lambda: core.aborted == [stream.request_id])
+
+    run_connected(core, play)
+
+
+def test_refusal_fails_the_request_and_a_nameless_one_fails_all(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        streams = [client.submit([5], PARAMS) for _ in range(3)]
+        await core.until(lambda: core.num_added == 3)
+        full = RequestError(ErrorCode.OVERLOADED, "full")
+        core.say(Refused(streams[1].request_id, full))
+        assert await failure_of(streams[1]) == full
+        unreadable = RequestError(ErrorCode.INVALID, "cannot be read")
+        core.say(Refused(None, unreadable, seq=1))
+        assert await failure_of(streams[0]) == unreadable
+        assert await failure_of(streams[2]) == unreadable
+
+    run_connected(core, play)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> None:
+    """Reports alone are no progress: the time without READY counts."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        failing = asyncio.create_task(failure_of(stream))
+        while not failing.done():
+            core.say(RECOVERING)
+            await core.until(lambda: True)
+            await asyncio.wait([failing], timeout=FAST_TICK_S)
+        assert "no engine has served" in failing.result().message
+        await core.until(lambda: core.aborted == [stream.request_id])
+        with pytest.raises(RequestFailed) as caught:
+            client.submit([5], PARAMS)
+        assert caught.value.error.code is ErrorCode.OVERLOADED
+        core.say(READY)
+        await core.until(lambda: client.status == READY)
+        client.submit([5], PARAMS)
+
+    run_connected(core, play, stall_timeout_s=10 * FAST_TICK_S)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_core_that_stands_still_is_given_up(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        assert "no engine has served" in (await failure_of(client.submit([5], PARAMS))).message
+
+    run_connected(core, play, stall_timeout_s=10 * FAST_TICK_S)
+
+
+def test_close_fails_waiting_readers_and_aborts_in_the_core(core: FakeCore) -> None:
+    async def main() -> None:
+        client = AsyncEngineClient(core.address)
+        await client.start()
+        await core.until(lambda: client.connected)
+        streams = [client.submit([5], PARAMS) for _ in range(2)]
+        await core.until(lambda: core.num_added == 2)
+        reading = asyncio.create_task(failure_of(streams[0]))
+        await asyncio.sleep(0)
+        await client.close()
+        await client.close()
+        assert (await reading).message == "the client was closed"
+        assert (await failure_of(streams[1])).message == "the client was closed"
+        streams[0].cancel()
+        with pytest.raises(RequestFailed, match="not open"):
+            client.submit([5], PARAMS)
+        await core.until(lambda: core.aborted == [stream.request_id for stream in streams])
+
+    asyncio.run(main())

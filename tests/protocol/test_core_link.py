@@ -1,0 +1,211 @@
+"""The client's link to the core: connecting, repeating, replacing, queues, and time."""
+
+import asyncio
+import select
+import time
+from typing import Any
+
+import pytest
+import zmq
+
+from protocol import client as client_module
+from protocol import core_link
+from protocol.api_core import RequestOutput, StepOutputs
+from protocol.channel import MAX_FRAME_BYTES
+from protocol.client import AsyncEngineClient, RequestStream
+from protocol.message import pack_header
+from protocol.sampling import FinishReason, SamplingParams
+from tests.protocol.fake_core import FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
+
+PARAMS = SamplingParams(max_tokens=1000)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_connect_is_repeated_until_it_is_answered(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_link, "STATUS_TIMEOUT_S", 1e9)
+
+    async def main() -> None:
+        async with AsyncEngineClient(core.address) as client:
+            await core.until(lambda: len(core.connects) >= 3)
+            assert not client.connected
+            core.answers = True
+            await core.until(lambda: client.connected)
+
+    core.answers = False
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_silence_of_the_core_is_answered_with_a_new_beginning(core: FakeCore) -> None:
+    """A core that dropped this client as too slow tells it nothing, under the same epoch."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        core.answers = False
+        core.connects.clear()
+        await core.until(lambda: len(core.connects) >= 2)
+        assert not client.connected
+        core.emit(RequestOutput(stream.request_id, 0, [10]))
+        await core.until(lambda: client.num_fenced_frames == 1)
+        core.answers = True
+        await core.until(lambda: core.num_added == 2)
+        core.emit(RequestOutput(stream.request_id, 0, [10], FinishReason.STOP))
+        assert [output.token_ids async for output in stream] == [[10]]
+
+    run_connected(core, play)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_reporting_core_is_not_bothered_again(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        num_connects = len(core.connects)
+        for _ in range(10):
+            before = client.last_status_time
+            core.say(READY)
+            await core.until(lambda before=before: client.last_status_time > before)
+            ticked = asyncio.get_running_loop().time() + FAST_TICK_S
+            await core.until(lambda at=ticked: asyncio.get_running_loop().time() > at)
+        assert len(core.connects) == num_connects
+
+    run_connected(core, play)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_socket_that_never_reconnects_is_replaced(core: FakeCore) -> None:
+    """A frame above the largest size makes libzmq disconnect for ever."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        first = core.connects[-1]
+        too_large = [first, pack_header(core.epoch, 1), bytes(MAX_FRAME_BYTES + 1)]
+        core.link.socket.send_multipart(too_large)
+        await core.until(lambda: core.num_added == 2)
+        assert core.connects[-1] != first
+        core.emit(RequestOutput(stream.request_id, 0, [10], FinishReason.STOP))
+        assert (await anext(stream)).token_ids == [10]
+
+    run_connected(core, play)
+
+
+def test_frames_of_other_epochs_are_dropped_and_counted(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        core.say(StepOutputs([RequestOutput(stream.request_id, 0, [99])]), epoch=4)
+        core.say(RECOVERING, epoch=4)
+        core.say_raw(b"\xc1")
+        core.emit(RequestOutput(stream.request_id, 0, [10]))
+        assert (await anext(stream)).token_ids == [10]
+        assert (client.num_fenced_frames, client.num_bad_frames) == (2, 1)
+        assert client.status == READY
+        assert core.num_added == 1
+
+    core.epoch = 5
+    run_connected(core, play)
+
+
+def fill_queue(client: AsyncEngineClient) -> list[RequestStream]:
+    """Submit until the socket takes no more; the core reads nothing meanwhile."""
+    streams = []
+    while not client._link._outbox:
+        streams.append(client.submit([5] * 200, PARAMS))
+        assert len(streams) < client_module.MAX_OPEN_REQUESTS
+    return streams
+
+
+def test_everything_arrives_once_the_core_reads_again(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        streams = fill_queue(client)
+        streams += [client.submit([6], PARAMS) for _ in range(50)]
+        await core.until(lambda: core.num_added == len(streams))
+        assert [add.request_id for add in core.adds] == [stream.request_id for stream in streams]
+
+    run_connected(core, play)
+
+
+def test_output_is_read_though_a_failed_send_swallowed_its_sign(core: FakeCore) -> None:
+    """The descriptor is edge-triggered; trying to send resets it."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        stream = fill_queue(client)[0]
+        for _ in range(2000):
+            client.submit([5] * 200, PARAMS)
+        core.emit(RequestOutput(stream.request_id, 0, [10]))
+        descriptor = client._link._fds[0]
+        assert select.select([descriptor], [], [], 5.0)[0]
+        while select.select([descriptor], [], [], 0.05)[0]:
+            client._link._flush()
+        assert client._link._outbox
+        async with asyncio.timeout(2):
+            assert (await anext(stream)).token_ids == [10]
+
+    run_connected(core, play)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_queue_that_does_not_empty_is_bounded(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        kept = client.submit([7], PARAMS)
+        num_sent = 0
+        while client.connected:
+            client.submit([5] * 200, PARAMS).cancel()
+            num_sent += 1
+            assert num_sent < 100_000
+        assert not client._link._outbox
+        core.adds.clear()
+        core.connects.clear()
+        await core.until(lambda: core.connects and core.num_added)
+        await core.until(lambda: core.adds[-1].request_id == kept.request_id)
+        assert core.adds[-1].resent
+
+    run_connected(core, play, max_open_requests=20)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_time_in_which_the_client_stood_still_does_not_count(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        core.connects.clear()
+        core.answers = False
+        time.sleep(15 * FAST_TICK_S)
+        deadline = asyncio.get_running_loop().time() + 2 * FAST_TICK_S
+        await core.until(lambda: asyncio.get_running_loop().time() > deadline)
+        assert client.connected
+        assert not core.connects
+        stream.cancel()
+
+    run_connected(core, play, stall_timeout_s=10 * FAST_TICK_S)
+
+
+def test_close_with_a_full_queue_leaves_no_timer_that_sends(core: FakeCore) -> None:
+    async def main() -> None:
+        problems: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _loop, context: problems.append(context))
+        client = AsyncEngineClient(core.address)
+        await client.start()
+        await core.until(lambda: client.connected)
+        fill_queue(client)
+        await client.close()
+        after_retry = loop.time() + 2 * core_link._RETRY_S
+        await core.until(lambda: loop.time() > after_retry)
+        assert problems == []
+
+    asyncio.run(main())
+
+
+def test_start_that_fails_leaves_nothing_open() -> None:
+    async def main() -> None:
+        client = AsyncEngineClient("ipc:///" + "x" * 200)
+        with pytest.raises(zmq.ZMQError, match="too long"):
+            await client.start()
+        await client.close()
+
+    asyncio.run(main())

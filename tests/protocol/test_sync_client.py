@@ -1,0 +1,123 @@
+"""EngineClient: what threads may rely on, above all that nobody is left waiting."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.ledger import RequestFailed
+from protocol.sampling import FinishReason, SamplingParams
+from protocol.sync_client import EngineClient
+from tests.protocol.fake_core import FACTS, RECOVERING, FakeCore, ServingThread
+
+PARAMS = SamplingParams(max_tokens=1000)
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[FakeCore]:
+    """A core that answers an odd first token of the prompt with [10, 11], an even one with all."""
+
+    def on_add(core: FakeCore, add: AddRequest) -> None:
+        core.emit(RequestOutput(add.request_id, 0, [10, 11]))
+        if add.prompt_token_ids[0] % 2 == 0:
+            core.emit(RequestOutput(add.request_id, 2, [12], FinishReason.STOP))
+
+    with FakeCore(str(tmp_path)) as fake:
+        fake.on_add = on_add
+        with ServingThread(fake):
+            yield fake
+
+
+@pytest.fixture
+def client(core: FakeCore) -> Iterator[EngineClient]:
+    with EngineClient(core.address) as connected:
+        assert connected.wait_ready(timeout_s=5) == FACTS
+        yield connected
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Call it in a thread of its own, which does not hold up the end of the tests."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def test_result_has_all_tokens_however_often_and_after_iterating(client: EngineClient) -> None:
+    stream = client.submit([2], PARAMS)
+    first = next(stream).token_ids
+    assert first[:2] == [10, 11]
+    for _ in range(2):
+        whole = stream.result(timeout_s=5)
+        assert (whole.token_ids, whole.first_index) == ([10, 11, 12], 0)
+        assert whole.finish_reason is FinishReason.STOP
+
+
+def test_result_after_a_timeout_has_lost_nothing(core: FakeCore, client: EngineClient) -> None:
+    stream = client.submit([1], PARAMS)
+    with pytest.raises(TimeoutError):
+        stream.result(timeout_s=0.1)
+    core.on_add = lambda core, add: core.emit(
+        RequestOutput(stream._stream.request_id, 2, [12], FinishReason.STOP)
+    )
+    client.submit([1], PARAMS)
+    assert stream.result(timeout_s=5).token_ids == [10, 11, 12]
+
+
+def test_result_of_a_cancelled_request_fails(client: EngineClient) -> None:
+    stream = client.submit([1], PARAMS)
+    assert next(stream).token_ids == [10, 11]
+    stream.cancel()
+    with pytest.raises(RequestFailed, match="cancelled"):
+        stream.result(timeout_s=5)
+
+
+def test_close_ends_what_other_threads_wait_for(core: FakeCore) -> None:
+    client = EngineClient(core.address)
+    client.wait_ready(timeout_s=5)
+    stream = client.submit([1], PARAMS)
+    assert next(stream).token_ids == [10, 11]
+    core.status = RECOVERING
+    other = EngineClient(core.address)
+    reading = in_thread(lambda: next(stream))
+    ready = in_thread(lambda: other.wait_ready(timeout_s=60))
+    for waiting, waited_for in ((reading, client), (ready, other)):
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.05)
+        waited_for.close()
+        with pytest.raises(RequestFailed, match="closed"):
+            waiting.result(timeout=5)
+
+
+def test_closed_client_fails_every_call_and_waits_for_nothing(client: EngineClient) -> None:
+    stream = client.submit([1], PARAMS)
+    assert next(stream).token_ids == [10, 11]
+    client.close()
+    client.close()
+    stream.cancel()
+    for call in (
+        lambda: next(stream),
+        lambda: stream.result(timeout_s=5),
+        lambda: client.submit([1], PARAMS),
+        lambda: client.wait_ready(timeout_s=5),
+    ):
+        with pytest.raises(RequestFailed, match="closed"):
+            call()
+
+
+def test_client_that_cannot_start_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(zmq.ZMQError):
+        EngineClient("ipc:///" + "x" * 200)
+    assert threading.active_count() == before

@@ -1,0 +1,124 @@
+"""Processes that cannot be started leave nothing behind; those that do not end stop nobody."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import child
+from protocol.child import Child
+from protocol.settings import configure
+from tests.system.conftest import eventually, is_alive
+
+CONFIG = configure(model="null")
+
+
+def open_fds() -> set[str]:
+    """Descriptors of this process, with what they are."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{fd.name} {os.readlink(fd)}")
+        except FileNotFoundError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_descriptors_left() -> Iterator[None]:
+    """Every test here closes what it opens."""
+    before = open_fds()
+    yield
+    assert open_fds() == before
+
+
+@pytest.fixture
+def sleeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A module that ignores everything but SIGKILL."""
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "sleeper"
+
+
+def refuse(*_: object, **__: object) -> int:
+    raise OSError(24, "Too many open files")
+
+
+@pytest.mark.parametrize("step", ["pipe", "write", "Popen"])
+def test_failed_start_closes_its_descriptors(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Whichever step fails."""
+    monkeypatch.setattr(subprocess if step == "Popen" else os, step, refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        Child("sleeper", CONFIG, epoch=1)
+
+
+def test_second_pipe_that_fails_closes_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one with the configuration."""
+    pipe, calls = os.pipe, []
+
+    def second_fails() -> tuple[int, int]:
+        calls.append(1)
+        return pipe() if len(calls) == 1 else (refuse(), 0)
+
+    monkeypatch.setattr(os, "pipe", second_fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        Child("sleeper", CONFIG, epoch=1)
+
+
+def test_process_that_cannot_be_watched_is_ended(
+    monkeypatch: pytest.MonkeyPatch, sleeper: str
+) -> None:
+    """Without a pidfd nobody would notice its death."""
+    started: list[int] = []
+
+    def no_pidfd(pid: int) -> int:
+        started.append(pid)
+        return refuse()
+
+    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    with pytest.raises(OSError, match="Too many open files"):
+        Child(sleeper, CONFIG, epoch=1)
+    assert not is_alive(started[0])
+    assert not Path(f"/proc/{started[0]}").exists(), "reaped"
+
+
+def test_stop_kills_what_does_not_leave(sleeper: str) -> None:
+    """The parent pipe says nothing to this one."""
+    process = Child(sleeper, CONFIG, epoch=1)
+    assert process.stop(grace_s=0.0) == -signal.SIGKILL
+    assert not is_alive(process.pid)
+
+
+def test_stop_returns_although_the_process_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, sleeper: str
+) -> None:
+    """As in uninterruptible sleep: no wait is without a deadline."""
+    process = Child(sleeper, CONFIG, epoch=1)
+    monkeypatch.setattr(process, "kill", lambda: None)
+    monkeypatch.setattr(child, "_DEATH_TIMEOUT_S", 0.05)
+    started = time.monotonic()
+    assert process.stop(grace_s=0.0) is None
+    assert time.monotonic() - started < 5.0
+    os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: process.poll() is not None, "it is reaped")
+
+
+def test_configuration_arrives_although_the_child_reads_it_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It waits in the pipe, whose write end nobody has any more."""
+    (tmp_path / "late.py").write_text(
+        "import os, sys\n"
+        "fd = int(sys.argv[sys.argv.index('--config-fd') + 1])\n"
+        "sys.exit(len(os.fdopen(fd, 'rb').read()) % 251)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = Child("late", CONFIG, epoch=1)
+    status = process.wait(20.0)
+    process.close()
+    assert status is not None
+    assert status > 0

@@ -1,0 +1,111 @@
+"""Run directories: the lock decides who lives, and the register survives whatever happens in it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.channel import lifecycle_address
+from scripts.run_dirs import RunDir, RunDirBusyError, live_run_dirs
+from tests.system.conftest import ROOT
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of its own for the register, short enough for sockets."""
+    path = tempfile.mkdtemp(prefix="troika-")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+def register_dir(base: Path) -> Path:
+    return base / f"troika-{os.getuid()}"
+
+
+def test_directory_that_is_held_is_live_although_nobody_answers(base: Path) -> None:
+    """A supervisor with a full backlog or none: it is listed, and not cleared away."""
+    held = RunDir(None)
+    held.register()
+    assert not Path(lifecycle_address(held.path).removeprefix("ipc://")).exists()
+    assert live_run_dirs() == [held.path]
+    other = RunDir(str(base / "other"))
+    other.register()
+    assert live_run_dirs() == sorted([held.path, other.path])
+    other.close(is_abandoned=False)
+    held.close(is_abandoned=False)
+    assert live_run_dirs() == []
+    assert not os.path.exists(held.path)
+
+
+def test_directory_of_the_dead_is_cleared_by_the_next(base: Path) -> None:
+    """The kernel drops the lock with its holder; a temporary directory goes, a given one stays."""
+    script = (
+        "import sys\nfrom scripts.run_dirs import RunDir\n"
+        "run_dir = RunDir(sys.argv[1] or None); run_dir.register()\n"
+        "print(run_dir.path, flush=True); sys.stdin.read()\n"
+    )
+    dead = []
+    for path in ("", str(base / "given")):
+        command = [sys.executable, "-c", script, path]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as holder:
+            assert holder.stdout is not None
+            dead.append(holder.stdout.readline().strip())
+            assert live_run_dirs() == [dead[-1]]
+            holder.send_signal(signal.SIGKILL)
+        assert live_run_dirs() == []
+    successor = RunDir(str(base / "next"))
+    successor.register()
+    assert [Path(path).exists() for path in dead] == [False, True]
+    assert [link.name for link in register_dir(base).iterdir()] == [f"given-{os.getpid()}"]
+    successor.close(is_abandoned=False)
+
+
+def test_entries_that_vanish_while_the_register_is_read_are_skipped(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another supervisor ends between listing and reading; files that are no links do not count."""
+    held = RunDir(str(base / "held"))
+    held.register()
+    register = register_dir(base)
+    (register / "given-1").symlink_to(base / "gone")
+    (register / "note").touch()
+    readlink = os.readlink
+
+    def racing(path: Path) -> str:
+        (register / "given-1").unlink(missing_ok=True)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", racing)
+    assert live_run_dirs() == [held.path]
+    (register / "given-1").symlink_to(base / "gone")
+    other = RunDir(str(base / "other"))
+    other.register()
+    other.close(is_abandoned=False)
+    held.close(is_abandoned=False)
+
+
+def test_second_holder_is_refused_and_a_look_disturbs_nobody(base: Path) -> None:
+    """Looking takes the lock for a moment; whoever wants to hold it waits that long."""
+    path = str(base / "held")
+    held = RunDir(path)
+    with pytest.raises(RunDirBusyError, match=f"in use by the supervisor with pid {os.getpid()}"):
+        RunDir(path)
+    held.close(is_abandoned=False)
+    script = (
+        "import fcntl, sys, time\nlock = open(sys.argv[1])\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "print('held', flush=True); time.sleep(0.05)\n"
+    )
+    command = [sys.executable, "-c", script, f"{path}/supervisor.lock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as looker:
+        assert looker.stdout is not None
+        assert looker.stdout.readline() == b"held\n"
+        RunDir(path).close(is_abandoned=False)

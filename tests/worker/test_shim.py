@@ -1,0 +1,269 @@
+"""The worker's end of the link: whom it obeys, and how it comes to be adopted."""
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.channel import HighWaterMark, Received, RouterChannel
+from protocol.core_worker import (
+    Adopt,
+    CachedRequestData,
+    CoreToWorker,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    StepFailed,
+    WorkerHello,
+    WorkerToCore,
+    decode_from_worker,
+)
+from protocol.lifecycle import Drain, Role, Stop
+from protocol.message import ProtocolError, encode
+from protocol.process import ChildProcess
+from protocol.settings import configure
+from worker_proc import loop
+from worker_proc.loop import WorkerLoop
+from worker_proc.shim import WorkerShim
+
+FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
+OWN_EPOCH = 5
+PID = 1234
+TIMEOUT_S = 10.0
+
+
+class FakeRunner:
+    """Counts what it is told to do; raises where a test says so."""
+
+    facts = FACTS
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+        self.error: Exception | None = None
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if self.error is not None:
+            raise self.error
+        return ModelRunnerOutput(step.step_id, [7])
+
+
+def step(step_id: int) -> SchedulerOutput:
+    return SchedulerOutput(step_id, [], CachedRequestData(), {}, 0, [], [])
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def shim(runner: FakeRunner) -> WorkerShim:
+    return WorkerShim(runner, 0, PID, OWN_EPOCH)
+
+
+def test_hello_carries_the_own_epoch_until_an_adoption(shim: WorkerShim) -> None:
+    assert shim.hello() == WorkerHello(0, PID, FACTS)
+    assert shim.epoch == OWN_EPOCH
+    assert shim.on_message(9, Adopt(0)) is None
+    assert shim.epoch == 9
+    shim.end_adoption()
+    assert shim.epoch == OWN_EPOCH
+    assert shim.hello() == WorkerHello(0, PID, FACTS)
+
+
+def test_steps_are_obeyed_in_the_order_of_their_numbers(shim: WorkerShim) -> None:
+    shim.on_message(9, Adopt(3))
+    assert shim.on_message(9, step(3)) == ModelRunnerOutput(3, [7])
+    assert shim.on_message(9, step(4)) == ModelRunnerOutput(4, [7])
+    failed = shim.on_message(9, step(6))
+    assert failed == StepFailed(6, "ValueError: step 6 came instead of 5")
+    assert isinstance(shim.failure, ValueError)
+
+
+def test_only_rank_0_replies_with_tokens_and_every_rank_with_failures(runner: FakeRunner) -> None:
+    shim = WorkerShim(runner, 1, PID, OWN_EPOCH)
+    shim.on_message(9, Adopt(0))
+    assert shim.on_message(9, step(0)) is None
+    runner.error = RuntimeError("x" * 10_000)
+    reply = shim.on_message(9, step(1))
+    assert isinstance(reply, StepFailed)
+    assert len(reply.error) == 4096
+    assert shim.failure is runner.error
+
+
+@pytest.mark.parametrize("epoch", [OWN_EPOCH, 8, 10])
+def test_steps_of_another_epoch_are_dropped_and_counted(shim: WorkerShim, epoch: int) -> None:
+    assert shim.on_message(epoch, step(0)) is None
+    shim.on_message(9, Adopt(0))
+    assert shim.on_message(epoch, step(0)) is None
+    assert shim.num_fenced_frames == 2
+    assert shim.on_message(9, step(0)) == ModelRunnerOutput(0, [7])
+
+
+def test_an_adoption_forgets_everything_and_each_one_must_be_newer(
+    shim: WorkerShim, runner: FakeRunner
+) -> None:
+    shim.on_message(OWN_EPOCH - 1, Adopt(0))
+    assert (shim.link_epoch, runner.num_resets) == (None, 0)
+    shim.on_message(9, Adopt(0))
+    shim.on_message(9, step(0))
+    for epoch in (8, 9):
+        shim.on_message(epoch, Adopt(7))
+    assert (shim.link_epoch, runner.num_resets, shim.num_fenced_frames) == (9, 1, 3)
+    shim.on_message(10, Adopt(7))
+    assert (shim.link_epoch, runner.num_resets) == (10, 2)
+    assert shim.on_message(10, step(7)) == ModelRunnerOutput(7, [7])
+
+
+def test_a_new_connection_may_belong_to_a_core_with_a_lower_link_epoch(shim: WorkerShim) -> None:
+    """Re-adoptions raised the old link's epoch; the successor counts from its own."""
+    shim.on_message(20, Adopt(0))
+    shim.end_adoption()
+    shim.on_message(6, Adopt(0))
+    assert shim.link_epoch == 6
+
+
+# The loop ------------------------------------------------------------------------------------
+
+
+class _Child(ChildProcess):
+    def __init__(self, run_dir: str) -> None:
+        arguments = argparse.Namespace(parent_fd=None, epoch=OWN_EPOCH, rank=0, listen_fd=None)
+        super().__init__(Role.WORKER, arguments, configure(model="null", run_dir=run_dir))
+        self.inbox: list[Drain | Stop] = []
+        self.num_drained = 0
+
+    def messages(self) -> list[Drain | Stop]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def drained(self) -> None:
+        self.num_drained += 1
+
+
+class Bench:
+    """A worker's loop and the core's socket, in turns."""
+
+    def __init__(self, run_dir: str, runner: FakeRunner) -> None:
+        self.child = _Child(run_dir)
+        self.core = self.bind()
+        self.loop = WorkerLoop(self.child, runner)
+        self.received: list[tuple[Received, WorkerToCore]] = []
+
+    def bind(self) -> RouterChannel:
+        return RouterChannel(
+            self.child.context, self.child.core_worker_address, HighWaterMark.WORKER_LINK
+        )
+
+    def close(self) -> None:
+        self.loop._core.close()
+        self.core.close()
+        self.child.context.term()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, "the condition has not come true"
+            assert self.loop.turn(5)
+            for received in self.core.drain(16):
+                self.received.append((received, decode_from_worker(received.body)))
+
+    @property
+    def hellos(self) -> list[Received]:
+        return [item for item, message in self.received if isinstance(message, WorkerHello)]
+
+    @property
+    def replies(self) -> list[WorkerToCore]:
+        return [item for _, item in self.received if not isinstance(item, WorkerHello)]
+
+    def send(self, epoch: int, message: CoreToWorker) -> None:
+        assert self.core.send(self.hellos[-1].peer, epoch, encode(message))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(loop, "HELLO_INTERVAL_S", 0.05)
+    running = Bench(str(tmp_path), runner)
+    yield running
+    running.close()
+
+
+def test_hello_is_said_until_somebody_adopts(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "troika.worker")
+    bench.until(lambda: len(bench.hellos) >= 3)
+    timeout_ms = bench.loop._poll_ms()
+    assert timeout_ms is not None
+    assert timeout_ms <= 51
+    assert {item.header.epoch for item in bench.hellos} == {OWN_EPOCH}
+    bench.send(9, step(0))
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: bench.replies)
+    assert bench.replies == [ModelRunnerOutput(0, [7])]
+    assert bench.received[-1][0].header.epoch == 9
+    assert "link epoch 9; 1 frames" in caplog.text
+
+
+def test_nothing_more_is_said_to_a_core_that_has_adopted(bench: Bench) -> None:
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: bench.replies)
+    assert bench.loop._poll_ms() is None
+    num_hellos = len(bench.hellos)
+    deadline = time.monotonic() + 0.12
+    bench.until(lambda: time.monotonic() > deadline)
+    assert len(bench.hellos) == num_hellos
+
+
+def test_the_next_core_is_greeted_and_adopts_under_any_epoch(bench: Bench) -> None:
+    bench.until(lambda: bench.hellos)
+    bench.send(20, Adopt(0))
+    bench.send(20, step(0))
+    bench.until(lambda: bench.replies)
+    bench.core.close()
+    bench.core = bench.bind()
+    before = len(bench.hellos)
+    bench.until(lambda: len(bench.hellos) > before)
+    bench.send(6, Adopt(4))
+    bench.send(6, step(4))
+    bench.until(lambda: ModelRunnerOutput(4, [7]) in bench.replies)
+
+
+def test_a_step_that_raises_is_reported_and_ends_the_loop(bench: Bench, runner: FakeRunner) -> None:
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    runner.error = RuntimeError("no memory")
+    bench.send(9, step(0))
+    with pytest.raises(RuntimeError, match="no memory"):
+        bench.until(lambda: False)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not bench.core.socket.poll(100):
+        assert time.monotonic() < deadline
+    [reply] = [decode_from_worker(item.body) for item in bench.core.drain(16)]
+    assert reply == StepFailed(0, "RuntimeError: no memory")
+
+
+def test_what_a_core_says_and_nobody_can_read_ends_the_loop(bench: Bench) -> None:
+    bench.until(lambda: bench.hellos)
+    bench.core.send(bench.hellos[-1].peer, 9, b"\xc1")
+    with pytest.raises(ProtocolError):
+        bench.until(lambda: False)
+
+
+def test_a_worker_is_drained_at_once_and_stops_when_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    bench.child.inbox.append(Drain())
+    bench.until(lambda: bench.child.num_drained)
+    bench.child.inbox.append(Stop())
+    bench.loop.run()
