@@ -242,3 +242,8 @@ class Bench:
     @property
     def state(self) -> EngineState:
         return self.engine.state
+
+
+def all_tokens(num_tokens: int) -> list[int]:
+    """What the first request gets."""
+    return [token_at(0, position) for position in range(num_tokens)]

@@ -67,7 +67,8 @@ def test_the_longest_request_is_introduced_within_half_a_frame(block_size: int) 
 
 
 def test_newcomers_wait_for_the_next_step_when_a_frame_holds_no_more() -> None:
-    scheduler = make_scheduler(600_000, 16, max_num_batched_tokens=2**20, max_num_seqs=64)
+    options = {"max_num_batched_tokens": 2**20, "long_prefill_token_threshold": 1000}
+    scheduler = make_scheduler(600_000, 16, max_num_seqs=64, **options)
     for req_id in range(40):
         scheduler.add_request(wide_request(req_id, 100_000))
     steps = []

@@ -1,0 +1,207 @@
+"""The core's loop and its workers over real sockets: deaths, misdeeds, successors."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from protocol.api_core import (
+    EngineState,
+)
+from protocol.channel import PeerGone, RouterChannel
+from protocol.core_worker import (
+    ModelRunnerOutput,
+    StepFailed,
+)
+from protocol.message import encode, pack_header
+from tests.core.loop_bench import Bench, FakeClient, WorkerEnd, all_tokens
+
+Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
+
+
+def wrong_step(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, ModelRunnerOutput(output.step_id + 1, output.sampled_token_ids))
+
+
+def wrong_count(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, ModelRunnerOutput(output.step_id, [*output.sampled_token_ids, 7]))
+
+
+def wrong_token(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.send(epoch, ModelRunnerOutput(output.step_id, [1000 for _ in output.sampled_token_ids]))
+
+
+def repeated(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    for _ in range(4):
+        worker.send(epoch, output)
+
+
+def unreadable_body(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    assert worker.channel.send(epoch, b"\xc1")
+
+
+def unreadable_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.channel.socket.send_multipart([b"header", encode(output)])
+
+
+def missing_part(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    worker.channel.socket.send_multipart([pack_header(epoch, 9)])
+
+
+@pytest.mark.parametrize(
+    "misdeed",
+    [
+        wrong_step,
+        wrong_count,
+        wrong_token,
+        repeated,
+        unreadable_body,
+        unreadable_header,
+        missing_part,
+    ],
+)
+def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_goes_on(
+    bench: Bench, misdeed: Misdeed
+) -> None:
+    worker, client = bench.worker(5), bench.client()
+    worker.answers = False
+    client.add(1, max_tokens=6)
+    bench.until(lambda: worker.unanswered)
+    misdeed(worker, *worker.compute())
+    bench.until(lambda: bench.state is EngineState.RECOVERING)
+    bench.until(lambda: worker.is_killed)
+    bench.worker(6)
+    client.finish(1)
+    assert client.tokens(1) == all_tokens(6)
+
+
+def test_a_worker_whose_step_failed_is_left_to_say_why(bench: Bench) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    epoch, step = worker.unanswered.pop()
+    worker.send(epoch, StepFailed(step.step_id, "out of memory"))
+    bench.until(lambda: bench.state is EngineState.RECOVERING)
+    assert not worker.is_killed
+
+
+def test_results_that_a_worker_sent_before_it_died_count(bench: Bench) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    client.add(1, max_tokens=1)
+    bench.until(lambda: worker.unanswered)
+    worker.answer_all()
+    worker.kill_process()
+    client.finish(1)
+
+
+def test_a_worker_and_a_client_may_die_together(bench: Bench) -> None:
+    """The worker's last results meet a client whose death is in the same poll."""
+    worker, client, other = bench.worker(5), FakeClient(bench), bench.client()
+    client.connect(client.start_process())
+    worker.answers = False
+    client.add(1)
+    other.add(2)
+    bench.until(lambda: bench.engine.stats().num_running_reqs == 2)
+    bench.until(lambda: len(worker.unanswered) >= 1)
+    worker.answer_all()
+    client.close()
+    worker.close()
+    bench.until(lambda: bench.engine.stats().num_running_reqs == 0)
+    bench.worker(6)
+    other.finish(2)
+    assert other.tokens(2) == all_tokens(4)
+
+
+def test_a_successor_may_report_while_its_predecessor_and_a_client_are_mourned(
+    bench: Bench,
+) -> None:
+    """Descriptors closed and opened in one turn share their numbers."""
+    worker, client, other = bench.worker(5), FakeClient(bench), bench.client()
+    client.connect(client.start_process())
+    worker.answers = False
+    other.add(2)
+    bench.until(lambda: worker.unanswered)
+    worker.kill_process()
+    client.kill_process()
+    successor = WorkerEnd(bench, 6)
+    successor.join()
+    other.finish(2)
+    assert not successor.is_killed
+    assert bench.state is EngineState.READY
+    before = len(other.statuses)
+    bench.until(lambda: len(other.statuses) > before)
+
+
+def test_a_predecessor_that_dies_late_is_nobodys_death(bench: Bench) -> None:
+    """And no poll is woken by it, again and again."""
+    old = bench.worker(5)
+    bench.worker(6)
+    old.close()
+    assert bench.loop._poller.poll(20) == []
+    assert bench.state is EngineState.READY
+
+
+def test_a_second_hello_raises_the_epoch_and_old_answers_are_fenced(bench: Bench) -> None:
+    """A connection lost between two living processes: the identity stays, the steps are gone."""
+    worker, client = bench.worker(5), bench.client()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    late = worker.compute()
+    worker.unanswered.clear()
+    worker.join()
+    assert worker.adopted == [5, 6]
+    worker.send(*late)
+    bench.until(lambda: bench.engine.stats().fenced_frames == 1)
+    worker.answers = True
+    client.finish(1)
+    assert client.tokens(1) == all_tokens(4)
+    assert not worker.is_killed
+
+
+def test_a_worker_that_is_gone_before_its_adoption_is_no_worker(bench: Bench) -> None:
+    worker = WorkerEnd(bench, 5)
+    worker.kill_process()
+    worker.hello()
+    client = bench.client()
+    before = len(client.statuses)
+    bench.until(lambda: len(client.statuses) > before)
+    assert bench.state is EngineState.STARTING
+    bench.worker(6)
+
+
+def test_an_adoption_that_cannot_be_sent_is_no_adoption(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "troika.core")
+
+    def send(channel: RouterChannel, peer: bytes, epoch: int, body: bytes) -> bool:
+        raise PeerGone
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RouterChannel, "send", send)
+        worker = WorkerEnd(bench, 5)
+        worker.hello()
+        bench.until(lambda: bench.state is EngineState.RECOVERING)
+    assert "adopted" not in caplog.text
+    worker.join()
+    assert "workers adopted, link epoch 6" in caplog.text
+
+
+def test_a_worker_that_reads_nothing_is_killed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, client = bench.worker(5), bench.client()
+
+    def send(channel: RouterChannel, peer: bytes, epoch: int, body: bytes) -> bool:
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RouterChannel, "send", send)
+        client.add(1)
+        bench.until(lambda: worker.is_killed)
+    assert bench.state is EngineState.RECOVERING
+    bench.worker(6)
+    client.finish(1)
