@@ -131,6 +131,24 @@ def test_connect_from_a_known_client_drops_its_requests_and_serves_it_anew(bench
     assert client.tokens(1) == []
 
 
+def test_connect_from_a_known_client_drops_what_it_was_still_to_be_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.loop._links[0], "send", lambda *_: False)
+        worker.answer_all()
+        bench.until(lambda: bench.engine.stats().generation_tokens)
+        client.send(0, Connect(0))
+        bench.until(lambda: not bench.engine.has_unfinished)
+    before = len(client.statuses)
+    bench.until(lambda: len(client.statuses) > before)
+    assert client.rows == []
+
+
 def test_connect_from_a_known_client_watches_the_process_that_it_names(bench: Bench) -> None:
     """The process that it named before may die: it is nobody's any more."""
     bench.worker().answers = False

@@ -12,7 +12,7 @@ from protocol.channel import MAX_FRAME_BYTES
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from protocol.message import encode
 from protocol.sampling import SamplingParams
-from tests.core.harness import Harness
+from tests.core.harness import PLAIN_TOKEN, Harness
 
 WIDE_ID = 2**31 - 1
 """Five bytes, the most that an id takes."""
@@ -142,14 +142,28 @@ def test_a_blocked_request_costs_no_search_until_something_is_freed(
 
 
 def test_a_blocked_request_is_admitted_as_soon_as_others_have_cached_enough_of_its_prefix() -> None:
-    """Nothing is freed for that: the blocks are shared."""
-    bench = Harness(blocks=13, caching=True, budget=16, max_model_len=256)
-    prompt = list(range(100, 196))
-    bench.add("a", prompt, max_tokens=40)
-    bench.add("b", [*prompt, 5], max_tokens=8)
-    first = [name for step in bench.steps(8) for name in step]
-    assert "b" in first
-    assert "a" not in bench.finished
+    """Nothing is freed for that: a block that is being filled becomes one that can be shared."""
+    bench = Harness(blocks=4, caching=True)
+    bench.add("a", list(range(100, 120)), max_tokens=13)
+    bench.add("b", [*range(100, 120), *[PLAIN_TOKEN] * 12, 99], max_tokens=4)
+    assert [list(granted) for granted in bench.steps(13)] == [["a"]] * 12 + [["a", "b"]]
+
+
+def test_a_blocked_request_that_comes_to_ask_for_less_is_admitted() -> None:
+    """Without a reservation for the whole prompt a smaller share may fit."""
+    bench = Harness(
+        blocks=4,
+        budget=64,
+        scheduler_reserve_full_isl=False,
+        long_prefill_token_threshold_adaptive=True,
+    )
+    bench.add("a", 17, max_tokens=8)
+    bench.step()
+    bench.add("b", 40, max_tokens=1)
+    assert bench.step() == {"a": 1}
+    bench.add("c", 40, max_tokens=1)
+    bench.add("d", 40, max_tokens=1)
+    assert bench.step() == {"a": 1, "b": 16}
 
 
 @pytest.mark.parametrize("seed", range(6))
