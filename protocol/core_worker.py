@@ -54,7 +54,8 @@ class WorkerHello(Message):
 class Adopt(Message):
     """Core → worker: forget every request; the next step is `first_step_id`.
 
-    The header's epoch, the greatest of the core's and all workers', holds for the link from now on.
+    The header's epoch holds for the link from now on. It is at least the core's and every worker's,
+    and greater than at any adoption before.
     """
 
     first_step_id: StepId

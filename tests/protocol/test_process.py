@@ -33,7 +33,7 @@ class Bench:
         assert isinstance(hello, Hello)
 
     def receive(self) -> Message:
-        assert self.link.socket.poll(TIMEOUT_S * 1000)
+        assert self.link.socket.poll(int(TIMEOUT_S * 1000))
         [received] = self.link.drain(1)
         self.peer = received.peer
         return decode_to_supervisor(received.body)
@@ -75,7 +75,7 @@ async def until_told(heard: list[Drain | Stop], count: int) -> None:
 
 def wait_for_commands(child: ChildProcess) -> None:
     assert child.lifecycle_socket is not None
-    assert child.lifecycle_socket.poll(TIMEOUT_S * 1000)
+    assert child.lifecycle_socket.poll(int(TIMEOUT_S * 1000))
 
 
 def test_whatever_is_said_looks_for_commands_too(
