@@ -69,14 +69,13 @@ class Scheduler:
             ValueError: a value is out of bounds; the text names the field and the bound.
         """
         self._max_batched = max_num_batched_tokens
-        self._budget = (
-            max_num_batched_tokens if max_num_scheduled_tokens is None else max_num_scheduled_tokens
-        )
+        budget = max_num_scheduled_tokens
+        self._budget = max_num_batched_tokens if budget is None else budget
         self.max_num_running = max_num_seqs if max_num_active_seqs is None else max_num_active_seqs
         _require("policy", policy in POLICIES, f"must be one of {', '.join(POLICIES)}")
-        _require("num_blocks", num_blocks >= 2, "must be at least 2")
+        for name, value in (("num_blocks", num_blocks), ("max_model_len", max_model_len)):
+            _require(name, value >= 2, "must be at least 2")
         _require("block_size", block_size >= 1, "must be at least 1")
-        _require("max_model_len", max_model_len >= 2, "must be at least 2")
         _require("max_num_seqs", self.max_num_running >= 1, "must be at least 1")
         _require("max_num_batched_tokens", self._budget >= 1, "must be at least 1")
         _require("long_prefill_token_threshold", long_prefill_token_threshold >= 0, "is negative")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from worker_proc.native.library import NATIVE_DTYPES, NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.packed_linear import PackedLinear
 
 NUM_TRIAL_ROWS = 5

@@ -26,7 +26,7 @@ from worker_proc.loader import LoadedModel, Progress, load_model
 from worker_proc.memory import available_cache_bytes
 from worker_proc.mirror import Mirror
 from worker_proc.native.build import start_building
-from worker_proc.native.library import NativeLibrary, load_library
+from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.packed_linear import can_pack, pack_linears
 from worker_proc.sampler import Sampler
 from worker_proc.self_check import check_forward, num_blocks_needed

@@ -97,5 +97,4 @@ def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: Engine
     assert set(statuses) == {b"400"}  # more tokens than the KV cache could ever hold
     assert len(gaps) >= 300
     assert p99(gaps) - p99(quiet) <= 20.0
-    # The loop itself never takes so long; on a busy machine it can be interrupted for as long.
-    assert slow_iterations(engine, 0.005) <= 2
+    assert slow_iterations(engine, 0.005) == 0

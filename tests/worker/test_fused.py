@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from worker_proc.fused import FusedMLP, FusedRMSNorm, fuse_modules
 from worker_proc.native.build import build, compiler
-from worker_proc.native.library import NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.packed_linear import can_pack
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

@@ -15,7 +15,7 @@ from worker_proc.inputs import pack_step
 from worker_proc.kv_tensors import KVTensors, zeros
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler, library_path
-from worker_proc.native.library import load_library
+from worker_proc.native.kernels import load_library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -9,7 +9,7 @@ import torch
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs
-from worker_proc.native.library import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
+from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
