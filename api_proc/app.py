@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from api_proc import info_routes, token_routes
+from api_proc import admin_routes, info_routes, token_routes
 from api_proc.chat import chat_completions
 from api_proc.completions import completions
 from api_proc.connection import KEEP_ALIVE_INTERVAL_S
@@ -32,6 +32,15 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/detokenize", token_routes.detokenize),
     ("GET", "/tokenizer_info", token_routes.tokenizer_info),
 )
+_ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/pause", admin_routes.pause),
+    ("POST", "/resume", admin_routes.resume),
+    ("GET", "/is_paused", admin_routes.is_paused),
+    ("POST", "/sleep", admin_routes.sleep),
+    ("POST", "/wake_up", admin_routes.resume),
+    ("GET", "/is_sleeping", admin_routes.is_sleeping),
+    ("POST", "/reset_prefix_cache", admin_routes.reset_prefix_cache),
+)
 
 
 def openai_app(
@@ -43,9 +52,10 @@ def openai_app(
         state: holds the client, which the host starts and closes.
         keep_alive_interval_s: silence of a stream after which a comment is sent.
     """
+    extra = _ADMIN_ROUTES if state.config.api.enable_admin_routes else ()
     routes: list[BaseRoute] = [
         Route(path, Endpoint(state, handler, keep_alive_interval_s), methods=[method])
-        for method, path, handler in _ROUTES
+        for method, path, handler in (*_ROUTES, *extra)
     ]
     app = Starlette(
         routes=routes,

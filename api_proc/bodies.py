@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from api_proc.errors import invalid, unsupported
+from protocol.api_core import Tenant
 from protocol.message import TokenId
 from protocol.sampling import (
     CacheSalt,
@@ -87,6 +88,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    user: Tenant | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Unsupported = UNSET
     guided_json: Unsupported = UNSET

@@ -62,6 +62,7 @@ class Generation:
             params,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            tenant=body.user or "",
         )
         detokenizer = self._state.text.tokenizer.detokenizer(
             prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False

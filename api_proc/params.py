@@ -1,5 +1,7 @@
 """From a request body to resolved sampling parameters."""
 
+from bisect import bisect_right
+
 from api_proc.bodies import SamplingBody
 from api_proc.checkpoint import SamplingDefaults
 from api_proc.errors import ApiError, invalid
@@ -46,8 +48,9 @@ def nth_seed(seed: int, i: int) -> int:
 
 def room_for_output(facts: ModelFacts, num_prompt_tokens: int) -> int:
     """Tokens that can follow a prompt: what is left of the context, or of the whole KV cache."""
-    num_slots = (facts.num_gpu_blocks - 1) * facts.block_size
-    return min(facts.max_model_len, num_slots + 1) - num_prompt_tokens
+    lengths = range(1, facts.max_model_len)
+    num_slots = bisect_right(lengths, facts.num_gpu_blocks - 1, key=facts.num_blocks_for)
+    return num_slots + 1 - num_prompt_tokens  # the last token needs no slot
 
 
 def resolve_max_tokens(

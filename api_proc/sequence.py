@@ -5,8 +5,8 @@ from typing import NamedTuple
 from api_proc.detokenizer import Detokenizer
 from api_proc.stop import StopMatcher
 from protocol.api_core import RequestOutput
-from protocol.client import RequestStream
 from protocol.core_worker import TokenLogprobs
+from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason
 
 

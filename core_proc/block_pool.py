@@ -6,6 +6,8 @@ front, cached ones to the end, so cached contents live as long as there is anyth
 
 from collections.abc import Sequence
 
+from core_proc.event_recorder import EventRecorder
+
 NULL_BLOCK = 0
 """Never handed out: padding for block tables in the worker, and the ring's anchor here."""
 
@@ -13,13 +15,14 @@ NULL_BLOCK = 0
 class BlockPool:
     """Reference counts, the free queue and the map from content hash to blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
-        """Create `num_blocks` blocks, the null block included."""
+    def __init__(self, num_blocks: int, recorder: EventRecorder | None = None) -> None:
+        """Create `num_blocks` blocks, the null block included; a recorder is told what goes."""
         assert num_blocks >= 2, f"num_blocks {num_blocks} must be at least 2"
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.num_frees = 0
         """Calls of `free` so far: while it stands still, free blocks only become fewer."""
+        self._recorder = recorder
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks_of: dict[bytes, list[int]] = {}
@@ -90,12 +93,14 @@ class BlockPool:
         blocks = self._blocks_of.get(block_hash)
         return blocks[0] if blocks else None
 
-    def remember(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block's content known to the cache."""
+    def remember(self, block_id: int, block_hash: bytes) -> bool:
+        """Make a full block's content known to the cache; returns whether it is new there."""
         assert self._hashes[block_id] is None
         assert self._ref_counts[block_id] > 0
         self._hashes[block_id] = block_hash
-        self._blocks_of.setdefault(block_hash, []).append(block_id)
+        blocks = self._blocks_of.setdefault(block_hash, [])
+        blocks.append(block_id)
+        return len(blocks) == 1
 
     def forget(self, block_id: int) -> None:
         """Take a block's content out of the cache."""
@@ -106,9 +111,13 @@ class BlockPool:
         blocks.remove(block_id)
         if not blocks:
             del self._blocks_of[block_hash]
+            if self._recorder is not None:
+                self._recorder.removed(block_hash)
 
     def forget_all(self) -> None:
         """Empty the cache; references stay."""
+        if self._recorder is not None:
+            self._recorder.cleared()
         self._blocks_of.clear()
         self._hashes = [None] * self.num_blocks
 

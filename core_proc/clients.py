@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Iterable
 
 from core_proc.engine import EngineCore
+from core_proc.event_log import EventLog
 from core_proc.watch import DeathWatch
 from protocol.api_core import (
     AbortRequests,
     AddRequest,
     ClientToCore,
     Connect,
+    Control,
     CoreToClient,
     ErrorCode,
     Refused,
@@ -24,6 +26,7 @@ from protocol.api_core import (
     decode_from_client,
 )
 from protocol.channel import MAX_FRAME_BYTES, PeerGone, Received, RouterChannel
+from protocol.kv_events import KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import ProtocolError, encode
 
 DRAIN_LIMIT = 64
@@ -45,12 +48,13 @@ class Clients:
         self._engine = engine
         self._epoch = epoch
         self._outboxes: dict[bytes, deque[bytes]] = {}
+        self._events = EventLog(epoch, engine.snapshot_kv_events)
         self._num_bad_frames_told = 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether any client has not taken all that it was told."""
-        return any(self._outboxes.values())
+        """Whether any client has not taken all that it was told, or is yet to be told more."""
+        return any(self._outboxes.values()) or bool(self._events.waiting())
 
     def drain(self) -> None:
         """Obey what has arrived, a bounded part of it, and send what could not be sent before."""
@@ -86,12 +90,26 @@ class Clients:
                 self.tell(peer, refused)
         elif isinstance(message, AbortRequests):
             self._engine.abort(peer, message.request_ids)
+        elif isinstance(message, Control):
+            self._engine.control(peer, message)
+        elif isinstance(message, SubscribeKVEvents):
+            self._subscribe(peer, message)
+        elif isinstance(message, UnsubscribeKVEvents):
+            self._events.unsubscribe(peer)
+
+    def _subscribe(self, peer: bytes, message: SubscribeKVEvents) -> None:
+        if self._engine.has_kv_events:
+            self._events.append(self._engine.take_kv_events())  # a snapshot has them too
+            self._events.subscribe(peer, message.next_seq)
+        else:
+            self.tell(peer, KVEventsRefused("the engine was started without enable_kv_events"))
 
     def _on_connect(self, peer: bytes, message: Connect) -> None:
         """A peer that was known has lost something on the way, and will send all of it again."""
         num_aborted = self._engine.drop_client(peer)
         if num_aborted:
             log.info("client begins anew: %d requests aborted", num_aborted)
+        self._events.unsubscribe(peer)
         self._outboxes[peer] = deque()
         self._watch.add(peer, message.pid)
         self.tell(peer, self._engine.status())
@@ -106,8 +124,19 @@ class Clients:
             return
         self._watch.remove(peer)
         self._link.forget(peer)
+        self._events.unsubscribe(peer)
         num_aborted = self._engine.drop_client(peer)
         log.info("client %s: %d requests aborted", why, num_aborted)
+
+    def tell_news(self) -> None:
+        """Tell what this turn has brought beside outputs, and events to whoever keeps up."""
+        for peer, message in self._engine.take_mail():
+            self.tell(peer, message)
+        self._events.append(self._engine.take_kv_events())
+        for peer in self._events.waiting():
+            if not self._outboxes[peer]:
+                for batch in self._events.take_batches(peer):
+                    self.tell(peer, batch)
 
     def tell(self, peer: bytes, message: CoreToClient) -> None:
         """Send a message now or as soon as there is room; to a client that is gone, never."""

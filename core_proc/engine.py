@@ -5,16 +5,24 @@ checks and refuses, follows the workers' comings and goings, and turns a step's 
 client's outputs.
 """
 
+import logging
 from collections.abc import Iterable
 
+from core_proc.options import SchedulerOptions
+from core_proc.outputs import Client, Owner, output_row, owner_of, prompt_rows
+from core_proc.pausing import Pausing
 from core_proc.request import Request
-from core_proc.scheduler import Scheduler, StepResult
+from core_proc.scheduler import Scheduler
 from core_proc.stats import LoopHistogram
 from protocol.api_core import (
     AddRequest,
+    Control,
+    ControlDone,
+    CoreToClient,
     EngineState,
     EngineStats,
     ErrorCode,
+    PauseMode,
     Refused,
     RequestError,
     RequestOutput,
@@ -23,19 +31,12 @@ from protocol.api_core import (
     validate_request,
 )
 from protocol.config import EngineConfig
-from protocol.core_worker import (
-    ModelFacts,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    SchedulerOutput,
-)
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.kv_events import KVEvent
 
-Client = bytes
-"""Identity of a client's connection."""
+_MAX_TEXT = 4096
 
-
-_MAX_ENTRIES = 4096
-"""Prompt logprobs in one output: a prompt has any number of them, and a frame a largest size."""
+log = logging.getLogger("troika.core")
 
 
 class WorkerMisbehaved(Exception):
@@ -46,30 +47,19 @@ class FactsChanged(Exception):
     """A successor of the workers brings another model or another number of blocks."""
 
 
-class _Owner:
-    """What the engine keeps beside each request: whose it is and what was told already."""
-
-    __slots__ = ("client", "next_prompt_position", "request_id", "told_cached")
-
-    def __init__(self, client: Client, request_id: int) -> None:
-        self.client = client
-        self.request_id = request_id
-        self.told_cached = False
-        self.next_prompt_position = 0
-        """Of the first prompt logprob that was not told yet."""
-
-
 class EngineCore:
     """The state of one engine between its clients and its workers."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._scheduler: Scheduler | None = None
+        self._pausing: Pausing | None = None
         self._facts: ModelFacts | None = None
         self._has_workers = False
         self._draining = False
         self._ids: dict[Client, dict[int, int]] = {}
         self._next_req_id = 1
+        self._mail: list[tuple[Client, CoreToClient]] = []
         self.loop_histogram = LoopHistogram()
         self.num_fenced_frames = 0
         self.num_worker_restarts = 0
@@ -77,15 +67,22 @@ class EngineCore:
 
     # Workers ------------------------------------------------------------------------------------
 
-    def adopt_workers(self, facts: ModelFacts) -> int:
+    def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
         """Begin, or go on, with workers that know no request; returns their first step's id.
+
+        Args:
+            facts: of the model and its memory.
+            swap_cost_tokens: of `WorkerHello`; the first workers' holds for all.
 
         Raises:
             FactsChanged: they do not fit to what was promised to clients.
         """
         if self._facts is None:
             self._facts = facts
-            self._scheduler = self._new_scheduler(facts)
+            self._scheduler = Scheduler(self._options(facts, swap_cost_tokens))
+            self._pausing = Pausing(self._scheduler, self._tell)
+            if self._draining:
+                self._pausing.drain()
         elif facts != self._facts:
             raise FactsChanged(f"workers came back with {facts} instead of {self._facts}")
         else:
@@ -98,26 +95,39 @@ class EngineCore:
         """Take back everything dispatched: running requests wait, with their outputs kept."""
         if self._has_workers:
             assert self._scheduler is not None
+            assert self._pausing is not None
             self._scheduler.recompute_all()
+            self._pausing.workers_lost()
             self._has_workers = False
 
-    def _new_scheduler(self, facts: ModelFacts) -> Scheduler:
-        scheduler = self._config.scheduler
-        return Scheduler(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+    def _options(self, facts: ModelFacts, swap_cost_tokens: float) -> SchedulerOptions:
+        scheduler, cache = self._config.scheduler, self._config.cache
+        return SchedulerOptions(
             num_blocks=facts.num_gpu_blocks,
             block_size=facts.block_size,
+            kv_groups=tuple(facts.kv_groups),
+            num_host_blocks=facts.num_host_blocks,
+            swap_cost_tokens=swap_cost_tokens,
             max_model_len=facts.max_model_len,
-            policy=scheduler.scheduling_policy,
-            enable_prefix_caching=self._config.cache.enable_prefix_caching,
-            long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
-            watermark=scheduler.watermark,
-            scheduler_reserve_full_isl=scheduler.scheduler_reserve_full_isl,
-            enable_chunked_prefill=scheduler.enable_chunked_prefill,
+            eos_token_ids=tuple(facts.eos_token_ids),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens,
-            eos_token_ids=facts.eos_token_ids,
             max_steps_in_flight=scheduler.max_steps_in_flight,
+            enable_chunked_prefill=scheduler.enable_chunked_prefill,
+            long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=scheduler.long_prefill_token_threshold_adaptive,
+            max_num_partial_prefills=scheduler.max_num_partial_prefills,
+            max_long_partial_prefills=scheduler.max_long_partial_prefills,
+            elastic_token_budget=scheduler.elastic_token_budget,
+            policy=scheduler.scheduling_policy,
+            tenant_weights=scheduler.tenant_weights,
+            preempt_for_priority=scheduler.preempt_for_priority,
+            victim_choice=scheduler.victim_choice,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            enable_kv_events=cache.enable_kv_events,
+            scheduler_reserve_full_isl=scheduler.scheduler_reserve_full_isl,
+            watermark=scheduler.watermark,
         )
 
     # Clients ------------------------------------------------------------------------------------
@@ -138,7 +148,8 @@ class EngineCore:
             priority=add.priority,
             arrival_time=add.arrival_time,
             cache_salt=add.cache_salt,
-            owner=_Owner(client, add.request_id),
+            tenant=add.tenant,
+            owner=Owner(client, add.request_id),
         )
         try:
             self._scheduler.add_request(request)
@@ -170,6 +181,8 @@ class EngineCore:
         num_open = len(ids)
         for request_id in list(ids):
             self._abort(ids, request_id)
+        if self._pausing is not None:
+            self._pausing.forget(client)
         return num_open
 
     def _abort(self, ids: dict[int, int], request_id: int) -> None:
@@ -179,8 +192,25 @@ class EngineCore:
             self._scheduler.abort_request(req_id)
 
     def drain(self) -> None:
-        """Refuse new requests from here on; accepted ones are finished."""
+        """Refuse new requests from here on; accepted ones are finished, which ends any pause."""
         self._draining = True
+        if self._pausing is not None:
+            self._pausing.drain()
+
+    def control(self, client: Client, control: Control) -> None:
+        """Obey what concerns the whole engine; the answer comes with the mail."""
+        if self._pausing is None:
+            self._tell(client, ControlDone(control.number, ok=False, pause_mode=self.pause_mode))
+        else:
+            self._pausing.obey(client, control)
+
+    def _tell(self, client: Client, message: CoreToClient) -> None:
+        self._mail.append((client, message))
+
+    def take_mail(self) -> list[tuple[Client, CoreToClient]]:
+        """What clients are to be told besides outputs; to be asked for in every turn."""
+        mail, self._mail = self._mail, []
+        return mail
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -192,7 +222,18 @@ class EngineCore:
         step = self._scheduler.schedule()
         if step is not None:
             self._num_steps += 1
+        self._tell_failures()
         return step
+
+    @property
+    def is_sleep_due(self) -> bool:
+        """Whether the workers are to be told to sleep; ask when there is no step to schedule."""
+        return self._has_workers and self._pausing is not None and self._pausing.is_sleep_due
+
+    def sleep_sent(self) -> None:
+        """The workers were told to sleep."""
+        assert self._pausing is not None
+        self._pausing.sleep_sent()
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
         """Take in a step's results; returns what each client is to be told.
@@ -202,16 +243,52 @@ class EngineCore:
         """
         assert self._scheduler is not None
         self._check(output)
-        outputs: dict[Client, list[RequestOutput]] = {}
+        rows: dict[Client, list[RequestOutput]] = {}
         for part in output.prompt_logprobs:
-            self._tell_prompt(part, outputs)
+            request = self._scheduler.requests.get(part.req_id)
+            if request is None:
+                continue
+            try:
+                news = prompt_rows(request, part)
+            except Exception:
+                self._give_up(request)
+                continue
+            if news:
+                rows.setdefault(owner_of(request).client, []).extend(news)
         for result in self._scheduler.update_from_output(output):
-            owner = result.request.owner
-            assert isinstance(owner, _Owner)
-            outputs.setdefault(owner.client, []).append(self._to_output(result, owner, output))
+            owner = owner_of(result.request)
+            try:
+                row = output_row(result, output)
+            except Exception:
+                self._give_up(result.request)
+                continue
+            rows.setdefault(owner.client, []).append(row)
             if result.finish_reason is not None:
                 del self._ids[owner.client][owner.request_id]
-        return {client: StepOutputs(rows) for client, rows in outputs.items()}
+        self._tell_failures()
+        return {client: StepOutputs(news) for client, news in rows.items()}
+
+    def _give_up(self, request: Request) -> None:
+        """An error of ours in the outputs of one request ends that one, and nothing else."""
+        log.exception("outputs of request %d failed", request.req_id)
+        assert self._scheduler is not None
+        self._scheduler.abort_request(request.req_id)
+        self._refuse(request, "the request's output could not be built")
+
+    def _tell_failures(self) -> None:
+        assert self._scheduler is not None
+        for failure in self._scheduler.take_failures():
+            log.error("request %d failed: %s", failure.request.req_id, failure.error)
+            self._refuse(failure.request, failure.error)
+
+    def _refuse(self, request: Request, why: str) -> None:
+        """Tell whoever still waits for a request that nothing more will come."""
+        owner = owner_of(request)
+        ids = self._ids.get(owner.client, {})
+        if ids.get(owner.request_id) == request.req_id:
+            del ids[owner.request_id]
+            error = RequestError(ErrorCode.INTERNAL, why[:_MAX_TEXT])
+            self._tell(owner.client, Refused(owner.request_id, error))
 
     def _check(self, output: ModelRunnerOutput) -> None:
         """Compare all of an output with what is due, before any of it is believed."""
@@ -229,47 +306,20 @@ class EngineCore:
                 f"token id {max(token_ids)} is outside the vocabulary of {self._facts.vocab_size}"
             )
 
-    def _tell_prompt(
-        self, part: PromptLogprobs, outputs: dict[Client, list[RequestOutput]]
-    ) -> None:
-        """Pass on prompt logprobs that are new: a prompt computed again brings them again.
+    # The prefix cache ---------------------------------------------------------------------------
 
-        They go out before the first token, so a request with outputs has all of them.
-        """
-        assert self._scheduler is not None
-        request = self._scheduler.requests.get(part.req_id)
-        if request is None or request.num_output_tokens:
-            return
-        owner = request.owner
-        assert isinstance(owner, _Owner)
-        end = part.first_position + len(part.entries)
-        for first in range(max(owner.next_prompt_position, part.first_position), end, _MAX_ENTRIES):
-            index = first - part.first_position
-            entries = part.entries[index : index + _MAX_ENTRIES]
-            rows = outputs.setdefault(owner.client, [])
-            piece = PromptLogprobs(part.req_id, first, entries)
-            rows.append(RequestOutput(owner.request_id, 0, [], prompt_logprobs=[piece]))
-        owner.next_prompt_position = max(owner.next_prompt_position, end)
+    @property
+    def has_kv_events(self) -> bool:
+        """Whether it is recorded what happens to the prefix cache."""
+        return self._config.cache.enable_kv_events
 
-    def _to_output(
-        self, result: StepResult, owner: _Owner, output: ModelRunnerOutput
-    ) -> RequestOutput:
-        request, token_ids = result.request, result.new_token_ids
-        first_index = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
-        if owner.told_cached and not output.logprobs and result.finish_reason is None:
-            return RequestOutput(owner.request_id, first_index, token_ids)
-        num_cached = None if owner.told_cached else request.num_cached_tokens
-        owner.told_cached = True
-        logprobs = output.logprobs.get(request.req_id)
-        return RequestOutput(
-            owner.request_id,
-            first_index,
-            token_ids,
-            result.finish_reason,
-            result.stop_token_id,
-            num_cached,
-            None if logprobs is None else [logprobs],
-        )
+    def take_kv_events(self) -> list[KVEvent]:
+        """What has happened to the prefix cache since the last call."""
+        return [] if self._scheduler is None else self._scheduler.kv.take_events()
+
+    def snapshot_kv_events(self) -> list[KVEvent]:
+        """Events that tell an empty cache what is cached now."""
+        return [] if self._scheduler is None else self._scheduler.kv.snapshot_events()
 
     # Reports ------------------------------------------------------------------------------------
 
@@ -281,6 +331,16 @@ class EngineCore:
         if self._draining:
             return EngineState.DRAINING
         return EngineState.READY if self._has_workers else EngineState.RECOVERING
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """How much stands still."""
+        return PauseMode.RUNNING if self._pausing is None else self._pausing.mode
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine was told to sleep."""
+        return self._pausing is not None and self._pausing.is_sleeping
 
     @property
     def is_drained(self) -> bool:
@@ -315,4 +375,4 @@ class EngineCore:
 
     def status(self) -> Status:
         """What clients are told about once a second."""
-        return Status(self.state, self._facts, self.stats())
+        return Status(self.state, self._facts, self.stats(), self.pause_mode, self.is_sleeping)

@@ -1,18 +1,26 @@
 """KV cache manager: block tables that grow with the computed tokens, and the prefix cache.
 
 It answers whether something fits and never decides who should. A block is cached once it is full
-and its tokens are known, under a hash that chains over all tokens before it, so a hit on block i
-implies the whole prefix.
+and its tokens are known, under the hash of all tokens up to its end, so a hit on block i implies
+the whole prefix.
+
+Layers that see through a sliding window form groups of their own, with tables of their own out of
+the same pool: what their window has passed is given back, and a hit needs only what it still sees.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from core_proc.block_pool import BlockPool
+from core_proc.block_pool import NULL_BLOCK, BlockPool
+from core_proc.event_recorder import EventRecorder, group_key
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
+from protocol.core_worker import KVGroup
+from protocol.kv_events import KVEvent
 
-_HASH_BYTES = 16
+Tables = list[list[int]]
+"""Block ids, one list per KV group, all equally long."""
 
 
 class _Refusal(NamedTuple):
@@ -27,11 +35,14 @@ class _Refusal(NamedTuple):
 class KVCacheManager:
     """Gives blocks to requests and takes them back."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        """Manage `num_blocks` blocks (with the null block) of `block_size` tokens each."""
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, options: SchedulerOptions) -> None:
+        """Manage the pool that `options` describes."""
+        self.block_size = options.block_size
+        self.enable_prefix_caching = options.enable_prefix_caching
+        self._groups = options.kv_groups
+        self._has_windows = any(group.window is not None for group in options.kv_groups)
+        self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
+        self.pool = BlockPool(options.num_blocks, self._recorder)
         self._refusal: _Refusal | None = None
 
     @property
@@ -45,38 +56,137 @@ class KVCacheManager:
         return 1.0 - self.pool.num_free / self.pool.num_usable
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill, the last one perhaps in part."""
+        """Blocks that so many tokens fill in one table, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether an otherwise empty cache holds so many tokens."""
-        return self.num_blocks_for(num_tokens) <= self.pool.num_usable
+        """Whether an otherwise empty cache is enough to compute so many tokens of one request."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self._groups)
+        return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
+
+    # The prefix cache ---------------------------------------------------------------------------
 
     def may_read_cache(self, request: Request) -> bool:
         """Whether the request profits from hits; for prompt logprobs all must be computed."""
         return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
-    def find_cached_prefix(self, request: Request) -> list[int]:
-        """Find the cached blocks that hold the request's longest known prefix; changes nothing."""
+    def find_cached_prefix(self, request: Request) -> Tables:
+        """Find the longest known prefix of the request that is cached; changes nothing.
+
+        Returns:
+            The leading entries of its tables, as many for every group; NULL_BLOCK where a window
+            has passed.
+        """
         if not self.may_read_cache(request):
-            return []
-        hits: list[int] = []
+            return [[] for _ in self._groups]
         self._extend_hashes(request, request.num_tokens // self.block_size)
-        for block_hash in request.block_hashes:
-            block_id = self.pool.cached_block(block_hash)
+        limit = len(request.block_hashes)
+        while True:
+            hits = [self._hits(request, index, limit) for index in range(len(self._groups))]
+            shortest = min(map(len, hits))
+            if shortest == limit or len(hits) == 1:
+                return hits
+            limit = shortest
+
+    def _hits(self, request: Request, group: int, limit: int) -> list[int]:
+        """Find one group's longest hit of at most `limit` blocks."""
+        if self._groups[group].window is not None:
+            return self._hits_in_window(request, group, limit)
+        hits: list[int] = []
+        for block_hash in request.block_hashes[:limit]:
+            block_id = self.pool.cached_block(group_key(block_hash, group))
             if block_id is None:
                 break
             hits.append(block_id)
         return hits
 
+    def _hits_in_window(self, request: Request, group: int, limit: int) -> list[int]:
+        """Search from the right for a run of blocks that fills the window."""
+        window = self._groups[group].window
+        run: list[int] = []
+        end = limit
+        for index in range(limit - 1, -1, -1):
+            if index < self._first_seen(window, min(end * self.block_size, request.num_tokens - 1)):
+                break
+            block_id = self.pool.cached_block(group_key(request.block_hashes[index], group))
+            if block_id is None:
+                end, run = index, []
+            else:
+                run.append(block_id)
+        return [NULL_BLOCK] * (end - len(run)) + run[::-1]
+
+    def _first_seen(self, window: int | None, num_computed: int) -> int:
+        """First entry of a table that tokens from position `num_computed` on attend to."""
+        return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached contents; refused (False) while any block is held."""
+        if self.pool.num_free != self.pool.num_usable:
+            return False
+        self.pool.forget_all()
+        self._refusal = None
+        return True
+
+    def num_common_prefix_blocks(self, running: Sequence[Request]) -> int:
+        """Leading blocks that all running requests share; 0 where a window could pass them."""
+        if not running or self._has_windows:
+            return 0
+        count = 0
+        for block_id in running[0].block_tables[0]:
+            if self.pool.ref_count(block_id) != len(running):
+                break
+            count += 1
+        return count
+
+    def take_events(self) -> list[KVEvent]:
+        """Return what has happened to the cache since the last call, if that is recorded."""
+        return [] if self._recorder is None else self._recorder.take()
+
+    def snapshot_events(self) -> list[KVEvent]:
+        """Return events that tell an empty cache all that is cached now."""
+        return [] if self._recorder is None else self._recorder.snapshot()
+
+    # Blocks -------------------------------------------------------------------------------------
+
+    def num_missing_blocks(
+        self, hits: Tables, start: int, num_tokens: int, num_reserved: int
+    ) -> int:
+        """Count the free blocks that `admit` would lack; below 0: that it would leave."""
+        is_free = self.pool.is_free
+        num_wanted = 0
+        for group, table in zip(self._groups, hits, strict=True):
+            first_new = self._first_new(group, table, start)
+            num_new = self.num_blocks_for(num_tokens) - first_new
+            num_reserve = self.num_blocks_for(max(num_tokens, num_reserved)) - first_new
+            live = _live(table)
+            if group.max_blocks is not None:
+                num_reserve = max(num_new, min(num_reserve, group.max_blocks - len(live)))
+            # A hit that nobody holds lies in the free queue and is used up just like a new block.
+            num_wanted += num_reserve + sum(map(is_free, live))
+        return num_wanted - self.pool.num_free
+
+    def _first_new(self, group: KVGroup, hits: list[int], start: int) -> int:
+        """First entry of a new table that needs a block of its own, if computing begins there."""
+        return max(len(hits), self._first_seen(group.window, start))
+
     def admit(
-        self, request: Request, hits: list[int], num_tokens: int, num_reserved: int, headroom: int
+        self,
+        request: Request,
+        hits: Tables,
+        *,
+        start: int,
+        num_tokens: int,
+        num_reserved: int = 0,
+        headroom: int = 0,
     ) -> bool:
         """Give a request without blocks its first ones, if they fit.
 
         Args:
             request: Holds no blocks yet.
             hits: What `find_cached_prefix` returned for it, in this very step.
+            start: Position of the first token that is going to be computed. The KV between the
+                hits and it comes from elsewhere, before this step computes.
             num_tokens: Tokens that need slots now.
             num_reserved: Tokens that must fit too, though their blocks are not taken yet.
             headroom: Blocks that must stay free besides.
@@ -84,21 +194,35 @@ class KVCacheManager:
         Returns:
             Whether it fitted; if not, nothing changed.
         """
-        assert not request.block_ids
-        pool = self.pool
-        # A hit that nobody holds lies in the free queue and is used up just like a new block.
-        num_free_hits = sum(map(pool.is_free, hits))
-        num_wanted = self.num_blocks_for(max(num_tokens, num_reserved)) - len(hits)
-        if num_wanted + num_free_hits + headroom > pool.num_free:
-            hashes = request.block_hashes
-            missing = hashes[len(hits)] if len(hits) < len(hashes) else None
-            self._refusal = _Refusal(request, pool.num_frees, missing)
+        assert not request.block_tables
+        if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
+            hashes, num_hit = request.block_hashes, len(hits[0])
+            missing = hashes[num_hit] if num_hit < len(hashes) else None
+            self._refusal = _Refusal(request, self.pool.num_frees, missing)
             return False
-        pool.touch(hits)
-        request.block_ids = hits + pool.allocate(self.num_blocks_for(num_tokens) - len(hits))
-        request.num_hashed_blocks = len(hits)
+        self._take(request, hits, start, num_tokens)
         self._remember_full_blocks(request, num_tokens)
         return True
+
+    def hold(self, request: Request, num_tokens: int) -> bool:
+        """Give a waiting request blocks that something else will fill, if they fit."""
+        no_hits: Tables = [[] for _ in self._groups]
+        if self.num_missing_blocks(no_hits, 0, num_tokens, 0) > 0:
+            return False
+        self._take(request, no_hits, 0, num_tokens)
+        return True
+
+    def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
+        """Build the tables: hits, what the windows have passed, and new blocks."""
+        for table in hits:
+            self.pool.touch(_live(table))
+        num_entries = self.num_blocks_for(num_tokens)
+        for group, table in zip(self._groups, hits, strict=True):
+            first_new = self._first_new(group, table, start)
+            passed = [NULL_BLOCK] * (first_new - len(table))
+            new_ids = self.pool.allocate(max(0, num_entries - first_new))
+            request.block_tables.append(table + passed + new_ids)
+        request.num_hashed_blocks = len(hits[0])
 
     def still_refuses(self, request: Request) -> bool:
         """Whether `admit` has refused the request and would do so again: a look, not a search.
@@ -107,56 +231,88 @@ class KVCacheManager:
         provided that it asks for no fewer tokens and no less headroom.
         """
         refusal = self._refusal
-        if refusal is None or refusal.request is not request:
+        if refusal is None or refusal.request is not request or self._has_windows:
             return False
         if refusal.num_frees != self.pool.num_frees:
             return False
         missing = refusal.missing_hash
         return missing is None or self.pool.cached_block(missing) is None
 
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Extend the table to slots for `num_tokens`.
+    def grow(self, request: Request, num_tokens: int) -> Tables | None:
+        """Extend the tables to slots for `num_tokens`.
 
         Returns:
-            The new blocks' ids, perhaps none; None, with nothing changed, if they do not fit.
+            The new blocks, for every group; empty if there are none. None, with nothing taken, if
+            they do not fit.
         """
-        table = request.block_ids
-        num_new = -(-num_tokens // self.block_size) - len(table)
-        if num_new > self.pool.num_free:
-            return None
-        new_ids = self.pool.allocate(num_new) if num_new > 0 else []
-        table += new_ids
+        tables, pool = request.block_tables, self.pool
+        if self._has_windows:
+            self._free_passed(request)
+        new: Tables = []
+        num_new = -(-num_tokens // self.block_size) - len(tables[0])
+        if num_new > 0:
+            if num_new * len(tables) > pool.num_free:
+                return None
+            for table in tables:
+                new_ids = pool.allocate(num_new)
+                table.extend(new_ids)
+                new.append(new_ids)
         self._remember_full_blocks(request, num_tokens)
-        return new_ids
+        return new
+
+    def _free_passed(self, request: Request) -> None:
+        """Give back what no window reaches from the next token on.
+
+        Steps in flight may still read these blocks. That is safe: the worker runs steps strictly
+        in order, so whoever gets a block next writes after them.
+        """
+        for group, table in zip(self._groups, request.block_tables, strict=True):
+            end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
+            first = end
+            while first > 0 and table[first - 1] != NULL_BLOCK:
+                first -= 1
+            if first < end:
+                self.pool.free(table[first:end])
+                table[first:end] = [NULL_BLOCK] * (end - first)
 
     def quiet_until(self, request: Request) -> int:
         """Number of computed tokens up to which single tokens need neither a block nor a hash."""
-        return len(request.block_ids) * self.block_size - self.enable_prefix_caching
+        return len(request.block_tables[0]) * self.block_size - self.enable_prefix_caching
+
+    def num_blocks_held(self, request: Request) -> int:
+        """Blocks that nobody else holds: what preempting the request would free."""
+        ref_count = self.pool.ref_count
+        return sum(ref_count(i) == 1 for table in request.block_tables for i in table)
+
+    def num_shared_blocks(self, request: Request) -> int:
+        """Blocks of the request's text that others hold too, and so keep cached."""
+        ref_count = self.pool.ref_count
+        return sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
 
     def forget_uncomputed(self, request: Request) -> None:
         """Drop the hashes of blocks that were to be filled by a step that will not be sent."""
         first = request.num_computed_tokens // self.block_size
-        for block_id in request.block_ids[first : request.num_hashed_blocks]:
-            self.pool.forget(block_id)
+        for table in request.block_tables:
+            for block_id in _live(table[first : request.num_hashed_blocks]):
+                self.pool.forget(block_id)
         request.num_hashed_blocks = min(first, request.num_hashed_blocks)
 
     def free(self, request: Request) -> None:
         """Take back all blocks; what full ones contain stays cached until they are reused.
 
-        Steps in flight may still write to these blocks. That is safe: the worker runs steps
-        strictly in order, so whoever gets a block next writes after them.
+        Steps in flight may still write to these blocks: see `_free_passed`.
         """
         self._remember_full_blocks(request, request.num_computed_tokens)
-        self.pool.free(request.block_ids)
-        request.block_ids = []
+        self.discard(request)
+
+    def discard(self, request: Request) -> None:
+        """Take back all blocks, and cache no more of them than was cached before."""
+        for table in request.block_tables:
+            self.pool.free(_live(table))
+        request.block_tables = []
         request.num_hashed_blocks = 0
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached contents; refused (False) while any block is held."""
-        if self.pool.num_free != self.pool.num_usable:
-            return False
-        self.pool.forget_all()
-        return True
+    # Hashes -------------------------------------------------------------------------------------
 
     def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the full blocks among the first tokens, as far as their ids are known.
@@ -166,47 +322,66 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        num_full = min(num_computed_tokens, len(request.token_ids)) // self.block_size
         first = request.num_hashed_blocks
         if num_full <= first:
             return
         self._extend_hashes(request, num_full)
+        hashes, tables = request.block_hashes, request.block_tables
         for index in range(first, num_full):
-            self.pool.remember(request.block_ids[index], request.block_hashes[index])
-        request.num_hashed_blocks = num_full
+            for group, table in enumerate(tables):
+                if table[index] != NULL_BLOCK:
+                    is_new = self.pool.remember(table[index], group_key(hashes[index], group))
+                    if is_new and self._recorder is not None:
+                        self._recorder.stored(request, index, group)
+            request.num_hashed_blocks = index + 1
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
-        """Extend the hash chain to `num_full` blocks: each hash covers its parent and the ids."""
+        """Extend the prefix hashes to `num_full` blocks."""
         hashes, size = request.block_hashes, self.block_size
-        if len(hashes) >= num_full:
+        first = len(hashes)
+        if first >= num_full:
             return
-        parent = hashes[-1] if hashes else _root(request.cache_salt)
-        for start in range(len(hashes) * size, num_full * size, size):
-            data = parent + request.token_ids[start : start + size].tobytes()
-            parent = hashlib.blake2b(data, digest_size=_HASH_BYTES).digest()
-            hashes.append(parent)
+        prefix = request.prefix_hash
+        if prefix is None:
+            prefix = request.prefix_hash = hashlib.sha256(_root(request))
+        num_bytes = size * request.token_ids.itemsize
+        data = memoryview(request.token_ids[first * size : num_full * size].tobytes())
+        for start in range(0, len(data), num_bytes):
+            prefix.update(data[start : start + num_bytes])
+            hashes.append(prefix.digest())
 
     def check_invariants(self, holders: Iterable[Request]) -> None:
         """Compare the pool with the tables of all requests that may hold blocks."""
         self.pool.check_invariants()
         counts: dict[int, int] = {}
         for request in holders:
-            table = request.block_ids
-            assert len(set(table)) == len(table)
-            assert request.num_hashed_blocks <= len(table)
-            for index, block_id in enumerate(table):
-                counts[block_id] = counts.get(block_id, 0) + 1
-                known = self.pool.hash_of(block_id)
-                if index < request.num_hashed_blocks:
-                    assert known == request.block_hashes[index]
-                else:
-                    assert known is None
-                    assert self.pool.ref_count(block_id) == 1
+            assert len({len(table) for table in request.block_tables}) == 1
+            for group, table in enumerate(request.block_tables):
+                live = _live(table)
+                assert len(set(live)) == len(live)
+                assert request.num_hashed_blocks <= len(table)
+                for index, block_id in enumerate(table):
+                    if block_id == NULL_BLOCK:
+                        assert self._groups[group].window is not None
+                        continue
+                    counts[block_id] = counts.get(block_id, 0) + 1
+                    known = self.pool.hash_of(block_id)
+                    if index < request.num_hashed_blocks:
+                        assert known == group_key(request.block_hashes[index], group)
+                    else:
+                        assert known is None
+                        assert self.pool.ref_count(block_id) == 1
         assert all(self.pool.ref_count(block_id) == count for block_id, count in counts.items())
         assert len(counts) + self.pool.num_free == self.pool.num_usable
 
 
-def _root(cache_salt: str) -> bytes:
-    """Start of all chains of one salt; `person` keeps salts apart from chained blocks."""
-    data = cache_salt.encode()
-    return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=b"cache_salt").digest()
+def _live(table: list[int]) -> list[int]:
+    """Return the blocks of a table without the places that a window has passed."""
+    return [block_id for block_id in table if block_id != NULL_BLOCK]
+
+
+def _root(request: Request) -> bytes:
+    """What a prefix depends on beside its tokens; no root is the beginning of another."""
+    salt = request.cache_salt.encode()
+    return request.adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt

@@ -17,7 +17,7 @@ from core_proc.stats import StatsLine
 from core_proc.watch import DeathWatch
 from core_proc.worker_link import WorkerLink
 from core_proc.workers import WorkerGroup
-from protocol.api_core import EngineState
+from protocol.api_core import EngineState, PauseMode
 from protocol.channel import HighWaterMark, RouterChannel
 from protocol.lifecycle import Drain, Stop
 from protocol.process import ChildProcess
@@ -54,7 +54,7 @@ class CoreLoop:
         now = time.monotonic()
         self._stats_line = StatsLine(child.config.run.log_stats_interval_s, now)
         self._next_status = now
-        self._told_state: EngineState | None = None
+        self._told_state: tuple[EngineState, PauseMode, bool] | None = None
         self._drained_told = False
         self._stopped = False
 
@@ -72,6 +72,7 @@ class CoreLoop:
         self._reclaim(ready)
         self._drain()
         self._workers.dispatch()
+        self._clients.tell_news()
         self._report()
         self._engine.loop_histogram.observe(time.perf_counter() - started)
 
@@ -103,15 +104,16 @@ class CoreLoop:
                 self._engine.drain()
 
     def _report(self) -> None:
-        if self._engine.is_drained and not self._drained_told:
+        engine = self._engine
+        if engine.is_drained and not self._drained_told:
             self._drained_told = True
             self._child.drained()
-        now, state = time.monotonic(), self._engine.state
-        if now < self._next_status and state is self._told_state:
+        now, state = time.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
+        if now < self._next_status and state == self._told_state:
             return
         self._next_status = now + STATUS_INTERVAL_S
         self._told_state = state
-        status = self._engine.status()
+        status = engine.status()
         self._clients.report(status)
         if self._stats_line.due(now):
             line = self._stats_line.render(status.stats, now)

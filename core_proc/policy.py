@@ -1,44 +1,57 @@
-"""Scheduling policies, and the waiting queue that they order.
+"""Scheduling policies: two keys and nothing else decide who comes first and who gives way.
 
-A policy is an ordering, not a loop: who waits in front, and who loses its blocks when memory runs
-out. To add one, write a class with `order` and `victim` and name it in `POLICIES`.
+To add one, subclass `Policy`, and name it in `POLICIES`.
 """
 
-import heapq
-import itertools
-from collections.abc import Sequence
-from typing import Any, Protocol
-
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 
-
-class Policy(Protocol):
-    """What the scheduler asks of a policy."""
-
-    def order(self, request: Request) -> tuple[Any, ...]:
-        """Sort key in the waiting queue, smallest first; must not change while it waits."""
-        ...
-
-    def victim(self, running: Sequence[Request]) -> Request:
-        """Who is preempted, given all that run (at least one)."""
-        ...
+Key = tuple[float, ...]
 
 
-class Fcfs:
+class Policy:
+    """What the scheduler asks of a policy; the hooks tell it what has happened."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        """Take what the policy needs of the options."""
+
+    def order(self, request: Request) -> Key:
+        """Place in the waiting queue, smallest first; constant while the request waits."""
+        raise NotImplementedError
+
+    def victim(self, request: Request) -> Key:
+        """Who is preempted when memory runs out: whoever has the greatest key of all that run."""
+        raise NotImplementedError
+
+    def rank(self, request: Request) -> int:
+        """Importance, lower is more: overrides all thought of what a preemption costs."""
+        return 0
+
+    def arrived(self, request: Request) -> None:
+        """A request enters, for the first time; its order is asked for next."""
+
+    def admitted(self, request: Request) -> None:
+        """A request begins to run, or runs again."""
+
+    def left(self, request: Request) -> None:
+        """A request has finished, for whatever reason."""
+
+
+class Fcfs(Policy):
     """First come, first served: the order is that of arrival at the scheduler.
 
     Whoever runs arrived before whoever waits, so a preempted request returns to the front.
     """
 
-    def order(self, request: Request) -> tuple[int]:
+    def order(self, request: Request) -> Key:
         return (request.arrival_index,)
 
-    def victim(self, running: Sequence[Request]) -> Request:
-        return running[-1]
+    def victim(self, request: Request) -> Key:
+        return (request.admission_index,)
 
 
-class Priority:
-    """Lower `priority` first, then earlier arrival. Waiting requests never preempt running ones.
+class Priority(Policy):
+    """Lower `priority` first, then earlier arrival.
 
     Among equal victims the first in `running` goes. As a resumed request runs last, two of them
     could take turns in evicting each other for ever; so after some rounds the ids decide.
@@ -46,64 +59,92 @@ class Priority:
 
     MAX_EVEN_PREEMPTIONS = 64
 
-    def order(self, request: Request) -> tuple[int, float, int]:
+    def order(self, request: Request) -> Key:
         return (request.priority, request.arrival_time, request.req_id)
 
-    def victim(self, running: Sequence[Request]) -> Request:
-        return max(running, key=self._victim_key)
-
-    def _victim_key(self, request: Request) -> tuple[int, float, int]:
+    def victim(self, request: Request) -> Key:
         tie_breaker = request.req_id if request.num_preemptions > self.MAX_EVEN_PREEMPTIONS else -1
         return (request.priority, request.arrival_time, tie_breaker)
 
+    def rank(self, request: Request) -> int:
+        return request.priority
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "priority": Priority}
 
+class ShortestPrefill(Policy):
+    """Fewest tokens left to compute first; whoever waits ages, so that long prompts get through.
 
-class WaitingQueue:
-    """Waiting and preempted requests in the policy's order.
-
-    A heap with lazy removal: an aborted request leaves at once, its heap entry when it surfaces or
-    when dead entries outnumber live ones. So neither abort nor look at the front depends on length.
+    A waiting request counts as shorter by `AGEING` for every token that anybody is granted. All
+    age alike, so the order of any two stays what it was when the later one came: the key is
+    constant. After 1 / AGEING times its own length of other work, nobody overtakes a request.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._tie_breaker = itertools.count()
-        self._heap: list[tuple[tuple[Any, ...], int, Request]] = []
-        self._entry_of: dict[Request, int] = {}
+    AGEING = 1 / 8
 
-    def __len__(self) -> int:
-        return len(self._entry_of)
+    def order(self, request: Request) -> Key:
+        swapped_out = request.swapped_out
+        num_computed = swapped_out.num_computed_tokens if swapped_out else 0
+        num_left = request.num_tokens - num_computed
+        return (num_left + self.AGEING * request.arrival_clock, request.arrival_index)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._entry_of
+    def victim(self, request: Request) -> Key:
+        return (request.num_tokens - request.num_computed_tokens, request.admission_index)
 
-    def push(self, request: Request) -> None:
-        """Enter a request at its place."""
-        assert request not in self._entry_of
-        entry = next(self._tie_breaker)
-        self._entry_of[request] = entry
-        heapq.heappush(self._heap, (self._policy.order(request), entry, request))
 
-    def front(self) -> Request | None:
-        """Return the request that is next, without taking it."""
-        heap = self._heap
-        while heap:
-            _, entry, request = heap[0]
-            if self._entry_of.get(request) == entry:
-                return request
-            heapq.heappop(heap)
-        return None
+class Fair(Policy):
+    """Each tenant gets tokens in proportion to its weight, however much it asks for.
 
-    def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands."""
-        del self._entry_of[request]
-        if len(self._heap) > 2 * len(self._entry_of) + 16:
-            self._heap = [row for row in self._heap if self._entry_of.get(row[2]) == row[1]]
-            heapq.heapify(self._heap)
+    Start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's requests follow each other on its
+    own line of virtual time, each as long as its tokens divided by the weight, and whoever starts
+    earliest is next. Outputs are charged when they are known, at the end. A tenant that was idle
+    begins at the present: it has saved nothing up.
+    """
 
-    def in_order(self) -> list[Request]:
-        """List all, front first (sorts: for tests and displays)."""
-        live = (row for row in self._heap if self._entry_of.get(row[2]) == row[1])
-        return [request for _, _, request in sorted(live, key=lambda row: row[:2])]
+    MIN_PRUNED = 1024
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self._weights = options.tenant_weights
+        self._line_ends: dict[str, float] = {}
+        self._now = 0.0
+        self._prune_at = self.MIN_PRUNED
+
+    def _charge(self, tenant: str, start: float, num_tokens: int) -> None:
+        self._line_ends[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
+        if len(self._line_ends) > self._prune_at:
+            self._line_ends = {t: end for t, end in self._line_ends.items() if end > self._now}
+            self._prune_at = max(self.MIN_PRUNED, 2 * len(self._line_ends))
+
+    def arrived(self, request: Request) -> None:
+        request.virtual_start = max(self._now, self._line_ends.get(request.tenant, 0.0))
+        self._charge(request.tenant, request.virtual_start, request.num_tokens)
+
+    def admitted(self, request: Request) -> None:
+        self._now = max(self._now, request.virtual_start)
+
+    def left(self, request: Request) -> None:
+        end = self._line_ends.get(request.tenant, self._now)
+        self._charge(request.tenant, end, request.num_output_tokens)
+
+    def order(self, request: Request) -> Key:
+        return (request.virtual_start, request.arrival_index)
+
+    def victim(self, request: Request) -> Key:
+        return (request.virtual_start, request.admission_index)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": Fcfs,
+    "priority": Priority,
+    "shortest": ShortestPrefill,
+    "fair": Fair,
+}
+
+
+def make_policy(options: SchedulerOptions) -> Policy:
+    """Build the policy that the options name.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if options.policy not in POLICIES:
+        raise ValueError(f"policy {options.policy!r} must be one of {', '.join(POLICIES)}")
+    return POLICIES[options.policy](options)

@@ -3,14 +3,27 @@
 import enum
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from protocol.sampling import FinishReason, SamplingParams
+
+
+class _Hash(Protocol):
+    """What hashlib returns."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
 
 
 class RequestStatus(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
+    """Keeps its place in the queue until its grammar is compiled."""
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    """Keeps its place, and holds the blocks that its KV is being loaded into."""
     RUNNING = "running"
     """Holds a sequence slot and KV blocks; the worker mirrors it."""
     PREEMPTED = "preempted"
@@ -29,34 +42,44 @@ FINISHED_STATUS = {
 }
 
 _FINISHED = frozenset(FINISHED_STATUS.values())
+_GIVEN_UP = frozenset({RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR})
+BLOCKED = frozenset({RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KV})
+"""Not to be admitted before something else has happened."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: frozenset(
-        {
-            RequestStatus.RUNNING,
-            RequestStatus.FINISHED_ABORTED,
-            RequestStatus.FINISHED_ERROR,
-        }
+    RequestStatus.WAITING: (
+        frozenset({RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV}) | _GIVEN_UP
     ),
+    RequestStatus.WAITING_FOR_GRAMMAR: frozenset({RequestStatus.WAITING}) | _GIVEN_UP,
+    RequestStatus.WAITING_FOR_REMOTE_KV: frozenset({RequestStatus.WAITING}) | _GIVEN_UP,
     RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED}) | _FINISHED,
     # A preempted request may still stop: a token of a step in flight arrives late.
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING}) | _FINISHED,
-    RequestStatus.FINISHED_STOPPED: frozenset(),
-    RequestStatus.FINISHED_LENGTH_CAPPED: frozenset(),
-    RequestStatus.FINISHED_ABORTED: frozenset(),
-    RequestStatus.FINISHED_ERROR: frozenset(),
+    **dict.fromkeys(_FINISHED, frozenset()),
 }
 """From each status to the ones that may follow it."""
+
+
+class SwappedOut(NamedTuple):
+    """KV of a preempted request that lies in host memory."""
+
+    num_computed_tokens: int
+    """Positions whose KV is there, as far as the windows still reach."""
+    host_tables: list[list[int]]
+    """One per KV group: the host's block, or NO_BLOCK, for each block of the table."""
 
 
 class Request:
     """One request, from its arrival until it finishes; compared by identity."""
 
     __slots__ = (
+        "adapter_id",
+        "admission_index",
+        "arrival_clock",
         "arrival_index",
         "arrival_time",
         "block_hashes",
-        "block_ids",
+        "block_tables",
         "cache_salt",
         "finish_reason",
         "max_num_tokens",
@@ -67,6 +90,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "owner",
+        "prefix_hash",
         "priority",
         "quiet_until",
         "req_id",
@@ -74,7 +98,10 @@ class Request:
         "status",
         "stop_token_id",
         "stop_token_ids",
+        "swapped_out",
+        "tenant",
         "token_ids",
+        "virtual_start",
     )
 
     def __init__(
@@ -87,6 +114,8 @@ class Request:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_salt: str = "",
+        adapter_id: int = 0,
+        tenant: str = "",
         owner: object = None,
     ) -> None:
         self.req_id = req_id
@@ -94,6 +123,9 @@ class Request:
         self.priority = priority
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
+        self.adapter_id = adapter_id
+        """Weights that its KV depends on, beside the model's own; 0: none."""
+        self.tenant = tenant
         self.owner = owner
         """Whoever asked: opaque to the scheduler."""
 
@@ -112,6 +144,12 @@ class Request:
         # The scheduler's.
         self.arrival_index = 0
         """Counts the requests in the order in which the scheduler got them."""
+        self.arrival_clock = 0
+        """Tokens that the scheduler had granted to anybody by then."""
+        self.virtual_start = 0.0
+        """Where it begins in the time of the fair policy."""
+        self.admission_index = 0
+        """Counts admissions: the running requests, and the worker's mirror, are in this order."""
         self.num_computed_tokens = 0
         """Positions whose KV exists once every step sent so far has run."""
         self.num_late_tokens = 0
@@ -124,12 +162,16 @@ class Request:
         """EOS, unless ignored, and the request's own stop tokens."""
 
         # The KV manager's.
-        self.block_ids: list[int] = []
-        """Block table: entry i holds the KV of positions from i x block_size on."""
+        self.block_tables: list[list[int]] = []
+        """One per KV group, all equally long; none while it holds no blocks. Entry i holds the KV
+        of positions from i x block_size on; NULL_BLOCK where the group's window has passed."""
         self.block_hashes: list[bytes] = []
-        """Hash chain over the known full blocks, extended when needed."""
+        """Entry i is the hash of all tokens up to the end of block i; extended when needed."""
+        self.prefix_hash: _Hash | None = None
+        """The running hash behind them."""
         self.num_hashed_blocks = 0
-        """Leading blocks of the table that the prefix cache knows."""
+        """Leading blocks of the tables that the prefix cache knows."""
+        self.swapped_out: SwappedOut | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -12,144 +12,35 @@ still pending. Steps run on the worker strictly in order, which makes it safe to
 once: whoever gets them next writes after the steps in flight.
 """
 
+import logging
 from collections import deque
-from collections.abc import Sequence
-from itertools import count
 
-import msgspec
-
-from core_proc.kv_cache import KVCacheManager
-from core_proc.policy import POLICIES, WaitingQueue
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
-from core_proc.step import ScheduledStep, longest_sequence
+from core_proc.results import StepResult
+from core_proc.roster import Roster
+from core_proc.step import ScheduledStep
+from protocol.api_core import PauseMode
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import FinishReason
 
-
-class StepResult(msgspec.Struct, gc=False):
-    """What one step brought to one request."""
-
-    request: Request
-    new_token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    """The request's own stop token that ended it; None for EOS and all other reasons."""
+log = logging.getLogger("troika.core")
 
 
-class Scheduler:
+class Scheduler(Roster):
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 2048,
-        num_blocks: int = 1024,
-        block_size: int = 16,
-        max_model_len: int = 4096,
-        policy: str = "fcfs",
-        enable_prefix_caching: bool = True,
-        long_prefill_token_threshold: int = 0,
-        long_prefill_token_threshold_adaptive: bool = False,
-        watermark: float = 0.0,
-        scheduler_reserve_full_isl: bool = True,
-        enable_chunked_prefill: bool = True,
-        max_num_scheduled_tokens: int | None = None,
-        max_num_active_seqs: int | None = None,
-        eos_token_ids: Sequence[int] = (),
-        max_steps_in_flight: int = 1,
-    ) -> None:
-        """Settings have the names that they have in `protocol.config`, facts those of `ModelFacts`.
-
-        `num_blocks` counts the null block. `max_num_active_seqs` replaces `max_num_seqs`, and an
-        adaptive threshold is at least a fair share of the step's tokens. Whatever
-        `max_model_len` says, no request outgrows what one step can introduce.
-
-        Raises:
-            ValueError: a value is out of bounds; the text names the field and the bound.
-        """
-        self._max_batched = max_num_batched_tokens
-        budget = max_num_scheduled_tokens
-        self._budget = max_num_batched_tokens if budget is None else budget
-        self.max_num_running = max_num_seqs if max_num_active_seqs is None else max_num_active_seqs
-        _require("policy", policy in POLICIES, f"must be one of {', '.join(POLICIES)}")
-        for name, value in (("num_blocks", num_blocks), ("max_model_len", max_model_len)):
-            _require(name, value >= 2, "must be at least 2")
-        _require("block_size", block_size >= 1, "must be at least 1")
-        _require("max_num_seqs", self.max_num_running >= 1, "must be at least 1")
-        _require("max_num_batched_tokens", self._budget >= 1, "must be at least 1")
-        _require("long_prefill_token_threshold", long_prefill_token_threshold >= 0, "is negative")
-        _require("watermark", 0.0 <= watermark < 1.0, "must be in [0, 1)")
-        _require("max_steps_in_flight", max_steps_in_flight >= 1, "must be at least 1")
-        self._max_model_len = min(max_model_len, longest_sequence(block_size))
-        self._threshold = long_prefill_token_threshold
-        self._adaptive_threshold = long_prefill_token_threshold_adaptive
-        self._chunked = enable_chunked_prefill
-        self._reserve_full = scheduler_reserve_full_isl
-        self._watermark_blocks = int(watermark * num_blocks)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self.max_steps_in_flight = max_steps_in_flight
+    def __init__(self, options: SchedulerOptions) -> None:
+        """Begin with an empty cache; errors as `Roster`."""
+        super().__init__(options)
+        self.options = options
+        self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
-
-        self._policy = POLICIES[policy]()
-        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
-        self.requests: dict[int, Request] = {}
-        """Every unfinished request by id."""
-        self.waiting = WaitingQueue(self._policy)
-        self.running: list[Request] = []
-        """In admission order; after each `schedule` that gave a step, the worker's mirror."""
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Step id and who samples, for every step whose output is due, oldest first."""
-        self._finished_req_ids: list[int] = []
-        """Left `running` for good, and the worker has not been told yet."""
-        self._arrivals = count()
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        """Of all requests admitted so far."""
-        self.num_generation_tokens = 0
-        self.num_prefix_queries = 0
-        """Tokens looked up in the prefix cache by requests when they were first admitted."""
-        self.num_prefix_hits = 0
-        """Tokens found there."""
+        self._watermark_blocks = int(options.watermark * options.num_blocks)
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request; with outputs (of an earlier life) it continues after them.
-
-        Raises:
-            ValueError: it could never be scheduled, or its id is taken. The text names the field.
-        """
-        _require("req_id", request.req_id not in self.requests, f"{request.req_id} is in use")
-        request.set_limits(self._max_model_len, self._eos_token_ids)
-        # The last token is delivered and never computed, so it needs no slot.
-        fits = self.kv.can_ever_fit(request.max_num_tokens - 1)
-        _require("max_tokens", fits, f"lets request {request.req_id} outgrow the whole KV cache")
-        request.arrival_index = next(self._arrivals)
-        self.requests[request.req_id] = request
-        self.waiting.push(request)
-
-    def abort_request(self, req_id: int) -> Request | None:
-        """End a request in whatever state; its blocks are free at once, late tokens are ignored.
-
-        Returns:
-            The request; None if the id is unknown, which includes finished requests.
-        """
-        request = self.requests.get(req_id)
-        if request is None:
-            return None
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        self._finish(request, FinishReason.ABORT)
-        return request
-
-    def _finish(self, request: Request, reason: FinishReason, stop: int | None = None) -> None:
-        """End a request; the caller takes it out of `running`."""
-        if request.status is RequestStatus.RUNNING:
-            self.kv.free(request)
-            self._finished_req_ids.append(request.req_id)
-        else:
-            self.waiting.remove(request)
-        request.finish(reason, stop)
-        del self.requests[request.req_id]
+    # A step -------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """Put the next step together.
@@ -158,29 +49,36 @@ class Scheduler:
             The message for the worker, which must be sent; it has no tokens if only notices are
             due. None if there is nothing to send, or `max_steps_in_flight` steps are out.
         """
-        if len(self.in_flight) >= self.max_steps_in_flight:
+        options, mode = self.options, self.pause_mode
+        if len(self.in_flight) >= options.max_steps_in_flight:
             return None
-        step = ScheduledStep(self._budget, self._effective_threshold())
+        budget = 0 if mode is PauseMode.PAUSED_ALL else options.token_budget
+        step = ScheduledStep(budget, self._threshold())
+        if options.preempt_for_priority and mode is PauseMode.RUNNING:
+            self._make_room()
         self._schedule_running(step)
-        if not step.preempted:
+        if mode is PauseMode.RUNNING and not step.ran_out_of_blocks:
             self._schedule_waiting(step)
+        if options.elastic_token_budget and mode is not PauseMode.PAUSED_ALL:
+            self._stretch(step)
         return self._send(step)
 
-    def _effective_threshold(self) -> int:
-        if self._adaptive_threshold and self.requests:
-            return max(self._threshold, self._max_batched // len(self.requests))
-        return self._threshold
+    def _threshold(self) -> int:
+        threshold = self.options.long_prefill_token_threshold
+        if self.options.long_prefill_token_threshold_adaptive and self.requests:
+            return max(threshold, self.options.max_num_batched_tokens // len(self.requests))
+        return threshold
 
     def _schedule_running(self, step: ScheduledStep) -> None:
         """Serve whoever runs, in order of admission.
 
         The inner loop runs once per request and step: in a steady decode it only moves a counter.
-        A preemption replaces `self.running`, and this loop goes on over the list it began with.
+        A preemption replaces `running`, and this loop goes on over the list it began with.
         """
         visits = iter(self.running)
         sampling = step.sampling
         budget = step.budget
-        for request in visits:
+        for request in visits if budget else ():
             computed = request.num_computed_tokens
             if computed < request.quiet_until:
                 request.num_computed_tokens = computed + 1
@@ -188,7 +86,10 @@ class Scheduler:
                 budget -= 1
             elif request.status is RequestStatus.RUNNING:
                 step.budget = budget
-                self._continue(request, step)
+                try:
+                    self._continue(request, step)
+                except Exception as error:
+                    self._fail(request, step, error)
                 budget = step.budget
             if budget == 0:
                 break
@@ -204,24 +105,32 @@ class Scheduler:
             # The pending token is its last.
             step.granted[request.req_id] = 0
             return
-        num_new = min(step.limit(request, max(request.num_tokens - computed, 1)), step.budget)
-        while (new_block_ids := self.kv.grow(request, computed + num_new)) is None:
-            victim = self._policy.victim(self.running)
+        num_new = request.num_tokens - computed
+        num_new = 1 if num_new <= 1 else min(step.limit(request, num_new), step.budget)
+        while not self._grow(request, num_new, step):
+            step.ran_out_of_blocks = True
+            victim = self.victims.choose(self.running)
             self._preempt(victim, step)
             if victim is request:
                 return
-        if new_block_ids:
-            step.grown[request.req_id] = new_block_ids
         self._grant(request, num_new, step)
+
+    def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> bool:
+        """Get the slots for more tokens of a running request, if there are any."""
+        new_blocks = self.kv.grow(request, request.num_computed_tokens + num_new)
+        if new_blocks:
+            step.add_blocks(request, new_blocks)
+        return new_blocks is not None
 
     def _grant(self, request: Request, num_new: int, step: ScheduledStep) -> None:
         """Move the computed tokens ahead; at the end of its tokens the request samples."""
-        step.budget -= num_new
-        step.granted[request.req_id] = num_new
+        step.grant(request, num_new)
         computed = request.num_computed_tokens = request.num_computed_tokens + num_new
         if computed >= request.num_tokens:
             step.sampling.append(request)
             request.quiet_until = min(self.kv.quiet_until(request), request.max_num_tokens - 1)
+        if self.partial_prefills.is_limited:
+            self.partial_prefills.follow(request)
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> None:
         """Take the blocks of a running request, and what this step had granted to it."""
@@ -229,78 +138,124 @@ class Scheduler:
         if withdrawn:
             victim.num_computed_tokens -= withdrawn
             self.kv.forget_uncomputed(victim)
-        victim.num_late_tokens = victim.num_pending_tokens
-        self.running = [request for request in self.running if request is not victim]
-        self._requeue(victim)
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        step.preempted.append(victim)
-
-    def _requeue(self, request: Request) -> None:
-        """Send a running request back to wait; all its tokens will be computed again."""
-        self.kv.free(request)
-        request.become(RequestStatus.PREEMPTED)
-        request.num_computed_tokens = 0
-        request.quiet_until = 0
-        self.waiting.push(request)
+        self.preempt(victim)
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit from the front of the queue until something is used up."""
-        while step.budget > 0 and len(self.running) < self.max_num_running:
-            request = self.waiting.front()
-            # While it is owed late tokens, a preempted request does not know where it continues.
-            if request is None or request.num_late_tokens or not self._admit(request, step):
+        while step.budget > 0 and len(self.running) < self.options.max_num_running:
+            request = self._front()
+            if request is None:
                 return
+            try:
+                if not self._admit(request, step):
+                    return
+            except Exception as error:
+                self._fail(request, step, error)
+
+    def _front(self) -> Request | None:
+        """Return who would be admitted next.
+
+        While it is owed late tokens, a preempted request does not know where it continues, and
+        all others wait for it.
+        """
+        request = self.waiting.front(with_long=self.partial_prefills.has_room_for_long)
+        return None if request is None or request.num_late_tokens else request
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Let a waiting request run, if tokens and blocks suffice."""
-        num_blocks = self.kv.num_blocks_for(request.num_tokens)
-        is_refused = self._reserve_full and self.kv.still_refuses(request)
+        options = self.options
+        num_blocks = self.kv.num_blocks_for(request.num_tokens) * len(options.kv_groups)
+        is_refused = options.scheduler_reserve_full_isl and self.kv.still_refuses(request)
         if is_refused or not step.can_introduce(request, num_blocks):
             return False
         hits = self.kv.find_cached_prefix(request)
-        num_cached = len(hits) * self.kv.block_size
+        num_cached = len(hits[0]) * self.kv.block_size
+        swapped_out = request.swapped_out
+        if swapped_out is not None:
+            num_cached = max(num_cached, swapped_out.num_computed_tokens)
         # At least one token is computed, for the logits; if the cache has it too, its KV stays.
         computed = min(num_cached, request.num_tokens - 1)
-        num_new = step.limit(request, request.num_tokens - computed)
-        if num_new > step.budget:
-            # Without chunking it waits for a step that holds all of it; if none can, it is cut.
-            if not self._chunked and step.budget < self._budget:
-                return False
-            num_new = step.budget
-        num_tokens = computed + num_new
-        num_reserved = request.num_tokens if self._reserve_full else num_tokens
-        headroom = self._watermark_blocks if self.running else 0
-        if not self.kv.admit(request, hits, num_tokens, num_reserved, headroom):
-            assert self.running, f"request {request.req_id} does not fit into an empty cache"
+        num_new = self._first_chunk(request, request.num_tokens - computed, step)
+        if num_new == 0 or not self.kv.admit(
+            request,
+            hits,
+            start=computed,
+            num_tokens=computed + num_new,
+            num_reserved=request.num_tokens if options.scheduler_reserve_full_isl else 0,
+            headroom=self._watermark_blocks if self.running else 0,
+        ):
             return False
-        self._start(request, computed)
-        step.introduce(request, num_cached)
+        if swapped_out is not None:
+            self.swapper.bring_in(request, len(hits[0]))
+        # Whatever could fail for this request alone has been done by the time that it runs.
+        self.policy.admitted(request)
+        step.introduce(request, computed, num_cached)
+        self.start(request, computed)
         self._grant(request, num_new, step)
         return True
 
-    def _start(self, request: Request, num_computed: int) -> None:
-        """Move a request from `waiting` to `running`."""
-        self.waiting.remove(request)
-        request.become(RequestStatus.RUNNING)
-        self.running.append(request)
-        request.num_computed_tokens = num_computed
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
-            self.num_prompt_tokens += request.num_prompt_tokens
-            if self.kv.may_read_cache(request):
-                self.num_prefix_queries += request.num_tokens
-                self.num_prefix_hits += num_computed
+    def _first_chunk(self, request: Request, num_left: int, step: ScheduledStep) -> int:
+        """Tokens that a request may begin with in this step; 0: it must wait."""
+        num_new = step.limit(request, num_left)
+        if num_new > step.budget:
+            # Without chunking it waits for a step that holds all of it; if none can, it is cut.
+            if not self.options.enable_chunked_prefill and step.num_tokens > 0:
+                return 0
+            num_new = step.budget
+        if num_new < num_left and not self.partial_prefills.has_room:
+            return 0
+        return num_new
+
+    def _make_room(self) -> None:
+        """Preempt less important requests for the one that waits in front, if that helps it."""
+        request = self._front()
+        if request is None:
+            return
+        rank = self.policy.rank(request)
+        lesser = [other for other in self.running if self.policy.rank(other) > rank]
+        if not lesser:
+            return
+        hits, size = self.kv.find_cached_prefix(request), request.num_tokens
+        num_gained = sum(map(self.kv.num_blocks_held, lesser))
+        if self.kv.num_missing_blocks(hits, 0, size, size) > num_gained:
+            return
+        while lesser and (
+            len(self.running) >= self.options.max_num_running
+            or self.kv.num_missing_blocks(hits, 0, size, size) > 0
+        ):
+            victim = self.victims.choose(lesser)
+            lesser.remove(victim)
+            self.preempt(victim)
+
+    def _stretch(self, step: ScheduledStep) -> None:
+        """While nobody waits, give what the step has left to prompts that it has cut."""
+        if self.waiting.front() is not None or step.ran_out_of_blocks:
+            return
+        step.extend(self.options.max_num_batched_tokens - self.options.token_budget)
+        for request in self.running:
+            num_left = request.num_tokens - request.num_computed_tokens
+            if num_left > 0 and step.budget > 0:
+                num_new = min(step.limit(request, num_left), step.budget)
+                if self._grow(request, num_new, step):
+                    self._grant(request, num_new, step)
+        step.sampling.sort(key=lambda request: request.admission_index)
+
+    def _fail(self, request: Request, step: ScheduledStep, error: Exception) -> None:
+        """End a request that cannot be scheduled, and nothing else."""
+        log.error("request %d cannot be scheduled", request.req_id, exc_info=error)
+        request.num_computed_tokens -= step.withdraw(request)
+        self.fail_request(request.req_id, f"{type(error).__name__}: {error}")
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:
         """Turn the grants into the message and remember who will sample."""
-        num_tokens = self._budget - step.budget
-        if not (num_tokens or step.preempted or self._finished_req_ids):
+        if not (step.num_tokens or self.has_notices):
             return None
-        message = step.message(self.next_step_id, self._finished_req_ids, num_tokens)
-        self._finished_req_ids = []
+        preempted, finished = self.take_notices()
+        copies = self.swapper.take_copies()
+        message = step.message(self.next_step_id, preempted, finished, copies)
         self.in_flight.append((self.next_step_id, step.sampling))
         self.next_step_id += 1
+        self.num_scheduled_tokens += step.num_tokens
         return message
 
     def update_from_output(self, output: ModelRunnerOutput) -> list[StepResult]:
@@ -331,7 +286,7 @@ class Scheduler:
             if len(token_ids) >= request.max_num_tokens or token_id in request.stop_token_ids:
                 any_finished |= self._check_stop(result, token_id)
         if any_finished:
-            self.running = [request for request in self.running if request.status is running]
+            self.running = [r for r in self.running if r.status is running]
         self.num_generation_tokens += len(results)
         return results
 
@@ -348,7 +303,28 @@ class Scheduler:
             result.finish_reason = FinishReason.LENGTH
         else:
             return False
-        self._finish(request, result.finish_reason, result.stop_token_id)
+        self.finish(request, result.finish_reason, result.stop_token_id)
+        return True
+
+    # All requests -------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop admitting, or stop computing; steps in flight still bring their tokens."""
+        self.pause_mode = mode
+
+    def resume(self) -> None:
+        """Go on after a pause or a sleep."""
+        self.pause_mode = PauseMode.RUNNING
+
+    def sleep(self) -> bool:
+        """Give up all KV, so that its memory can be used otherwise, and pause until `resume`.
+
+        Returns:
+            Whether it was done: not while somebody else loads KV into the pool.
+        """
+        if not self.reset_prefix_cache(reset_running_requests=True):
+            return False
+        self.pause(PauseMode.PAUSED_ALL)
         return True
 
     def recompute_all(self) -> None:
@@ -358,36 +334,13 @@ class Scheduler:
         in flight will never be answered, so their tokens are sampled again.
         """
         self.in_flight.clear()
-        self._finished_req_ids = []
-        for request in self.running:
-            self._requeue(request)
-        self.running = []
-        for request in self.requests.values():
-            request.num_late_tokens = 0
-        emptied = self.kv.reset_prefix_cache()
-        assert emptied, "nobody runs, yet blocks are held"
+        self.forget_worker()
 
     @property
-    def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self.requests)
+    def has_requests(self) -> bool:
+        """Whether there is anything to compute: not where all of it is paused."""
+        return self.has_unfinished and self.pause_mode is not PauseMode.PAUSED_ALL
 
-    @property
-    def num_running(self) -> int:
-        """Requests that hold a sequence slot."""
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-        return len(self.waiting)
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Held share of the KV blocks, 0 to 1."""
-        return self.kv.usage
-
-
-def _require(field: str, holds: bool, bound: str) -> None:
-    if not holds:
-        raise ValueError(f"{field} {bound}")
+    def num_common_prefix_blocks(self) -> int:
+        """Leading blocks that all running requests share, for cascade attention."""
+        return self.kv.num_common_prefix_blocks(self.running)

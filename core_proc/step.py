@@ -1,7 +1,8 @@
 """What one step grants, while the scheduler puts it together."""
 
+from core_proc.kv_cache import Tables
 from core_proc.request import Request
-from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
 
 _MAX_NEW_IDS = 1_500_000
 """Token and block ids in the data of one step's newcomers. An id takes at most 5 bytes, so they
@@ -12,9 +13,9 @@ _MAX_SCORED_TOKENS = 16_384
 """Tokens of requests with prompt logprobs in one step: a frame holds 50,000 of these answers."""
 
 
-def longest_sequence(block_size: int) -> int:
+def longest_sequence(block_size: int, num_groups: int = 1) -> int:
     """Tokens of the longest request that a step can introduce."""
-    return (_MAX_NEW_IDS - _MAX_PARAMS_IDS - 1) * block_size // (block_size + 1)
+    return (_MAX_NEW_IDS - _MAX_PARAMS_IDS - num_groups) * block_size // (block_size + num_groups)
 
 
 class ScheduledStep:
@@ -23,16 +24,18 @@ class ScheduledStep:
     __slots__ = (
         "_new_ids_left",
         "_scored_left",
+        "_total",
         "budget",
         "granted",
         "grown",
         "new_reqs",
-        "preempted",
+        "ran_out_of_blocks",
         "sampling",
         "threshold",
     )
 
     def __init__(self, budget: int, threshold: int) -> None:
+        self._total = budget
         self.budget = budget
         """Tokens left to hand out."""
         self.threshold = threshold
@@ -41,12 +44,24 @@ class ScheduledStep:
         """Whoever reaches the end of its tokens and so samples one, in mirror order."""
         self.granted: dict[int, int] = {}
         """Tokens by request id; a request missing here is in `sampling` and has one token."""
-        self.grown: dict[int, list[int]] = {}
+        self.grown: dict[int, Tables] = {}
         """New blocks of requests that the worker knows, by request id."""
         self.new_reqs: list[NewRequestData] = []
-        self.preempted: list[Request] = []
+        self.ran_out_of_blocks = False
+        """Somebody was preempted for want of blocks, so nobody is admitted."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens handed out."""
+        return self._total - self.budget
+
+    def extend(self, num_tokens: int) -> None:
+        """Make the step larger, and let whoever still can use it have all of it."""
+        self._total += num_tokens
+        self.budget += num_tokens
+        self.threshold = 0
 
     def limit(self, request: Request, num_tokens: int) -> int:
         """Cut a wish to the threshold, and to what an answer with prompt logprobs can hold."""
@@ -58,23 +73,35 @@ class ScheduledStep:
         return num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
-        """Whether the message still holds a request with a table of so many blocks."""
+        """Whether the message still holds a request with so many blocks in its tables."""
         return _num_ids(request, num_blocks) <= self._new_ids_left
 
-    def introduce(self, request: Request, num_cached_tokens: int) -> None:
+    def introduce(self, request: Request, num_computed_tokens: int, num_cached_tokens: int) -> None:
         """Name a request that the worker does not know, with all that it needs."""
-        self._new_ids_left -= _num_ids(request, len(request.block_ids))
+        self._new_ids_left -= _num_ids(request, sum(map(len, request.block_tables)))
         self.new_reqs.append(
             NewRequestData(
                 req_id=request.req_id,
                 token_ids=request.token_ids.tolist(),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
-                block_ids=request.block_ids.copy(),
-                num_computed_tokens=request.num_computed_tokens,
+                block_ids=[table.copy() for table in request.block_tables],
+                num_computed_tokens=num_computed_tokens,
                 num_cached_tokens=num_cached_tokens,
             )
         )
+
+    def grant(self, request: Request, num_tokens: int) -> None:
+        """Hand out tokens."""
+        self.budget -= num_tokens
+        self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
+
+    def add_blocks(self, request: Request, new_blocks: Tables) -> None:
+        """Tell the worker that the tables of a request, known or introduced, have grown."""
+        before = self.grown.get(request.req_id)
+        if before is not None:
+            new_blocks = [old + new for old, new in zip(before, new_blocks, strict=True)]
+        self.grown[request.req_id] = new_blocks
 
     def withdraw(self, request: Request) -> int:
         """Undo a grant of this step.
@@ -91,17 +118,24 @@ class ScheduledStep:
         return num_tokens
 
     def message(
-        self, step_id: int, finished_req_ids: list[int], num_tokens: int
+        self,
+        step_id: int,
+        preempted_req_ids: list[int],
+        finished_req_ids: list[int],
+        copies: tuple[BlockCopies, BlockCopies],
     ) -> SchedulerOutput:
         """Say it to the worker: only what is not one token for a request that it knows."""
+        swap_out, swap_in = copies
         return SchedulerOutput(
             step_id=step_id,
             scheduled_new_reqs=self.new_reqs,
             scheduled_cached_reqs=CachedRequestData(list(self.grown), list(self.grown.values())),
             num_scheduled_tokens={req_id: n for req_id, n in self.granted.items() if n != 1},
-            total_num_scheduled_tokens=num_tokens,
-            preempted_req_ids=[request.req_id for request in self.preempted],
+            total_num_scheduled_tokens=self.num_tokens,
+            preempted_req_ids=preempted_req_ids,
             finished_req_ids=finished_req_ids,
+            swap_out=swap_out,
+            swap_in=swap_in,
         )
 
 

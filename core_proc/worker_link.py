@@ -7,7 +7,8 @@ the requests wait for it.
 import logging
 from collections.abc import Callable, Iterable
 
-from core_proc.engine import Client, EngineCore, WorkerMisbehaved
+from core_proc.engine import EngineCore, WorkerMisbehaved
+from core_proc.outputs import Client
 from core_proc.watch import DeathWatch
 from core_proc.workers import WorkerGroup
 from protocol.api_core import StepOutputs
@@ -16,6 +17,7 @@ from protocol.core_worker import (
     Adopt,
     CoreToWorker,
     ModelRunnerOutput,
+    Sleep,
     StepFailed,
     WorkerHello,
     WorkerToCore,
@@ -45,6 +47,7 @@ class WorkerLink:
         self._engine = engine
         self._tell_client = tell_client
         self._adopted_epoch: int | None = None
+        self._swap_cost_tokens = 0.0
 
     def drain(self) -> None:
         """Obey what has arrived, a bounded part of it."""
@@ -78,6 +81,8 @@ class WorkerLink:
         if not self._group.enter(peer, epoch, hello):
             self._engine.num_fenced_frames += 1
             return
+        if hello.rank == 0:
+            self._swap_cost_tokens = hello.swap_cost_tokens
         self._end_adoption()
         for replaced in set(before) - set(self._group.peers):
             self._forget(replaced)
@@ -87,7 +92,7 @@ class WorkerLink:
             self._adopt()
 
     def _adopt(self) -> None:
-        first_step_id = self._engine.adopt_workers(self._group.facts)
+        first_step_id = self._engine.adopt_workers(self._group.facts, self._swap_cost_tokens)
         epoch = self._adopted_epoch = self._group.begin_epoch()
         if self._tell_all(Adopt(first_step_id)):
             log.info("workers adopted, link epoch %d", epoch)
@@ -125,8 +130,10 @@ class WorkerLink:
         while self._adopted_epoch is not None:
             step = self._engine.schedule()
             if step is None:
-                return
+                break
             self._tell_all(step)
+        if self._engine.is_sleep_due and self._tell_all(Sleep()):
+            self._engine.sleep_sent()
 
     def _tell_all(self, message: CoreToWorker) -> bool:
         """The same bytes to every rank. A rank that cannot take them is lost, and so the group."""

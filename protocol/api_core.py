@@ -10,11 +10,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.kv_events import (
+    KVEventBatch,
+    KVEventsRefused,
+    SubscribeKVEvents,
+    UnsubscribeKVEvents,
+)
 from protocol.message import Decoder, Message, Record, RequestId, Text, TokenIds
 from protocol.sampling import CacheSalt, FinishReason, Priority, SamplingParams
 
 RequestIds = Annotated[list[RequestId], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0)]
+Tenant = Annotated[str, Meta(max_length=256)]
 
 
 class EngineState(enum.StrEnum):
@@ -27,6 +34,16 @@ class EngineState(enum.StrEnum):
     """A worker was lost; accepted requests wait for its successor."""
     DRAINING = "draining"
     """Accepted requests are finished, new ones refused."""
+
+
+class PauseMode(enum.StrEnum):
+    """How much of the scheduling stands still."""
+
+    RUNNING = "running"
+    PAUSED_NEW = "paused_new"
+    """Whoever runs goes on; nobody is admitted."""
+    PAUSED_ALL = "paused_all"
+    """Nothing is computed."""
 
 
 class ErrorCode(enum.StrEnum):
@@ -75,12 +92,50 @@ class AddRequest(Message):
     """Requests share cached prefixes only with requests of the same salt."""
     resent: bool = False
     """It was accepted before: neither a full queue nor draining is a reason to refuse it."""
+    tenant: Tenant = ""
+    """On whose account it runs: the fair policy shares the engine among tenants."""
 
 
 class AbortRequests(Message):
     """Client → core: nobody waits for these any more. Unknown ids are ignored."""
 
     request_ids: RequestIds
+
+
+class ControlAction(enum.StrEnum):
+    """What a client may ask of the engine as a whole."""
+
+    PAUSE = "pause"
+    """Enter `Control.pause_mode`. Requests are accepted and wait."""
+    RESUME = "resume"
+    """End a pause or a sleep."""
+    SLEEP = "sleep"
+    """Pause everything, forget the prefix cache, and have the workers give its memory back."""
+    RESET_PREFIX_CACHE = "reset_prefix_cache"
+    """Forget the prefix cache; refused while any of its blocks is in use."""
+
+
+class Control(Message):
+    """Client → core: answered by one `ControlDone`. Asking for what holds already is no error."""
+
+    number: RequestId
+    """The client's own, to know the answer by."""
+    action: ControlAction
+    pause_mode: PauseMode = PauseMode.PAUSED_ALL
+    """For PAUSE."""
+    reset_running_requests: bool = False
+    """For RESET_PREFIX_CACHE: whoever runs is preempted, so that no block is in use."""
+
+
+class ControlDone(Message):
+    """Core → client: a `Control` was obeyed, or not."""
+
+    number: RequestId
+    ok: bool
+    """False: not while the engine starts or drains; blocks are in use; or the sleep was ended
+    before it began."""
+    pause_mode: PauseMode
+    """In force from now on."""
 
 
 class RequestOutput(Record):
@@ -154,10 +209,15 @@ class Status(Message):
     facts: ModelFacts | None
     """None until a worker was adopted."""
     stats: EngineStats
+    pause_mode: PauseMode = PauseMode.RUNNING
+    is_sleeping: bool = False
+    """The workers have no memory for a KV cache now; RESUME ends it."""
 
 
-ClientToCore = Connect | AddRequest | AbortRequests
-CoreToClient = StepOutputs | Refused | Status
+ClientToCore = (
+    Connect | AddRequest | AbortRequests | Control | SubscribeKVEvents | UnsubscribeKVEvents
+)
+CoreToClient = StepOutputs | Refused | Status | ControlDone | KVEventBatch | KVEventsRefused
 
 decode_from_client: Decoder[ClientToCore] = Decoder(ClientToCore)
 decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
@@ -213,7 +273,7 @@ def _validate_params(params: SamplingParams, facts: ModelFacts) -> RequestError 
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     """A request that could not run even alone is refused, instead of blocking all others."""
     total = min(len(add.prompt_token_ids) + add.sampling_params.max_tokens, facts.max_model_len)
-    needed = -(-(total - 1) // facts.block_size)  # the last sampled token never needs a slot
+    needed = facts.num_blocks_for(total - 1)  # the last sampled token never needs a slot
     usable = facts.num_gpu_blocks - 1
     if needed <= usable:
         return None

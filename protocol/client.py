@@ -11,15 +11,15 @@ and their streams go on. It touches no signals, environment, logging or foreign 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from itertools import chain
-from typing import TypeVar
 
 from protocol.api_core import (
     AbortRequests,
     AddRequest,
+    ControlAction,
+    ControlDone,
     EngineState,
     ErrorCode,
+    PauseMode,
     Refused,
     RequestError,
     RequestOutput,
@@ -27,95 +27,20 @@ from protocol.api_core import (
     StepOutputs,
 )
 from protocol.channel import MAX_FRAME_BYTES
-from protocol.core_link import TICK_S, CoreLink
+from protocol.controls import Controls
+from protocol.core_link import TICK_S, CoreLink, News
 from protocol.core_worker import ModelFacts
+from protocol.kv_events import KVEventBatch, SubscribeKVEvents, UnsubscribeKVEvents
+from protocol.kv_feed import KVEventFeed
 from protocol.ledger import Ledger, RequestFailed, check_request
 from protocol.message import encode
+from protocol.request_stream import RequestStream
 from protocol.sampling import SamplingParams
 
 MAX_OPEN_REQUESTS = 16384
 STALL_TIMEOUT_S = 120.0
+CONTROL_TIMEOUT_S = 30.0
 _SERVING = (EngineState.READY, EngineState.DRAINING)
-
-T = TypeVar("T")
-
-
-class RequestStream:
-    """The tokens of one request: an asynchronous iterator of `RequestOutput`.
-
-    What arrives while nobody reads is merged into one output: a slow reader gets fewer of them.
-    The last output carries `finish_reason`. A refused or failed request raises `RequestFailed`.
-    """
-
-    def __init__(self, client: "AsyncEngineClient", request_id: int) -> None:
-        self.request_id = request_id
-        self._client = client
-        self._pending: list[RequestOutput] = []
-        self._error: RequestFailed | None = None
-        self._finished = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if self._finished:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output, self._pending = merge(self._pending), []
-        self._finished = self._finished or output.finish_reason is not None
-        return output
-
-    def cancel(self) -> None:
-        """Abort the request; iteration ends. Harmless at any time, also repeatedly."""
-        self._finished = True
-        self._pending = []
-        self._client.cancel(self.request_id)
-        self._wake()
-
-    def deliver(self, output: RequestOutput) -> None:
-        """Called by the client with what is new."""
-        if not self._finished:
-            self._pending.append(output)
-            self._wake()
-
-    def fail(self, error: RequestFailed) -> None:
-        """Called by the client: nothing more will come."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Join consecutive outputs of one request."""
-    first, last = outputs[0], outputs[-1]
-    if first is last:
-        return first
-
-    def join(columns: Iterable[list[T] | None]) -> list[T] | None:
-        return list(chain.from_iterable(column or () for column in columns)) or None
-
-    cached = (output.num_cached_tokens for output in outputs)
-    return RequestOutput(
-        first.request_id,
-        first.first_index,
-        list(chain.from_iterable(output.token_ids for output in outputs)),
-        last.finish_reason,
-        last.stop_token_id,
-        next((count for count in cached if count is not None), None),
-        join(output.logprobs for output in outputs),
-        join(output.prompt_logprobs for output in outputs),
-    )
 
 
 class AsyncEngineClient:
@@ -138,6 +63,9 @@ class AsyncEngineClient:
         self._stalled_s = 0.0
         self._ledger = Ledger(max_open_requests)
         self._streams: dict[int, RequestStream] = {}
+        self._controls = Controls()
+        self._answers: dict[int, asyncio.Future[ControlDone]] = {}
+        self._feed: KVEventFeed | None = None
         self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
@@ -180,7 +108,13 @@ class AsyncEngineClient:
         if not self._link.is_open:
             return
         self._timer.cancel()
-        self._fail_all(RequestError(ErrorCode.INTERNAL, "the client was closed"))
+        closed = RequestError(ErrorCode.INTERNAL, "the client was closed")
+        self._fail_all(closed)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(RequestFailed(closed))
+        if self._feed is not None:
+            self._feed.fail(ConnectionError(closed.message))
         self._link.close()
 
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
@@ -207,8 +141,16 @@ class AsyncEngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> RequestStream:
         """Accept a request: from here on it survives restarts of everything but this process.
+
+        Args:
+            prompt_token_ids: may change afterwards.
+            params: with an explicit seed.
+            priority: lower is sooner, under the priority policy.
+            cache_salt: prefixes are shared only within one salt.
+            tenant: on whose account, under the fair policy.
 
         Raises:
             RequestFailed: a value is out of its bounds, the model cannot serve the request, or the
@@ -220,11 +162,17 @@ class AsyncEngineClient:
         assert self.facts is not None
         request_id = self._ledger.next_request_id()
         add = AddRequest(
-            request_id, prompt_token_ids, params, [], priority, time.time(), cache_salt
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            arrival_time=time.time(),
+            cache_salt=cache_salt,
+            tenant=tenant,
         )
         add, body = check_request(add, self.facts)
         self._ledger.accept(add)
-        stream = self._streams[request_id] = RequestStream(self, request_id)
+        stream = self._streams[request_id] = RequestStream(request_id, self.cancel)
         self._link.send(body)
         return stream
 
@@ -246,6 +194,95 @@ class AsyncEngineClient:
         if abort is not None:
             self._link.send(encode(abort))
 
+    async def pause(
+        self,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> bool:
+        """Let the engine stand still; it goes on to accept requests, and stays paused if it dies.
+
+        Returns:
+            Whether it obeys: not while it drains.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s`; whether it was obeyed is not known.
+            RequestFailed: the client is not open.
+        """
+        return (await self._control(timeout_s, ControlAction.PAUSE, mode)).ok
+
+    async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """End any pause or sleep, whoever asked for it; errors as `pause`."""
+        return (await self._control(timeout_s, ControlAction.RESUME)).ok
+
+    async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """Pause everything and have the workers give back the KV cache's memory.
+
+        Returns:
+            Whether they were told to; not while the engine drains, and not if someone has resumed
+            before it came to that. Requests keep their tokens, and compute their KV again.
+        """
+        return (await self._control(timeout_s, ControlAction.SLEEP)).ok
+
+    async def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """The same as `resume`."""
+        return await self.resume(timeout_s=timeout_s)
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        """Forget all cached prefixes, as after a change of the weights.
+
+        Returns:
+            Whether it was done: not while a block is in use, unless `reset_running_requests` has
+            the running requests give theirs up and compute them again.
+        """
+        action = ControlAction.RESET_PREFIX_CACHE
+        done = await self._control(timeout_s, action, reset_running_requests=reset_running_requests)
+        return done.ok
+
+    async def _control(
+        self,
+        timeout_s: float,
+        action: ControlAction,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        reset_running_requests: bool = False,
+    ) -> ControlDone:
+        if not self._link.is_open:
+            raise RequestFailed(RequestError(ErrorCode.INTERNAL, "the client is not open"))
+        control = self._controls.ask(action, mode, reset_running_requests=reset_running_requests)
+        answer: asyncio.Future[ControlDone] = self._loop.create_future()
+        self._answers[control.number] = answer
+        self._link.send(encode(control))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._answers[control.number]
+            self._controls.give_up(control.number)
+
+    def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
+        """Follow what the prefix cache holds: iterate over (number, event); one feed at a time.
+
+        It begins with number `next_seq`, or with AllBlocksCleared and a snapshot, whose events have
+        no numbers; another snapshot comes whenever events were missed, as with a new core.
+
+        Raises:
+            RuntimeError: there is such a feed already.
+        """
+        if self._feed is not None:
+            raise RuntimeError("there is a feed of KV events already: cancel it first")
+
+        def send(message: SubscribeKVEvents | UnsubscribeKVEvents) -> None:
+            self._link.send(encode(message))
+
+        def end() -> None:
+            self._feed = None
+
+        self._feed = KVEventFeed(next_seq, send, end)
+        return self._feed
+
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
         self.status = status
         self.last_status_time = time.monotonic()
@@ -255,15 +292,35 @@ class AsyncEngineClient:
             self._stalled_s = 0.0
         self._ledger.allow_repairs()
         if is_new_epoch:  # a core that knows nothing of this client gets everything open
+            for control in self._controls.begin(self._link.epoch, status):
+                self._link.send(encode(control))
             for add in list(self._ledger.open_requests()):
                 self._resend(add)
+            if self._feed is not None:
+                self._feed.subscribe()
+        else:
+            self._controls.follow(status)
         self._status_event.set()
 
-    def _on_message(self, message: StepOutputs | Refused) -> None:
+    def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
             for output in message.outputs:
                 self._on_output(output)
-        elif message.request_id is None:
+        elif isinstance(message, Refused):
+            self._on_refused(message)
+        elif isinstance(message, ControlDone):
+            self._controls.take(message)
+            answer = self._answers.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif self._feed is not None:
+            if isinstance(message, KVEventBatch):
+                self._feed.take(message)
+            else:
+                self._feed.refuse(message)
+
+    def _on_refused(self, message: Refused) -> None:
+        if message.request_id is None:
             # What was sent obeys the bounds of this side's protocol, so the core has another one.
             self._fail_all(message.error)
         elif self._ledger.fail(message.request_id):

@@ -29,6 +29,10 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
+Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
+
+
 class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -103,6 +107,23 @@ class CacheConfig(_Section):
     enable_prefix_caching: Annotated[
         bool, Meta(description="Share KV blocks between requests that begin alike.")
     ] = True
+    swap_space_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            lt=2**50,
+            description="Host memory for the KV of preempted requests, where copying is quicker "
+            "than computing again; 0: always compute again.",
+        ),
+    ] = 0
+    enable_hybrid_kv_cache: Annotated[
+        bool,
+        Meta(description="Give back KV blocks that a layer's sliding window has passed."),
+    ] = True
+    enable_kv_events: Annotated[
+        bool,
+        Meta(description="Let clients follow what the prefix cache holds, to route by it."),
+    ] = False
 
 
 class SchedulerConfig(_Section):
@@ -127,9 +148,68 @@ class SchedulerConfig(_Section):
     enable_chunked_prefill: Annotated[
         bool, Meta(description="Split prompts over steps where the budget ends.")
     ] = True
+    long_prefill_token_threshold_adaptive: Annotated[
+        bool,
+        Meta(
+            description="Raise that threshold to a fair share of the step while few requests run."
+        ),
+    ] = False
+    max_num_partial_prefills: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=16384,
+            description="Most requests whose prompts are computed over several steps at a time; "
+            "0: any number.",
+        ),
+    ] = 0
+    max_long_partial_prefills: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=16384,
+            description="Of these, most that are longer than long_prefill_token_threshold: "
+            "shorter ones overtake; 0: any number.",
+        ),
+    ] = 0
+    elastic_token_budget: Annotated[
+        bool,
+        Meta(
+            description="While nobody waits, prompts take what a step has left, up to "
+            "max_num_batched_tokens.",
+        ),
+    ] = False
     scheduling_policy: Annotated[
-        str, Meta(pattern="^(fcfs|priority)$", description="Order of admission: fcfs or priority.")
+        str,
+        Meta(
+            pattern="^(fcfs|priority|shortest|fair)$",
+            description="Order of admission: fcfs, priority (lower first), shortest (fewest tokens "
+            "to compute, with ageing) or fair (tenants share by tenant_weights).",
+        ),
     ] = "fcfs"
+    tenant_weights: Annotated[
+        dict[TenantName, Weight],
+        Meta(
+            max_length=1024,
+            description="Shares of tenants under the fair policy, like gold=4,free=1 (in YAML a "
+            "mapping); 1 for whoever is not named.",
+        ),
+    ] = {}
+    preempt_for_priority: Annotated[
+        bool,
+        Meta(
+            description="Under the priority policy, preempt running requests for waiting ones that "
+            "are more important.",
+        ),
+    ] = False
+    victim_choice: Annotated[
+        str,
+        Meta(
+            pattern="^(policy|cheapest)$",
+            description="Who is preempted when KV blocks run out: policy (whom the scheduling "
+            "policy puts last) or cheapest (whose KV costs least for what it frees).",
+        ),
+    ] = "policy"
     scheduler_reserve_full_isl: Annotated[
         bool,
         Meta(description="Admit a request only when the cache has room for all its tokens so far."),
@@ -177,6 +257,12 @@ class ApiConfig(_Section):
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="Bearer token that every route but the health ones asks for."),
     ] = None
+    enable_admin_routes: Annotated[
+        bool,
+        Meta(
+            description="Serve the routes that pause the engine, let it sleep or reset its cache."
+        ),
+    ] = False
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=2**30, description="Largest request body accepted.")
     ] = 4 * 2**20
@@ -241,6 +327,7 @@ def validate(config: EngineConfig) -> EngineConfig:
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} must be at least "
             f"max_num_seqs {scheduler.max_num_seqs}"
         )
+    _validate_scheduler(scheduler)
     if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
         raise ConfigError("tensor_parallel_size above 1 works with the null model only")
     max_model_len = config.model.max_model_len
@@ -257,3 +344,24 @@ def validate(config: EngineConfig) -> EngineConfig:
             f"most max_model_len {max_model_len}"
         )
     return config
+
+
+def _validate_scheduler(scheduler: SchedulerConfig) -> None:
+    """A switch that would do nothing is refused, so that nobody believes in it."""
+    long_prefills, prefills = (
+        scheduler.max_long_partial_prefills,
+        scheduler.max_num_partial_prefills,
+    )
+    if long_prefills and not scheduler.long_prefill_token_threshold:
+        raise ConfigError(
+            "max_long_partial_prefills needs a long_prefill_token_threshold of at least 1"
+        )
+    if prefills and long_prefills > prefills:
+        raise ConfigError(
+            f"max_long_partial_prefills {long_prefills} must be at most "
+            f"max_num_partial_prefills {prefills}"
+        )
+    if scheduler.preempt_for_priority and scheduler.scheduling_policy != "priority":
+        raise ConfigError("preempt_for_priority needs scheduling_policy priority")
+    if scheduler.tenant_weights and scheduler.scheduling_policy != "fair":
+        raise ConfigError("tenant_weights needs scheduling_policy fair")

@@ -13,8 +13,16 @@ from collections.abc import Callable
 
 import zmq
 
-from protocol.api_core import Connect, Refused, Status, StepOutputs, decode_from_core
+from protocol.api_core import (
+    Connect,
+    ControlDone,
+    Refused,
+    Status,
+    StepOutputs,
+    decode_from_core,
+)
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent, Received
+from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import ProtocolError, encode
 
 TICK_S = 1.0
@@ -27,6 +35,9 @@ _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
 _UNKNOWN_EPOCH = 0
 
+News = StepOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
+"""All that a core tells but its status."""
+
 
 class CoreLink:
     """One connection at a time, within the event loop in which `open` was called."""
@@ -36,7 +47,7 @@ class CoreLink:
         address: str,
         outbox_limit: int,
         on_status: Callable[[Status, bool], None],
-        on_message: Callable[[StepOutputs | Refused], None],
+        on_message: Callable[[News], None],
     ) -> None:
         """Name the core's address; nothing connects yet.
 
@@ -68,6 +79,11 @@ class CoreLink:
     def is_agreed(self) -> bool:
         """Whether the core's epoch is known, so that what is sent arrives."""
         return self._epoch != _UNKNOWN_EPOCH
+
+    @property
+    def epoch(self) -> int:
+        """Of the core, as agreed on."""
+        return self._epoch
 
     def open(self) -> None:
         """Begin to connect; returns at once."""

@@ -15,13 +15,22 @@ mirrored request computes one more token unless the message says otherwise. Rule
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from protocol.message import Decoder, Message, Record, RequestId, Text, TokenIds
 from protocol.sampling import SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
+
+
+class KVGroup(Record):
+    """Layers that share their block tables: all see equally far."""
+
+    window: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    """A token sees so many positions, itself included; None: all before it."""
+    max_blocks: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    """Blocks that one request holds at most, whatever its length; None: no such bound."""
 
 
 class ModelFacts(Record):
@@ -38,6 +47,20 @@ class ModelFacts(Record):
     eos_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)]
     dtype: Text = ""
     device: Text = ""
+    kv_groups: Annotated[list[KVGroup], Meta(min_length=1, max_length=64)] = field(
+        default_factory=lambda: [KVGroup()]
+    )
+    """A request has one block table for each; all take their blocks from one pool."""
+    num_host_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """Blocks in host memory, numbered from 0, for the KV of requests that are swapped out."""
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks of the pool that a request of so many tokens holds at once, at most."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(
+            num_blocks if group.max_blocks is None else min(num_blocks, group.max_blocks)
+            for group in self.kv_groups
+        )
 
 
 class WorkerHello(Message):
@@ -49,6 +72,8 @@ class WorkerHello(Message):
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
     facts: ModelFacts
+    swap_cost_tokens: Annotated[float, Meta(ge=0.0)] = 0.0
+    """Copying one block to the host and back takes as long as computing so many prompt tokens."""
 
 
 class Adopt(Message):
@@ -70,9 +95,11 @@ class NewRequestData(Record):
     num_prompt_tokens: Annotated[int, Meta(ge=1)]
     """The first so many of `token_ids` are the prompt; outputs stay outputs."""
     sampling_params: SamplingParams
-    block_ids: BlockIds
+    block_ids: list[BlockIds]
+    """One table per KV group, all equally long. Block 0, the null block, stands where the group's
+    window has passed and nothing will ever be read."""
     num_computed_tokens: Annotated[int, Meta(ge=0)]
-    """Computing starts here: KV of the positions before comes from the prefix cache."""
+    """Computing starts here: KV of the positions before comes from the prefix cache or the host."""
     num_cached_tokens: Annotated[int, Meta(ge=0)]
     """KV of so many positions is in the blocks. One more than `num_computed_tokens` where the whole
     prompt was found: its last token is computed for its logits, and no KV is written for it."""
@@ -82,7 +109,15 @@ class CachedRequestData(Record):
     """Columns over the known requests whose block tables grow in this step."""
 
     req_ids: list[RequestId] = []
-    new_block_ids: list[BlockIds] = []
+    new_block_ids: list[list[BlockIds]] = []
+    """For each request: what is appended to the table of each KV group, equally much to all."""
+
+
+class BlockCopies(Record):
+    """Columns of blocks to copy, whole, in all layers."""
+
+    device_block_ids: BlockIds = []
+    host_block_ids: BlockIds = []
 
 
 class SchedulerOutput(Message):
@@ -97,6 +132,17 @@ class SchedulerOutput(Message):
     """Over the whole mirror; both ends add up and compare."""
     preempted_req_ids: list[RequestId]
     finished_req_ids: list[RequestId]
+    swap_out: BlockCopies = field(default_factory=BlockCopies)
+    """From the pool to the host, before anything else happens in this step."""
+    swap_in: BlockCopies = field(default_factory=BlockCopies)
+    """From the host to the pool: after `swap_out`, before the step computes."""
+
+
+class Sleep(Message):
+    """Core → worker: give the memory of the KV cache back until the next step; its content is lost.
+
+    Every request has left the mirror before.
+    """
 
 
 class TokenLogprobs(Record):
@@ -140,7 +186,7 @@ class StepFailed(Message):
 
 
 WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed
-CoreToWorker = Adopt | SchedulerOutput
+CoreToWorker = Adopt | SchedulerOutput | Sleep
 
 decode_from_worker: Decoder[WorkerToCore] = Decoder(WorkerToCore)
 decode_from_core: Decoder[CoreToWorker] = Decoder(CoreToWorker)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Goes up with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54

@@ -50,7 +50,10 @@ def settings() -> Iterator[Setting]:
             description = next(
                 (meta.description or "" for meta in getattr(hint, "__metadata__", ())), ""
             )
-            yield Setting(section.name, item.name, hint, item.default, description)
+            default = item.default
+            if default is msgspec.NODEFAULT:
+                default = item.default_factory()
+            yield Setting(section.name, item.name, hint, default, description)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     }
     for setting in settings():
         shown = getattr(setting.default, "value", setting.default)
-        text = setting.description + ("" if shown is None else f" (default: {shown})")
+        text = setting.description + ("" if shown in (None, {}) else f" (default: {shown})")
         options: dict[str, Any] = {
             "dest": setting.name,
             "default": argparse.SUPPRESS,
@@ -167,12 +170,27 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
         if type(None) in _union_members(setting.type):
             return None
         raise ConfigError(f"{origin} must have a value")
+    is_text = isinstance(value, str)
     if setting.is_bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
+    if isinstance(value, str) and typing.get_origin(_base_type(setting.type)) is dict:
+        value = _parse_pairs(value, origin)
     try:
-        return msgspec.convert(value, setting.type, strict=not isinstance(value, str))
+        return msgspec.convert(value, setting.type, strict=not is_text)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {error} (got {value!r})") from error
+
+
+def _parse_pairs(text: str, origin: str) -> dict[str, str]:
+    """Read `gold=4,free=1`."""
+    pairs: dict[str, str] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, separator, value = item.rpartition("=")
+        if not separator or name.strip() in pairs:
+            problem = "comes twice" if separator else "is no name=value"
+            raise ConfigError(f"{origin}: {item!r} {problem}")
+        pairs[name.strip()] = value.strip()
+    return pairs
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:
@@ -194,4 +212,6 @@ def _metavar(setting: Setting) -> str:
     base = _base_type(setting.type)
     if hasattr(base, "__members__"):
         return "{" + ",".join(base.__members__.values()) + "}"
+    if typing.get_origin(base) is dict:
+        return "NAME=X,..."
     return {int: "N", float: "X", str: "TEXT"}.get(base, "VALUE")

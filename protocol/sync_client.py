@@ -13,10 +13,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from protocol.api_core import ErrorCode, RequestError, RequestOutput, Status
-from protocol.client import AsyncEngineClient, RequestStream, merge
+from protocol.api_core import ErrorCode, PauseMode, RequestError, RequestOutput, Status
+from protocol.client import CONTROL_TIMEOUT_S, AsyncEngineClient
 from protocol.core_worker import ModelFacts
 from protocol.ledger import RequestFailed
+from protocol.request_stream import RequestStream, merge
 from protocol.sampling import SamplingParams
 
 _CALL_TIMEOUT_S = 5.0
@@ -110,15 +111,47 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> SyncStream:
         """As `AsyncEngineClient.submit`."""
 
         async def submit() -> RequestStream:
             return self._client.submit(
-                prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+                prompt_token_ids, params, priority=priority, cache_salt=cache_salt, tenant=tenant
             )
 
         return SyncStream(self, self.run(submit(), _CALL_TIMEOUT_S))
+
+    def pause(
+        self,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> bool:
+        """As `AsyncEngineClient.pause`."""
+        return self._ask(self._client.pause(mode, timeout_s=timeout_s), timeout_s)
+
+    def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """As `AsyncEngineClient.resume`."""
+        return self._ask(self._client.resume(timeout_s=timeout_s), timeout_s)
+
+    def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """As `AsyncEngineClient.sleep`."""
+        return self._ask(self._client.sleep(timeout_s=timeout_s), timeout_s)
+
+    def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """As `AsyncEngineClient.wake_up`."""
+        return self._ask(self._client.wake_up(timeout_s=timeout_s), timeout_s)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        """As `AsyncEngineClient.reset_prefix_cache`."""
+        work = self._client.reset_prefix_cache(reset_running_requests, timeout_s=timeout_s)
+        return self._ask(work, timeout_s)
+
+    def _ask(self, work: Coroutine[Any, Any, bool], timeout_s: float) -> bool:
+        return self.run(work, timeout_s + 1.0)  # the client's own deadline comes first
 
     @property
     def status(self) -> Status | None:

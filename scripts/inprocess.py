@@ -12,11 +12,21 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from core_proc.engine import EngineCore
-from protocol.api_core import AddRequest, EngineStats, RequestOutput
+from protocol.api_core import (
+    AddRequest,
+    Control,
+    ControlAction,
+    ControlDone,
+    EngineStats,
+    PauseMode,
+    Refused,
+    RequestOutput,
+)
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from protocol.kv_events import KVEvent
 from protocol.ledger import Ledger, RequestFailed, check_request
-from protocol.sampling import SamplingParams
+from protocol.sampling import FinishReason, SamplingParams
 from worker_proc.__main__ import make_runner
 
 _CLIENT = b"inprocess"
@@ -45,10 +55,18 @@ class InprocEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> int:
         """Add a request and return its id; RequestFailed if it cannot be served, or not now."""
         request_id = self._ledger.next_request_id()
-        add = AddRequest(request_id, prompt_token_ids, params, [], priority, 0.0, cache_salt)
+        add = AddRequest(
+            request_id,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
         add, _body = check_request(add, self.facts)
         self._ledger.accept(add)
         refused = self._core.add(_CLIENT, add)
@@ -63,14 +81,71 @@ class InprocEngine:
         self._core.abort(_CLIENT, [request_id])
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; empty where nothing was sampled."""
+        """Run one step; empty where nothing was sampled.
+
+        A request that fails on its own ends with an output of reason ERROR; the log says why.
+        """
         step = self._core.schedule()
-        if step is None:
-            return []
-        outputs = self._core.update(self._runner.execute(step)).get(_CLIENT)
-        rows = [] if outputs is None else outputs.outputs
+        rows: list[RequestOutput] = []
+        if step is not None:
+            outputs = self._core.update(self._runner.execute(step)).get(_CLIENT)
+            rows = [] if outputs is None else outputs.outputs
         news = [self._ledger.take(row) for row in rows]
-        return [item for item in news if isinstance(item, RequestOutput)]
+        return [item for item in news if isinstance(item, RequestOutput)] + self._failed()
+
+    def _failed(self) -> list[RequestOutput]:
+        return [
+            RequestOutput(message.request_id, 0, [], FinishReason.ERROR)
+            for _, message in self._core.take_mail()
+            if isinstance(message, Refused)
+            and message.request_id is not None
+            and self._ledger.fail(message.request_id)
+        ]
+
+    def pause(self, mode: PauseMode = PauseMode.PAUSED_ALL) -> bool:
+        """Let `step` admit nobody, or compute nothing."""
+        return self._control(ControlAction.PAUSE, mode)
+
+    def resume(self) -> bool:
+        """End a pause or a sleep."""
+        return self._control(ControlAction.RESUME)
+
+    def sleep(self) -> bool:
+        """Pause everything and give back the memory of the KV cache."""
+        return self._control(ControlAction.SLEEP)
+
+    def wake_up(self) -> bool:
+        """The same as `resume`."""
+        return self.resume()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False while blocks are in use.
+
+        With `reset_running_requests` those that run give theirs up and compute them again.
+        """
+        action = ControlAction.RESET_PREFIX_CACHE
+        return self._control(action, reset_running_requests=reset_running_requests)
+
+    def _control(
+        self,
+        action: ControlAction,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        reset_running_requests: bool = False,
+    ) -> bool:
+        self._core.control(_CLIENT, Control(0, action, mode, reset_running_requests))
+        if self._core.is_sleeping:
+            while (notices := self._core.schedule()) is not None:  # no tokens: all are paused
+                self._core.update(self._runner.execute(notices))
+        if self._core.is_sleep_due:
+            self._runner.sleep()
+            self._core.sleep_sent()
+        [done] = [m for _, m in self._core.take_mail() if isinstance(m, ControlDone)]
+        return done.ok
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What has happened to the prefix cache since the last call, with `enable_kv_events`."""
+        return self._core.take_kv_events()
 
     def stats(self) -> EngineStats:
         """Gauges and counters as of now."""
@@ -81,6 +156,14 @@ class InprocEngine:
         """Whether `step` has anything left to do."""
         return self._core.has_unfinished
 
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether a pause keeps everybody from going on."""
+        mode = self._core.pause_mode
+        return mode is PauseMode.PAUSED_ALL or (
+            mode is PauseMode.PAUSED_NEW and not self.stats().num_running_reqs
+        )
+
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Iterator[RequestOutput]:
@@ -89,6 +172,9 @@ class InprocEngine:
         `request_id` tells the prompts apart: the first of this call has the lowest. However many
         there are, the queue does not overflow: prompts enter it as it empties. A prompt that
         cannot be served raises RequestFailed before any of them runs; leaving early aborts all.
+
+        Raises:
+            RuntimeError: the engine was paused, so they would never come to an end.
         """
         for prompt in prompts:
             check_request(AddRequest(0, prompt, params), self.facts)
@@ -98,7 +184,10 @@ class InprocEngine:
             while pending or self.has_unfinished:
                 while pending and self.stats().num_waiting_reqs < self._max_num_waiting:
                     request_ids.append(self.submit(pending.popleft(), params))
-                yield from self.step()
+                outputs = self.step()
+                if not outputs and self._is_stuck:
+                    raise RuntimeError(f"the engine is {self._core.pause_mode}: resume it first")
+                yield from outputs
         finally:
             for request_id in request_ids:
                 self.cancel(request_id)

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from core_proc.scheduler import Scheduler, StepResult
+from core_proc.results import StepResult
+from core_proc.scheduler import Scheduler
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import SamplingParams
 
@@ -91,7 +93,9 @@ class Replay:
         config = _CONFIG_DEFAULTS | workload.get("config", {})
         self._max_model_len: int = config["max_model_len"]
         num_blocks = config.pop("num_gpu_blocks")
-        self._scheduler = Scheduler(**config, num_blocks=num_blocks, eos_token_ids=[EOS_TOKEN_ID])
+        self._scheduler = Scheduler(
+            SchedulerOptions(**config, num_blocks=num_blocks, eos_token_ids=(EOS_TOKEN_ID,))
+        )
         self._specs = [_read_request(row, i) for i, row in enumerate(workload["requests"])]
         self._by_name = {spec["id"]: spec for spec in self._specs}
         if len(self._by_name) < len(self._specs):

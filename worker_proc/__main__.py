@@ -14,6 +14,8 @@ NULL_VOCAB_SIZE = 32_000
 NULL_MAX_MODEL_LEN = 8192
 NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
+NULL_BLOCK_BYTES = 65_536
+"""What a block of the null runner counts against `swap_space_bytes`."""
 
 
 def main() -> None:
@@ -60,6 +62,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         eos_token_ids=[NULL_EOS_TOKEN_ID],
         dtype="",
         device="",
+        num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
     )
 
 

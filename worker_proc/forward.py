@@ -5,20 +5,31 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, attach
 from worker_proc.inputs import StepInputs
-from worker_proc.kv_tensors import KVTensors, zeros
+from worker_proc.kv_groups import KVLayout
+from worker_proc.kv_pool import KVPool
 from worker_proc.loader import LoadedModel
 
 
-def attach_cache(loaded: LoadedModel, backend: AttentionBackend, num_blocks: int) -> None:
+def attach_cache(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    layout: KVLayout,
+    num_blocks: int,
+    num_host_blocks: int = 0,
+) -> KVPool:
     """Allocate a pool of `num_blocks` and give every attention module its part of it.
 
     Takes the place of the pool that was attached before.
     """
-    for layer in loaded.layers:
-        shapes = backend.pool_shapes(layer.spec, num_blocks)
-        keys, values = (zeros(shape, loaded.dtype, loaded.device) for shape in shapes)
-        module = loaded.model.get_submodule(layer.module_name)
-        attach(module, PagedLayer(layer.spec, KVTensors(keys, values), backend))
+    specs = [layer.spec for layer in loaded.layers]
+    shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
+    pool = KVPool(shapes, num_host_blocks, loaded.dtype, loaded.device)
+    for number, group in enumerate(layout.groups):
+        for tensors, index in zip(pool.tensors, group.layers, strict=False):
+            layer = loaded.layers[index]
+            module = loaded.model.get_submodule(layer.module_name)
+            attach(module, PagedLayer(layer.spec, tensors, backend, number))
+    return pool
 
 
 @torch.inference_mode()

@@ -32,8 +32,8 @@ class StepInputs:
     """`[1, T]`"""
     position_ids: torch.Tensor
     """`[1, T]`"""
-    slot_mapping: torch.Tensor
-    """`[T]`: block · block_size + offset, where each token's KV goes."""
+    slot_mappings: list[torch.Tensor]
+    """For each KV group `[T]`: block · block_size + offset, where each token's KV goes."""
     logits_indices: torch.Tensor
     """`[N]`: rows whose logits are wanted."""
     logits_ranges: list[LogitsRange]
@@ -50,10 +50,10 @@ def to_device(values: list[int], device: torch.device) -> torch.Tensor:
 def pack_step(
     parts: Sequence[ScheduledRequest], block_size: int, device: torch.device
 ) -> StepInputs:
-    """Lay the tokens of `parts` in one row, in mirror order."""
+    """Lay the tokens of `parts`, one at least, in one row, in mirror order."""
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    slots: list[list[int]] = [[] for _ in parts[0].request.block_tables]
     first_rows: list[int] = []
     logits_rows: list[int] = []
     ranges: list[LogitsRange] = []
@@ -67,29 +67,29 @@ def pack_step(
         else:
             tokens += request.token_ids[start : part.end]
             positions += range(start, part.end)
-        slots += _slots(part, block_size)
+        for group, table in zip(slots, request.block_tables, strict=True):
+            group.extend(_slots(part, table, block_size))
         _add_logits_rows(part, first_row, logits_rows, ranges)
     return StepInputs(
         parts=parts,
         first_rows=first_rows,
         input_ids=to_device(tokens, device).unsqueeze(0),
         position_ids=to_device(positions, device).unsqueeze(0),
-        slot_mapping=to_device(slots, device),
+        slot_mappings=[to_device(group, device) for group in slots],
         logits_indices=to_device(logits_rows, device),
         logits_ranges=ranges,
     )
 
 
-def _slots(part: ScheduledRequest, block_size: int) -> list[int]:
+def _slots(part: ScheduledRequest, table: list[int], block_size: int) -> list[int]:
     request, start, num_tokens, _ = part
-    blocks = request.block_ids
     num_unwritten = min(max(request.num_cached_tokens - start, 0), num_tokens)
     slots = [NULL_SLOT] * num_unwritten
     position = start + num_unwritten
     while position < part.end:
         index, offset = divmod(position, block_size)
         count = min(block_size - offset, part.end - position)
-        first = blocks[index] * block_size + offset
+        first = table[index] * block_size + offset
         slots += range(first, first + count)
         position += count
     return slots

@@ -1,4 +1,4 @@
-"""The paged KV cache: one pair of tensors per layer, and how many blocks fit into memory."""
+"""The paged KV cache: its tensors and their memory, and how many blocks fit."""
 
 import math
 import mmap
@@ -9,13 +9,14 @@ import torch
 
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.errors import InsufficientMemory
+from worker_proc.kv_groups import KVLayout
 
 GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """Keys and values of one layer, in the shapes that the attention backend asks for.
+    """Keys and values of one layer of each group, in the shapes that the backend asks for.
 
     Block 0 is the null block: writes that nobody may ever read go there.
     """
@@ -32,30 +33,68 @@ class CacheSize:
     max_model_len: int
 
 
-def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes that one block takes over all layers."""
-    values_per_token = sum(s.num_kv_heads * (s.head_dim + s.value_head_dim) for s in specs)
-    return values_per_token * block_size * dtype.itemsize
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a zeroed tensor; on the CPU it takes no memory until it is written.
+class HostMemory:
+    """A zeroed tensor in host memory, which takes none until it is written.
 
     Zeroed, since garbage that is not finite would survive being masked (0 · inf).
     `torch.zeros` would touch every page of it: seconds for a few GiB.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> None:
+        """Map the memory; `pinned` takes it at once and lets CUDA copy without waiting."""
+        self._num_bytes = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
+        self._pages = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape))
+        self.tensor = flat.view(shape)
+        self._pinned = pinned
+        self.restore()
+
+    def release(self) -> None:
+        """Give the memory back; what it held is lost."""
+        if self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()))
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def restore(self) -> None:
+        """Make the tensor usable again, zeroed."""
+        if self._pinned:
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self._num_bytes, 0)
+            )
+
+
+class DeviceMemory:
+    """A zeroed tensor in the memory of a CUDA device."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._num_bytes = self.tensor.untyped_storage().nbytes()
+
+    def release(self) -> None:
+        """Give the memory back to torch; what it held is lost."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Make the tensor usable again, zeroed."""
+        self.tensor.untyped_storage().resize_(self._num_bytes)
+        self.tensor.zero_()
+
+
+Memory = HostMemory | DeviceMemory
+
+
+def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes that one block takes in the tensors of some layers."""
+    values_per_token = sum(s.num_kv_heads * (s.head_dim + s.value_head_dim) for s in specs)
+    return values_per_token * block_size * dtype.itemsize
 
 
 def size_cache(
     available_bytes: int,
     block_bytes: int,
-    block_size: int,
+    layout: KVLayout,
     *,
     model_len: int,
     max_model_len: int | None,
@@ -65,8 +104,8 @@ def size_cache(
 
     Args:
         available_bytes: memory for the pool; ignored with an override.
-        block_bytes: of one block over all layers.
-        block_size: tokens per block.
+        block_bytes: of one block over all tensors.
+        layout: how one request fills blocks.
         model_len: the longest context the model itself allows.
         max_model_len: as asked for; None takes what fits.
         num_blocks_override: exact number of blocks, the null block included.
@@ -76,19 +115,20 @@ def size_cache(
             the greatest length that fits.
     """
     num_blocks = num_blocks_override or available_bytes // block_bytes
-    # The last sampled token never needs a slot: n slots serve a context of n + 1 tokens.
-    fitting_len = max(num_blocks - 1, 0) * block_size + 1
     wanted_len = max_model_len or model_len
+    # The last sampled token never needs a slot: n slots serve a context of n + 1 tokens.
+    fitting_len = layout.num_tokens_in(max(num_blocks - 1, 0), wanted_len - 1) + 1
     if max_model_len is not None and fitting_len < max_model_len:
-        needed_blocks = -(-(max_model_len - 1) // block_size) + 1
+        needed_blocks = layout.num_blocks_for(max_model_len - 1) + 1
         raise InsufficientMemory(
             f"max_model_len {max_model_len} needs {needed_blocks * block_bytes / GIB:.2f} GiB of"
             f" KV cache, and {num_blocks * block_bytes / GIB:.2f} GiB are available; the greatest"
             f" max_model_len that fits is {fitting_len}"
         )
-    if num_blocks < 2:
+    least = 1 + len(layout.groups)
+    if num_blocks < least:
         raise InsufficientMemory(
-            f"the KV cache needs {2 * block_bytes / GIB:.3f} GiB at least, and"
+            f"the KV cache needs {least * block_bytes / GIB:.3f} GiB at least, and"
             f" {available_bytes / GIB:.3f} GiB are available"
         )
-    return CacheSize(num_blocks, min(wanted_len, fitting_len))
+    return CacheSize(num_blocks, fitting_len)

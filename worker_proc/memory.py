@@ -9,6 +9,7 @@ from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
+from worker_proc.kv_groups import KVLayout
 from worker_proc.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
@@ -19,7 +20,7 @@ for a group of decodes, the masks of a chunk deep in its context, the sampler's 
 
 
 def available_cache_bytes(
-    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
 ) -> int:
     """Return the bytes for the KV cache, as configured or as measured.
 
@@ -30,7 +31,7 @@ def available_cache_bytes(
         return config.cache.kv_cache_memory_bytes
     if loaded.device.type == "cpu":
         return min(DEFAULT_CPU_CACHE_BYTES, free_host_bytes() // 2)
-    return _free_cuda_bytes(loaded, backend, config)
+    return _free_cuda_bytes(loaded, backend, layout, config)
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -42,11 +43,13 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     raise RuntimeError(f"{meminfo} has no line MemAvailable")
 
 
-def _free_cuda_bytes(loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig) -> int:
+def _free_cuda_bytes(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
+) -> int:
     device, utilization = loaded.device, config.cache.gpu_memory_utilization
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_step(loaded, backend, config)
+    run_largest_step(loaded, backend, layout, config)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
@@ -54,9 +57,13 @@ def _free_cuda_bytes(loaded: LoadedModel, backend: AttentionBackend, config: Eng
     return max(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES, 0)
 
 
-def run_largest_step(loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig) -> None:
-    """Compute a step of max_num_batched_tokens tokens over as many requests as can sample."""
-    block_size = config.cache.block_size
+def run_largest_step(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
+) -> None:
+    """Compute a step of max_num_batched_tokens tokens over as many requests as can sample.
+
+    All of them, and all groups, share the blocks: what comes out has no meaning.
+    """
     num_tokens = config.scheduler.max_num_batched_tokens
     num_requests = min(config.scheduler.max_num_seqs, num_tokens)
     longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
@@ -65,12 +72,12 @@ def run_largest_step(loaded: LoadedModel, backend: AttentionBackend, config: Eng
     while rest > 0:
         lengths.append(min(rest, longest))
         rest -= lengths[-1]
-    num_blocks = -(-max(lengths) // block_size)
-    attach_cache(loaded, backend, 1 + num_blocks)
-    table = list(range(1, 1 + num_blocks))
+    num_blocks = -(-max(lengths) // layout.block_size)
+    attach_cache(loaded, backend, layout, 1 + num_blocks)
+    tables = [list(range(1, 1 + num_blocks))] * len(layout.groups)
     parts = []
     for req_id, length in enumerate(lengths):
-        request = MirroredRequest(req_id, [0] * length, length, SamplingParams(), table, 0, 0)
+        request = MirroredRequest(req_id, [0] * length, length, SamplingParams(), tables, 0, 0)
         parts.append(ScheduledRequest(request, 0, length, True))
-    inputs = pack_step(parts, block_size, loaded.device)
+    inputs = pack_step(parts, layout.block_size, loaded.device)
     compute_logits(loaded.model, backend, inputs, loaded.vocab_size)

@@ -7,8 +7,11 @@ worker that disagree stop at the first step that shows it. No tensors: both runn
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from protocol.core_worker import NewRequestData, SchedulerOutput
+from protocol.core_worker import BlockCopies, ModelFacts, NewRequestData, SchedulerOutput
 from protocol.sampling import SamplingParams
+
+NULL_BLOCK = 0
+"""Stands in block tables where a window has passed."""
 
 
 class MirrorError(Exception):
@@ -24,7 +27,8 @@ class MirroredRequest:
     """Prompt and outputs so far; grows with every sampled token."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_ids: list[int]
+    block_tables: list[list[int]]
+    """One per KV group."""
     num_computed_tokens: int
     num_cached_tokens: int
     """No KV is written for positions before this one."""
@@ -46,16 +50,17 @@ class ScheduledRequest(NamedTuple):
         return self.start + self.num_tokens
 
 
+def first_seen(window: int | None, position: int) -> int:
+    """Return the first position that a token at `position` attends to."""
+    return 0 if window is None else max(position - window + 1, 0)
+
+
 class Mirror:
     """Requests in admission order, kept by applying one step after another."""
 
-    def __init__(
-        self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int
-    ) -> None:
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+    def __init__(self, facts: ModelFacts) -> None:
+        """Take the bounds that hold for every step."""
+        self._facts = facts
         self._requests: dict[int, MirroredRequest] = {}
         self._next_step_id: int | None = None
 
@@ -83,6 +88,8 @@ class Mirror:
             self._remove(req_id, "preempted_req_ids")
         for req_id in step.finished_req_ids:
             self._remove(req_id, "finished_req_ids")
+        self._check_copies(step.swap_out, "swap_out")
+        self._check_copies(step.swap_in, "swap_in")
         for new in step.scheduled_new_reqs:
             self._append(new)
         self._grow_tables(step)
@@ -98,6 +105,15 @@ class Mirror:
         if next(tokens, None) is not None:
             raise MirrorError("more tokens were sampled than requests sample")
 
+    def check_empty(self) -> None:
+        """Make sure that nobody's KV is lost by a sleep.
+
+        Raises:
+            MirrorError: a request is mirrored.
+        """
+        if self._requests:
+            raise MirrorError(f"{len(self._requests)} requests are mirrored, and none may be")
+
     def _remove(self, req_id: int, field: str) -> None:
         if self._requests.pop(req_id, None) is None:
             raise MirrorError(f"{field} names {req_id}, which is not mirrored")
@@ -107,10 +123,10 @@ class Mirror:
         if new.req_id in self._requests:
             raise MirrorError(f"{name} is mirrored already")
         known = len(new.token_ids)
-        if not new.num_prompt_tokens <= known <= self._max_model_len:
+        if not new.num_prompt_tokens <= known <= self._facts.max_model_len:
             raise MirrorError(
                 f"{name} has {known} tokens, outside num_prompt_tokens {new.num_prompt_tokens}"
-                f" to max_model_len {self._max_model_len}"
+                f" to max_model_len {self._facts.max_model_len}"
             )
         if not new.num_computed_tokens < known:
             raise MirrorError(f"{name} has all of its {known} tokens computed")
@@ -119,15 +135,15 @@ class Mirror:
                 f"{name} has {new.num_cached_tokens} cached tokens"
                 f" and {new.num_computed_tokens} computed ones"
             )
-        if max(new.token_ids) >= self._vocab_size:
-            raise MirrorError(f"{name} holds a token outside vocab_size {self._vocab_size}")
-        self._check_blocks(new.req_id, new.block_ids)
+        if max(new.token_ids) >= self._facts.vocab_size:
+            raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
+        self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
         self._requests[new.req_id] = MirroredRequest(
             req_id=new.req_id,
             token_ids=list(new.token_ids),
             num_prompt_tokens=new.num_prompt_tokens,
             sampling_params=new.sampling_params,
-            block_ids=list(new.block_ids),
+            block_tables=[list(table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
             num_cached_tokens=new.num_cached_tokens,
         )
@@ -136,19 +152,47 @@ class Mirror:
         cached = step.scheduled_cached_reqs
         if len(cached.req_ids) != len(cached.new_block_ids):
             raise MirrorError("columns of scheduled_cached_reqs differ in length")
-        for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for req_id, columns in zip(cached.req_ids, cached.new_block_ids, strict=True):
             request = self._requests.get(req_id)
             if request is None:
                 raise MirrorError(f"scheduled_cached_reqs names {req_id}, which is not mirrored")
-            self._check_blocks(req_id, block_ids)
-            request.block_ids.extend(block_ids)
+            self._check_tables(req_id, columns, None)
+            for table, block_ids in zip(request.block_tables, columns, strict=True):
+                table.extend(block_ids)
 
-    def _check_blocks(self, req_id: int, block_ids: list[int]) -> None:
+    def _check_tables(self, req_id: int, tables: list[list[int]], start: int | None) -> None:
+        """Check a request's first blocks if it starts at position `start`, else added ones."""
+        groups = self._facts.kv_groups
+        if [len(table) for table in tables] != [len(tables[0]) if tables else 0] * len(groups):
+            raise MirrorError(
+                f"request {req_id} got block tables of lengths {list(map(len, tables))},"
+                f" instead of {len(groups)} equal ones"
+            )
+        for group, table in zip(groups, tables, strict=True):
+            first = 0
+            if start is not None:
+                first = first_seen(group.window, start) // self._facts.block_size
+            self._check_blocks(f"request {req_id}", table[:first], lowest=NULL_BLOCK)
+            self._check_blocks(f"request {req_id}", table[first:])
+
+    def _check_blocks(self, name: str, block_ids: list[int], lowest: int = NULL_BLOCK + 1) -> None:
+        num_blocks = self._facts.num_gpu_blocks
         for block_id in block_ids:
-            if not 0 < block_id < self._num_blocks:
+            if not lowest <= block_id < num_blocks:
+                raise MirrorError(f"{name} got block {block_id}, outside 1 to {num_blocks - 1}")
+
+    def _check_copies(self, copies: BlockCopies, field: str) -> None:
+        if len(copies.device_block_ids) != len(copies.host_block_ids):
+            raise MirrorError(f"columns of {field} differ in length")
+        self._check_blocks(field, copies.device_block_ids)
+        for block_id in copies.host_block_ids:
+            if not 0 <= block_id < self._facts.num_host_blocks:
                 raise MirrorError(
-                    f"request {req_id} got block {block_id}, outside 1 to {self._num_blocks - 1}"
+                    f"{field} names host block {block_id} of {self._facts.num_host_blocks}"
                 )
+        targets = copies.host_block_ids if field == "swap_out" else copies.device_block_ids
+        if len(set(targets)) != len(targets):
+            raise MirrorError(f"{field} copies two blocks to one")
 
     def _schedule(self, step: SchedulerOutput) -> list[ScheduledRequest]:
         counts = step.num_scheduled_tokens
@@ -176,9 +220,10 @@ class Mirror:
             raise MirrorError(
                 f"request {request.req_id} is scheduled to position {end} of {known} known tokens"
             )
-        if end > len(request.block_ids) * self._block_size:
+        num_blocks, block_size = len(request.block_tables[0]), self._facts.block_size
+        if end > num_blocks * block_size:
             raise MirrorError(
                 f"request {request.req_id} is scheduled to position {end}"
-                f" with {len(request.block_ids)} blocks of {self._block_size} tokens"
+                f" with {num_blocks} blocks of {block_size} tokens"
             )
         return ScheduledRequest(request, start, num_tokens, end == known)

@@ -15,13 +15,15 @@ from protocol.core_worker import (
     TokenLogprobs,
 )
 from worker_proc import kv_tensors
-from worker_proc.attention.gathering import GatheringBackend
+from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.errors import CheckpointError
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.fused import fuse_modules
 from worker_proc.inputs import StepInputs, pack_step
+from worker_proc.kv_groups import KVLayout, lay_out
+from worker_proc.kv_pool import KVPool
 from worker_proc.loader import LoadedModel, Progress, load_model
 from worker_proc.memory import available_cache_bytes
 from worker_proc.mirror import Mirror
@@ -30,6 +32,7 @@ from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.packed_linear import can_pack, pack_linears
 from worker_proc.sampler import Sampler
 from worker_proc.self_check import check_forward, num_blocks_needed
+from worker_proc.swap_cost import measure_swap_cost
 
 _log = logging.getLogger(__name__)
 
@@ -37,33 +40,52 @@ _log = logging.getLogger(__name__)
 class ModelRunner:
     """Executes steps with a loaded model and its KV pool."""
 
-    def __init__(self, loaded: LoadedModel, facts: ModelFacts, backend: AttentionBackend) -> None:
-        """Take a model whose attention modules are attached to `backend`."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        facts: ModelFacts,
+        backend: AttentionBackend,
+        pool: KVPool,
+        swap_cost_tokens: float,
+    ) -> None:
+        """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
         self._device = loaded.device
         self._facts = facts
         self._backend = backend
+        self._pool = pool
         self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device)
-        self._mirror = Mirror(
-            facts.block_size, facts.num_gpu_blocks, facts.max_model_len, facts.vocab_size
-        )
+        self._mirror = Mirror(facts)
+        self._swap_cost_tokens = swap_cost_tokens
 
     @property
     def facts(self) -> ModelFacts:
         """What the core must know before its first step."""
         return self._facts
 
+    @property
+    def swap_cost_tokens(self) -> float:
+        """As measured when the model was loaded."""
+        return self._swap_cost_tokens
+
     def reset(self) -> None:
         """Forget every request; the pool's content stays, and nobody may rely on it."""
         self._mirror.reset()
+
+    def sleep(self) -> None:
+        """Give the memory of the KV back until the next step; see `Runner`."""
+        self._mirror.check_empty()
+        self._pool.sleep()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step; see `Runner`."""
         began_ns = time.perf_counter_ns()
         scheduled = self._mirror.apply(step)
+        self._pool.swap(step.swap_out, step.swap_in)
         if not scheduled:
             return ModelRunnerOutput(step.step_id, [])
+        self._pool.wake()
         inputs = pack_step(scheduled, self._facts.block_size, self._device)
         logits = compute_logits(self._model, self._backend, inputs, self._facts.vocab_size)
         sampled, logprobs = self._sample(inputs, logits)
@@ -142,15 +164,16 @@ def build_runner(
 ) -> ModelRunner:
     """Size and allocate the KV cache of a loaded model, connect the two, and check them."""
     progress("allocate_cache", 0, 1)
-    specs = [layer.spec for layer in loaded.layers]
-    block_size = config.cache.block_size
-    backend = make_backend(loaded, block_size, library)
-    attach_cache(loaded, backend, num_blocks_needed(block_size))
-    check_forward(loaded, backend, block_size)
+    layout = make_layout(loaded, config)
+    backend = make_backend(loaded, layout, library)
+    attach_cache(loaded, backend, layout, num_blocks_needed(layout))
+    check_forward(loaded, backend, layout)
+    specs = [loaded.layers[index].spec for index in layout.tensor_layers]
+    block_bytes = kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
     size = kv_tensors.size_cache(
-        available_bytes=available_cache_bytes(loaded, backend, config),
-        block_bytes=kv_tensors.bytes_per_block(specs, block_size, loaded.dtype),
-        block_size=block_size,
+        available_bytes=available_cache_bytes(loaded, backend, layout, config),
+        block_bytes=block_bytes,
+        layout=layout,
         model_len=loaded.model_len,
         max_model_len=config.model.max_model_len,
         num_blocks_override=config.cache.num_gpu_blocks_override,
@@ -161,30 +184,48 @@ def build_runner(
             size.max_model_len,
             loaded.model_len,
         )
-    attach_cache(loaded, backend, size.num_blocks)
     facts = ModelFacts(
         model=config.model.model,
         vocab_size=loaded.vocab_size,
         max_model_len=size.max_model_len,
-        block_size=block_size,
+        block_size=layout.block_size,
         num_gpu_blocks=size.num_blocks,
         eos_token_ids=loaded.eos_token_ids,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device.type,
+        kv_groups=layout.kv_groups(),
+        num_host_blocks=config.cache.swap_space_bytes // block_bytes,
     )
+    pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
+    swap_cost_tokens = measure_swap_cost(loaded, backend, pool, facts)
     progress("allocate_cache", 1, 1)
-    return ModelRunner(loaded, facts, backend)
+    return ModelRunner(loaded, facts, backend, pool, swap_cost_tokens)
+
+
+def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
+    """Decide which layers share block tables."""
+    return lay_out(
+        [layer.spec for layer in loaded.layers],
+        config.cache.block_size,
+        config.scheduler.max_num_batched_tokens,
+        config.model.max_model_len or loaded.model_len,
+        config.cache.enable_hybrid_kv_cache,
+    )
 
 
 def make_backend(
-    loaded: LoadedModel, block_size: int, library: NativeLibrary | None
+    loaded: LoadedModel, layout: KVLayout, library: NativeLibrary | None
 ) -> AttentionBackend:
     """Choose how attention is computed: by the native kernel where there is one."""
     specs = [layer.spec for layer in loaded.layers]
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
-        return NativeBackend(library, block_size, loaded.dtype)
-    windows = {spec.window for spec in specs}
-    return GatheringBackend(windows, block_size, loaded.dtype, loaded.device)
+        return NativeBackend(library, layout.block_size, loaded.dtype, layout.windows)
+    rules = {
+        Rule(number, specs[index].window)
+        for number, group in enumerate(layout.groups)
+        for index in group.layers
+    }
+    return GatheringBackend(rules, layout.block_size, loaded.dtype, loaded.device)
 
 
 def resolve_device(name: str) -> torch.device:

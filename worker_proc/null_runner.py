@@ -7,6 +7,7 @@ is sent, and measures the control plane alone.
 import time
 from binascii import crc32
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from protocol.core_worker import (
     ModelFacts,
@@ -15,10 +16,18 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest
+from worker_proc.mirror import (
+    Mirror,
+    MirroredRequest,
+    MirrorError,
+    ScheduledRequest,
+    first_seen,
+)
 
 CONTEXT_TOKENS = 4
 """The next token depends on so many tokens before it, and on its position."""
+SWAP_COST_TOKENS = 1.0
+"""What it announces unless it is told otherwise."""
 
 
 def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequence[int]) -> int:
@@ -33,39 +42,72 @@ def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequ
     return first
 
 
+class Place(NamedTuple):
+    """Where a request has a block."""
+
+    request: MirroredRequest
+    group: int
+    entry: int
+    """Of the group's block table."""
+
+
 class NullRunner:
     """Obeys the scheduler like a model would, in microseconds."""
 
     def __init__(
-        self, facts: ModelFacts, step_delay_s: float = 0.0, token_delay_s: float = 0.0
+        self,
+        facts: ModelFacts,
+        step_delay_s: float = 0.0,
+        token_delay_s: float = 0.0,
+        swap_cost_tokens: float = SWAP_COST_TOKENS,
     ) -> None:
-        """Take the facts to announce, and how long a step and each of its tokens shall last."""
+        """Take what to announce, and how long a step and each of its tokens shall last."""
         self._facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
-        self._mirror = Mirror(
-            facts.block_size, facts.num_gpu_blocks, facts.max_model_len, facts.vocab_size
-        )
-        self._writers: dict[int, MirroredRequest] = {}
+        self._swap_cost_tokens = swap_cost_tokens
+        self._mirror = Mirror(facts)
+        self._writers: dict[int, Place] = {}
+        """By block of the pool."""
+        self._host_blocks: set[int] = set()
+        """Those that something was copied to."""
 
     @property
     def facts(self) -> ModelFacts:
         """The facts that it was made with."""
         return self._facts
 
+    @property
+    def swap_cost_tokens(self) -> float:
+        """The cost that it was made with."""
+        return self._swap_cost_tokens
+
     def reset(self) -> None:
         """Forget every request."""
         self._mirror.reset()
+        self._forget_kv()
+
+    def sleep(self) -> None:
+        """Forget what would have been lost; see `Runner`."""
+        self._mirror.check_empty()
+        self._forget_kv()
+
+    def _forget_kv(self) -> None:
         self._writers.clear()
+        self._host_blocks.clear()
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Check the step and return its tokens.
 
         Raises:
-            MirrorError: the step contradicts those before it, or two live requests write one block.
+            MirrorError: the step contradicts those before it, writes to a block that somebody
+                still reads, or copies from a host block that nothing was copied to.
         """
         began_ns = time.perf_counter_ns()
         scheduled = self._mirror.apply(step)
+        self._host_blocks.update(step.swap_out.host_block_ids)
+        if step.swap_in.host_block_ids:
+            self._swap_in(step)
         for part in scheduled:
             self._claim_blocks(part)
         self._wait(step.total_num_scheduled_tokens)
@@ -94,19 +136,46 @@ class NullRunner:
     def _next_token_id(self, request: MirroredRequest) -> int:
         return next_token_id(request.token_ids, self._facts.vocab_size, self._facts.eos_token_ids)
 
+    def _swap_in(self, step: SchedulerOutput) -> None:
+        for host_id in step.swap_in.host_block_ids:
+            if host_id not in self._host_blocks:
+                raise MirrorError(f"nothing was copied to host block {host_id}")
+        owners = {
+            block_id: Place(self._mirror.requests[new.req_id], group, index)
+            for new in step.scheduled_new_reqs
+            for group, table in enumerate(new.block_ids)
+            for index, block_id in enumerate(table)
+        }
+        for block_id in step.swap_in.device_block_ids:
+            if block_id not in owners:
+                raise MirrorError(f"swap_in fills block {block_id}, which no new request holds")
+            self._claim(block_id, owners[block_id])
+
     def _claim_blocks(self, part: ScheduledRequest) -> None:
         request, block_size = part.request, self._facts.block_size
         first = max(part.start, request.num_cached_tokens) // block_size
-        for index in range(first, (part.end - 1) // block_size + 1):
-            block_id = request.block_ids[index]
-            writer = self._writers.get(block_id)
-            if writer is request:
-                continue
-            if writer is not None and self._mirror.requests.get(writer.req_id) is writer:
-                raise MirrorError(
-                    f"block {block_id} is written by requests {writer.req_id} and {request.req_id}"
-                )
-            self._writers[block_id] = request
+        for group, table in enumerate(request.block_tables):
+            for index in range(first, (part.end - 1) // block_size + 1):
+                self._claim(table[index], Place(request, group, index))
+
+    def _claim(self, block_id: int, place: Place) -> None:
+        before = self._writers.get(block_id)
+        if before == place:
+            return
+        if before is not None and self._is_live(before):
+            raise MirrorError(
+                f"block {block_id} is written by requests {before.request.req_id}"
+                f" and {place.request.req_id}"
+            )
+        self._writers[block_id] = place
+
+    def _is_live(self, place: Place) -> bool:
+        """Whether the request is still there, and its window has not passed the block."""
+        request, group, entry = place
+        if self._mirror.requests.get(request.req_id) is not request:
+            return False
+        window = self._facts.kv_groups[group].window
+        return entry >= first_seen(window, request.num_computed_tokens) // self._facts.block_size
 
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         others = [i for i in range(min(num_top + 1, self._facts.vocab_size)) if i != token_id]

@@ -12,6 +12,10 @@ class Runner(Protocol):
     def facts(self) -> ModelFacts:
         """What the core must know before its first step; constant."""
 
+    @property
+    def swap_cost_tokens(self) -> float:
+        """Copying a block to the host and back takes as long as so many prompt tokens; constant."""
+
     def reset(self) -> None:
         """Forget every request; the next step may carry any `step_id`."""
 
@@ -20,4 +24,11 @@ class Runner(Protocol):
 
         Raises:
             MirrorError: the step contradicts those before it.
+        """
+
+    def sleep(self) -> None:
+        """Give the memory of the KV back until the next step; what it held is lost.
+
+        Raises:
+            MirrorError: a request is mirrored.
         """

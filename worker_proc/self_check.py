@@ -6,6 +6,7 @@ Two short texts, computed together in two steps, must give the logits that each 
 """
 
 import statistics
+from itertools import islice
 
 import torch
 
@@ -14,6 +15,7 @@ from worker_proc.attention.interface import IMPLEMENTATION, AttentionBackend
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import pack_step
+from worker_proc.kv_groups import KVLayout
 from worker_proc.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
@@ -25,12 +27,13 @@ MAX_ERROR_OF_HALF = 0.15
 """Relative. The median over rows counts: rounding may send one row to another expert."""
 
 
-def num_blocks_needed(block_size: int) -> int:
+def num_blocks_needed(layout: KVLayout) -> int:
     """Return how many blocks the pool must have while the check runs."""
-    return 1 + sum(-(-length // block_size) for length in TEXT_LENGTHS)
+    per_group = sum(-(-length // layout.block_size) for length in TEXT_LENGTHS)
+    return 1 + per_group * len(layout.groups)
 
 
-def check_forward(loaded: LoadedModel, backend: AttentionBackend, block_size: int) -> None:
+def check_forward(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> None:
     """Run the check on the pool that is attached; it overwrites the first blocks.
 
     Raises:
@@ -38,7 +41,7 @@ def check_forward(loaded: LoadedModel, backend: AttentionBackend, block_size: in
     """
     texts = _texts(loaded.vocab_size)
     try:
-        paged = _paged_logits(loaded, backend, block_size, texts)
+        paged = _paged_logits(loaded, backend, layout, texts)
         expected = [_expected_logits(loaded, text) for text in texts]
     except (TypeError, AttributeError, RuntimeError) as error:
         kind = loaded.model.config.model_type
@@ -65,15 +68,15 @@ def _texts(vocab_size: int) -> list[list[int]]:
 
 
 def _paged_logits(
-    loaded: LoadedModel, backend: AttentionBackend, block_size: int, texts: list[list[int]]
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
 ) -> list[torch.Tensor]:
     """The last rows of each text: `[1 + NUM_DECODED, vocab_size]`, of its prompt's and after."""
-    requests, first_block = [], 1
+    requests = []
+    free_blocks = iter(range(1, num_blocks_needed(layout)))
     for req_id, text in enumerate(texts):
-        num_blocks = -(-len(text) // block_size)
-        blocks = list(range(first_block, first_block + num_blocks))
-        first_block += num_blocks
-        requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), blocks, 0, 0))
+        num_blocks = -(-len(text) // layout.block_size)
+        tables = [list(islice(free_blocks, num_blocks)) for _ in layout.groups]
+        requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), tables, 0, 0))
     steps = []
     for back in range(NUM_DECODED, -1, -1):
         parts = []
@@ -81,7 +84,7 @@ def _paged_logits(
             end = len(request.token_ids) - back
             start = 0 if back == NUM_DECODED else end - 1
             parts.append(ScheduledRequest(request, start, end - start, True))
-        inputs = pack_step(parts, block_size, loaded.device)
+        inputs = pack_step(parts, layout.block_size, loaded.device)
         steps.append(compute_logits(loaded.model, backend, inputs, loaded.vocab_size))
     return list(torch.stack(steps, dim=1))
 

@@ -7,6 +7,7 @@ from protocol.core_worker import (
     Adopt,
     CoreToWorker,
     SchedulerOutput,
+    Sleep,
     StepFailed,
     WorkerHello,
     WorkerToCore,
@@ -30,7 +31,8 @@ class WorkerShim:
         self.num_fenced_frames = 0
         """Messages under another epoch than the one in force, dropped."""
         self.failure: Exception | None = None
-        """What a step raised; the process must exit after its reply is sent."""
+
+    """What a step or a sleep raised; the process must exit after its reply, if any, is sent."""
 
     def end_adoption(self) -> None:
         """The connection was made or lost: whatever was adopted before is over."""
@@ -39,7 +41,8 @@ class WorkerShim:
     def hello(self) -> WorkerHello:
         """What the core must hear, again and again, until it adopts this worker."""
         assert self.link_epoch is None
-        return WorkerHello(self._rank, self._pid, self._runner.facts)
+        runner = self._runner
+        return WorkerHello(self._rank, self._pid, runner.facts, runner.swap_cost_tokens)
 
     @property
     def epoch(self) -> int:
@@ -54,6 +57,9 @@ class WorkerShim:
         if epoch != self.link_epoch:
             self.num_fenced_frames += 1
             return None
+        if isinstance(message, Sleep):
+            self._sleep()
+            return None
         return self._step(message)
 
     def _adopt(self, epoch: int, message: Adopt) -> None:
@@ -63,6 +69,12 @@ class WorkerShim:
         self.link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._runner.reset()
+
+    def _sleep(self) -> None:
+        try:
+            self._runner.sleep()
+        except Exception as error:
+            self.failure = error
 
     def _step(self, step: SchedulerOutput) -> WorkerToCore | None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import uvloop
 
 from api_proc.app import openai_app
@@ -18,14 +19,15 @@ from protocol.api_core import (
     AddRequest,
     EngineState,
     EngineStats,
+    PauseMode,
     RequestOutput,
     Status,
     validate_request,
 )
-from protocol.client import RequestStream
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
 from protocol.ledger import RequestFailed
+from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 
 EOS_ID = 2
@@ -100,6 +102,9 @@ class FakeClient:
         self.refusal: RequestFailed | None = None
         self.requests: list[AddRequest] = []
         self.cancelled: list[int] = []
+        self.controls: list[tuple[str, object]] = []
+        self.obeys: bool | Exception = True
+        """What controls come to."""
         self.streams: dict[int, RequestStream] = {}
         self._scripts: dict[int, Iterator[RequestOutput]] = {}
         if facts is not None:
@@ -116,9 +121,15 @@ class FakeClient:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> RequestStream:
         add = AddRequest(
-            len(self.requests) + 1, prompt_token_ids, params, [], priority, 0.0, cache_salt
+            len(self.requests) + 1,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
         )
         assert self.facts is not None
         error = validate_request(add, self.facts)
@@ -127,11 +138,39 @@ class FakeClient:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(add)
-        stream = RequestStream(self, add.request_id)  # type: ignore[arg-type]
+        stream = RequestStream(add.request_id, self.cancel)
         self.streams[add.request_id] = stream
         self._scripts[add.request_id] = self.script(add)
         asyncio.get_running_loop().call_soon(self._turn, add.request_id)
         return stream
+
+    async def pause(self, mode: PauseMode) -> bool:
+        return self._control("pause", mode)
+
+    async def resume(self) -> bool:
+        return self._control("resume", PauseMode.RUNNING)
+
+    async def sleep(self) -> bool:
+        return self._control("sleep", PauseMode.PAUSED_ALL, is_sleeping=True)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        self.controls.append(("reset", reset_running_requests))
+        return self._obeys()
+
+    def _control(self, name: str, mode: PauseMode, *, is_sleeping: bool = False) -> bool:
+        self.controls.append((name, mode))
+        assert self.status is not None
+        obeys = self._obeys()
+        if obeys:
+            self.status = msgspec.structs.replace(
+                self.status, pause_mode=mode, is_sleeping=is_sleeping
+            )
+        return obeys
+
+    def _obeys(self) -> bool:
+        if isinstance(self.obeys, Exception):
+            raise self.obeys
+        return self.obeys
 
     def cancel(self, request_id: int) -> None:
         if self._scripts.pop(request_id, None) is not None:

@@ -1,15 +1,16 @@
 """A worker for scheduler tests: follows the deltas to the letter and checks the KV it would read.
 
-Each KV slot holds a number that stands for the whole prefix up to its token. A step first writes
-the slots of all tokens it computes, then looks whether every slot that a request attends to holds
-that request's own prefix. So a wrong block table, a stale cache hit or a block given away too soon
-fails here, whatever the scheduler believes.
+Each KV slot holds what stands for a KV group and the whole prefix up to its token. A step first
+copies blocks to and from the host, then writes the slots of all tokens it computes, then looks
+whether every slot that a request attends to holds that request's own prefix. So a wrong block
+table, a stale cache hit or a block given away too soon fails here, whatever the scheduler believes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protocol.core_worker import (
+    BlockCopies,
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
@@ -20,6 +21,7 @@ from protocol.message import encode
 
 SampleFn = Callable[[int, int], int]
 """From request id and output position to the token."""
+_NULL_BLOCK = 0
 
 
 @dataclass
@@ -28,7 +30,8 @@ class MirroredRequest:
 
     new: NewRequestData
     token_ids: list[int]
-    block_ids: list[int]
+    block_tables: list[list[int]]
+    """One per KV group."""
     num_computed_tokens: int
     prefixes: list[int] = field(default_factory=list)
     """Entry i stands for tokens 0 to i."""
@@ -43,13 +46,25 @@ class MirroredRequest:
 class FakeWorker:
     """Executes steps in order."""
 
-    def __init__(self, block_size: int, num_blocks: int, sample: SampleFn) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        sample: SampleFn,
+        windows: Sequence[int | None] = (None,),
+        num_host_blocks: int = 0,
+    ) -> None:
+        """Take the shape of the KV cache: one window per KV group, None where all is seen."""
         self.mirror: dict[int, MirroredRequest] = {}
         self.total_scheduled = 0
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._sample = sample
-        self._kv: dict[int, int] = {}
+        self._windows = windows
+        self._num_host_blocks = num_host_blocks
+        self._kv: dict[int, list[tuple[int, int] | None]] = {}
+        """By block: (group, prefix) in each slot. A block belongs to any group, one at a time."""
+        self._host: dict[int, list[tuple[int, int] | None]] = {}
         self._next_step_id: int | None = None
 
     def execute(self, sent: SchedulerOutput) -> ModelRunnerOutput:
@@ -60,6 +75,7 @@ class FakeWorker:
         assert self._next_step_id in (None, step.step_id)
         self._next_step_id = step.step_id + 1
         self._forget(step)
+        self._swap(step.swap_out, step.swap_in)
         for new in step.scheduled_new_reqs:
             self._add(new)
         self._grow(step.scheduled_cached_reqs)
@@ -72,36 +88,87 @@ class FakeWorker:
             self._write(self.mirror[req_id], num_tokens)
         return ModelRunnerOutput(step.step_id, self._advance(counts))
 
+    def sleep(self) -> None:
+        """Obey `Sleep`: lose all KV, here and on the host."""
+        assert not self.mirror
+        self._kv.clear()
+        self._host.clear()
+
+    def write_from_outside(self, token_ids: list[int], tables: list[list[int]]) -> None:
+        """Somebody else brings the KV of the first tokens of a prompt."""
+        prefix = 0
+        for position, token_id in enumerate(token_ids):
+            prefix = hash((prefix, token_id))
+            for group, table in enumerate(tables):
+                block_id, offset = self._slot(table, position)
+                block = self._kv.setdefault(block_id, [None] * self._block_size)
+                block[offset] = (group, prefix)
+
     def _forget(self, step: SchedulerOutput) -> None:
         gone = step.preempted_req_ids + step.finished_req_ids
         assert len(gone) == len(set(gone))
         for req_id in gone:
             del self.mirror[req_id]
 
+    def _swap(self, out: BlockCopies, into: BlockCopies) -> None:
+        for copies in (out, into):
+            assert all(0 < i < self._num_blocks for i in copies.device_block_ids)
+            assert all(0 <= i < self._num_host_blocks for i in copies.host_block_ids)
+        assert len(set(out.host_block_ids)) == len(out.host_block_ids)
+        assert len(set(into.device_block_ids)) == len(into.device_block_ids)
+        for block_id, host_id in zip(out.device_block_ids, out.host_block_ids, strict=True):
+            self._host[host_id] = self._kv[block_id].copy()
+        for block_id, host_id in zip(into.device_block_ids, into.host_block_ids, strict=True):
+            self._kv[block_id] = self._host[host_id].copy()
+
     def _add(self, new: NewRequestData) -> None:
         assert new.req_id not in self.mirror
         assert new.num_cached_tokens in (new.num_computed_tokens, len(new.token_ids))
         assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
+        assert len({len(table) for table in new.block_ids}) == 1
+        for window, table in zip(self._windows, new.block_ids, strict=True):
+            first = self._first_seen(window, new.num_computed_tokens) // self._block_size
+            assert _NULL_BLOCK not in table[first:]
         self.mirror[new.req_id] = MirroredRequest(
-            new, new.token_ids.copy(), new.block_ids.copy(), new.num_computed_tokens
+            new,
+            new.token_ids.copy(),
+            [table.copy() for table in new.block_ids],
+            new.num_computed_tokens,
         )
 
     def _grow(self, cached: CachedRequestData) -> None:
-        rows = zip(cached.req_ids, cached.new_block_ids, strict=True)
-        for req_id, new_block_ids in rows:
-            assert new_block_ids
-            self.mirror[req_id].block_ids += new_block_ids
+        for req_id, columns in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            assert len({len(column) for column in columns}) == 1
+            assert columns[0]
+            for table, column in zip(self.mirror[req_id].block_tables, columns, strict=True):
+                assert _NULL_BLOCK not in column
+                table.extend(column)
 
-    def _slot(self, request: MirroredRequest, position: int) -> int:
-        block_id = request.block_ids[position // self._block_size]
+    @staticmethod
+    def _first_seen(window: int | None, position: int) -> int:
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
+        block_id = table[position // self._block_size]
         assert 0 < block_id < self._num_blocks
-        return block_id * self._block_size + position % self._block_size
+        return block_id, position % self._block_size
 
     def _write(self, request: MirroredRequest, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        for position in range(start, start + num_tokens):
-            if position >= request.new.num_cached_tokens:
-                self._kv[self._slot(request, position)] = request.prefix(position)
+        first = max(start, request.new.num_cached_tokens)
+        for group, table in enumerate(request.block_tables):
+            for position in range(first, start + num_tokens):
+                block_id, offset = self._slot(table, position)
+                block = self._kv.setdefault(block_id, [None] * self._block_size)
+                block[offset] = (group, request.prefix(position))
+
+    def _read(self, request: MirroredRequest, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        tables = zip(self._windows, request.block_tables, strict=True)
+        for group, (window, table) in enumerate(tables):
+            for position in range(self._first_seen(window, start), start + num_tokens):
+                block_id, offset = self._slot(table, position)
+                assert self._kv[block_id][offset] == (group, request.prefix(position))
 
     def _advance(self, counts: dict[int, int]) -> list[int]:
         sampled = []
@@ -109,10 +176,9 @@ class FakeWorker:
             request = self.mirror[req_id]
             if num_tokens == 0:
                 continue
+            assert request.num_computed_tokens + num_tokens <= len(request.token_ids)
+            self._read(request, num_tokens)
             request.num_computed_tokens += num_tokens
-            assert request.num_computed_tokens <= len(request.token_ids)
-            for position in range(request.num_computed_tokens):
-                assert self._kv[self._slot(request, position)] == request.prefix(position)
             if request.num_computed_tokens == len(request.token_ids):
                 position = len(request.token_ids) - request.new.num_prompt_tokens
                 token_id = self._sample(req_id, position)

@@ -4,14 +4,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from core_proc.invariants import check_invariants
-from core_proc.request import Request
+from core_proc.options import SchedulerOptions
+from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import SchedulerOutput
 from protocol.sampling import SamplingParams
-from tests.core.fake_worker import FakeWorker
+from tests.core.fake_worker import FakeWorker, SampleFn
 
 EOS = 2
 PLAIN_TOKEN = 7
+
+
+def make_worker(options: SchedulerOptions, sample: SampleFn) -> FakeWorker:
+    """Build a worker with the memory that the scheduler was told of."""
+    windows = tuple(group.window for group in options.kv_groups)
+    return FakeWorker(
+        options.block_size, options.num_blocks, sample, windows, options.num_host_blocks
+    )
 
 
 class Harness:
@@ -29,16 +38,17 @@ class Harness:
         **config: object,
     ) -> None:
         """`script` holds sampled tokens by name; past its end, and without it, all are equal."""
-        self.scheduler = Scheduler(
+        options = SchedulerOptions(
             num_blocks=blocks,
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             max_steps_in_flight=depth,
-            eos_token_ids=[EOS],
+            eos_token_ids=(EOS,),
             **config,  # type: ignore[arg-type]
         )
-        self.worker = FakeWorker(self.scheduler.kv.block_size, blocks, self._sample)
+        self.scheduler = Scheduler(options)
+        self.worker = make_worker(options, self._sample)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -62,6 +72,9 @@ class Harness:
         params: SamplingParams | None = None,
         outputs: Sequence[int] = (),
         salt: str = "",
+        tenant: str = "",
+        adapter_id: int = 0,
+        blocked: RequestStatus | None = None,
     ) -> Request:
         """Add a request; a prompt given as a length is unlike all others."""
         req_id = len(self._names)
@@ -76,11 +89,13 @@ class Harness:
             priority=priority,
             arrival_time=float(req_id) if arrival_time is None else arrival_time,
             cache_salt=salt,
+            tenant=tenant,
+            adapter_id=adapter_id,
         )
         self._names[req_id] = name
         self.requests[name] = request
         self.outputs[name] = []
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, blocked)
         return request
 
     def abort(self, name: str) -> bool:
@@ -124,6 +139,27 @@ class Harness:
     def steps(self, count: int) -> list[dict[str, int]]:
         return [self.step() for _ in range(count)]
 
+    def fill(self) -> list[dict[str, int]]:
+        """Schedule as many steps as may be in flight; returns the tokens granted in each."""
+        grants = []
+        for _ in range(self.scheduler.options.max_steps_in_flight - len(self._pipe)):
+            num_sent = len(self.sent)
+            granted = self.schedule()
+            if len(self.sent) == num_sent:
+                break
+            grants.append(granted)
+        return grants
+
+    def overlap(self, limit: int = 1000) -> None:
+        """Run to the end with as many steps in flight as possible, notices included."""
+        for _ in range(limit):
+            self.fill()
+            if not self._pipe:
+                assert not self.scheduler.has_unfinished
+                return
+            self.update()
+        raise AssertionError(f"requests are left after {limit} steps")
+
     def run(self, limit: int = 1000) -> None:
         """Step until nothing is left, notices included."""
         for _ in range(limit):
@@ -135,6 +171,15 @@ class Harness:
 
     def names(self, req_ids: Sequence[int]) -> list[str]:
         return [self._names[req_id] for req_id in req_ids]
+
+    @property
+    def queue(self) -> list[str]:
+        """Who waits, front first."""
+        return self.names([request.req_id for request in self.scheduler.waiting.in_order()])
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._pipe)
 
     @property
     def preempted(self) -> list[str]:
@@ -154,6 +199,4 @@ class Harness:
         """The worker dies; its successor knows nothing."""
         self._pipe.clear()
         self.scheduler.recompute_all()
-        self.worker = FakeWorker(
-            self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks, self._sample
-        )
+        self.worker = make_worker(self.scheduler.options, self._sample)

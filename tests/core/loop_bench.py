@@ -27,6 +27,7 @@ from protocol.core_worker import (
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
+    Sleep,
     WorkerHello,
 )
 from protocol.core_worker import decode_from_core as decode_step
@@ -51,8 +52,8 @@ def token_at(req_id: int, position: int) -> int:
 class _Child(ChildProcess):
     """A core process without a supervisor; the test plays it."""
 
-    def __init__(self, run_dir: str, settings: dict[str, object]) -> None:
-        arguments = argparse.Namespace(parent_fd=None, epoch=CORE_EPOCH, rank=0, listen_fd=None)
+    def __init__(self, run_dir: str, settings: dict[str, object], epoch: int) -> None:
+        arguments = argparse.Namespace(parent_fd=None, epoch=epoch, rank=0, listen_fd=None)
         super().__init__(Role.CORE, arguments, configure(model="null", run_dir=run_dir, **settings))
         self.inbox: list[Drain | Stop] = []
         self.num_drained = 0
@@ -160,6 +161,7 @@ class WorkerEnd(_End):
         """Epochs of the link under which it was adopted."""
         self.unanswered: list[tuple[int, SchedulerOutput]] = []
         """With the epochs of their headers."""
+        self.num_sleeps = 0
         self.answers = True
         self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
 
@@ -178,6 +180,10 @@ class WorkerEnd(_End):
             if isinstance(message, Adopt):
                 self.adopted.append(received.header.epoch)
                 self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
+            elif isinstance(message, Sleep):
+                assert not self.unanswered, "steps were still to be answered"
+                assert not self._obeys.mirror, "requests were still in the mirror"
+                self.num_sleeps += 1
             else:
                 self.unanswered.append((received.header.epoch, message))
         if self.answers:
@@ -198,10 +204,14 @@ class Bench:
 
     def __init__(self, **settings: object) -> None:
         self._run_dir = tempfile.TemporaryDirectory(prefix="troika-test-")
-        self.child = _Child(self._run_dir.name, settings)
+        self._settings = settings
+        self.ends: list[_End] = []
+        self._start_core(CORE_EPOCH)
+
+    def _start_core(self, epoch: int) -> None:
+        self.child = _Child(self._run_dir.name, self._settings, epoch)
         self.engine = EngineCore(self.child.config)
         self.loop = CoreLoop(self.child, self.engine)
-        self.ends: list[_End] = []
 
     def __enter__(self) -> "Bench":
         return self

@@ -3,6 +3,7 @@
 import pytest
 
 from core_proc.kv_cache import KVCacheManager
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol.sampling import SamplingParams
 
@@ -10,7 +11,10 @@ BLOCK = 16
 
 
 def _manager(num_blocks: int = 11, caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(num_blocks, BLOCK, caching)
+    options = SchedulerOptions(
+        num_blocks=num_blocks, block_size=BLOCK, enable_prefix_caching=caching
+    )
+    return KVCacheManager(options)
 
 
 def _request(tokens: list[int], salt: str = "", prompt_logprobs: int | None = None) -> Request:
@@ -21,9 +25,9 @@ def _request(tokens: list[int], salt: str = "", prompt_logprobs: int | None = No
 def _admit(kv: KVCacheManager, request: Request) -> int:
     """Admit with all tokens and return how many blocks the cache had."""
     hits = kv.find_cached_prefix(request)
-    assert kv.admit(request, hits, request.num_tokens, 0, 0)
+    assert kv.admit(request, hits, start=0, num_tokens=request.num_tokens)
     request.num_computed_tokens = request.num_tokens
-    return len(hits)
+    return len(hits[0])
 
 
 def test_hits_reuse_blocks_and_eviction_follows_the_queue() -> None:
@@ -32,20 +36,20 @@ def test_hits_reuse_blocks_and_eviction_follows_the_queue() -> None:
     tokens = list(range(100, 155))
     first = _request(tokens)
     assert _admit(kv, first) == 0
-    assert first.block_ids == [1, 2, 3, 4]
+    assert first.block_tables == [[1, 2, 3, 4]]
     kv.free(first)
     assert kv.pool.free_ids() == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
 
     second = _request([*tokens[:48], 7, 7, 7, 7, 7])
     assert _admit(kv, second) == 3
-    assert second.block_ids == [1, 2, 3, 4]
+    assert second.block_tables == [[1, 2, 3, 4]]
     kv.free(second)
 
     third = _request(list(range(500, 650)))
     assert _admit(kv, third) == 0
-    assert third.block_ids == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert third.block_tables == [[4, 5, 6, 7, 8, 9, 10, 3, 2, 1]]
     kv.free(third)
-    assert kv.find_cached_prefix(_request(tokens)) == []
+    assert kv.find_cached_prefix(_request(tokens)) == [[]]
 
 
 def test_a_refusal_changes_nothing_although_hits_exist() -> None:
@@ -59,10 +63,10 @@ def test_a_refusal_changes_nothing_although_hits_exist() -> None:
 
     big = _request(list(range(32)) + [5] * 32)
     hits = kv.find_cached_prefix(big)
-    assert hits == [1, 2]
-    assert not kv.admit(big, hits, big.num_tokens, 0, 0)
+    assert hits == [[1, 2]]
+    assert not kv.admit(big, hits, start=32, num_tokens=big.num_tokens)
     assert kv.pool.free_ids() == free
-    assert big.block_ids == []
+    assert big.block_tables == []
     kv.check_invariants([other])
 
 
@@ -73,16 +77,16 @@ def test_hits_in_the_free_queue_use_up_free_blocks() -> None:
     kv.free(first)
     again = _request(list(range(48)))
     hits = kv.find_cached_prefix(again)
-    assert len(hits) == 3
-    assert not kv.admit(again, hits, 48, 0, headroom=1)
-    assert kv.admit(again, hits, 48, 0, headroom=0)
+    assert len(hits[0]) == 3
+    assert not kv.admit(again, hits, start=47, num_tokens=48, headroom=1)
+    assert kv.admit(again, hits, start=47, num_tokens=48, headroom=0)
 
 
 def test_reserved_tokens_must_fit_but_take_no_blocks() -> None:
     kv = _manager(num_blocks=4)
     request = _request(list(range(64)))
-    assert not kv.admit(request, [], 16, 64, 0)
-    assert kv.admit(request, [], 16, 48, 0)
+    assert not kv.admit(request, [[]], start=0, num_tokens=16, num_reserved=64)
+    assert kv.admit(request, [[]], start=0, num_tokens=16, num_reserved=48)
     assert kv.num_free_blocks == 2
 
 
@@ -106,8 +110,8 @@ def test_a_block_is_cached_only_with_all_tokens_before_it() -> None:
     """The same second block after another first one is no hit."""
     kv = _manager()
     _admit(kv, _request([1] * 16 + [2] * 16))
-    assert kv.find_cached_prefix(_request([3] * 16 + [2] * 16)) == []
-    assert len(kv.find_cached_prefix(_request([1] * 16 + [4] * 16))) == 1
+    assert kv.find_cached_prefix(_request([3] * 16 + [2] * 16)) == [[]]
+    assert len(kv.find_cached_prefix(_request([1] * 16 + [4] * 16))[0]) == 1
 
 
 def test_blocks_filled_by_outputs_are_cached_once_their_ids_are_known() -> None:
@@ -118,7 +122,7 @@ def test_blocks_filled_by_outputs_are_cached_once_their_ids_are_known() -> None:
     assert request.num_hashed_blocks == 0
     request.token_ids.append(9)
     kv.grow(request, 17)
-    assert len(kv.find_cached_prefix(_request([1] * 15 + [9]))) == 1
+    assert len(kv.find_cached_prefix(_request([1] * 15 + [9]))[0]) == 1
 
 
 def test_growth_that_does_not_fit_changes_nothing() -> None:
@@ -126,7 +130,7 @@ def test_growth_that_does_not_fit_changes_nothing() -> None:
     request = _request([1] * 16)
     _admit(kv, request)
     assert kv.grow(request, 48) is None
-    assert kv.grow(request, 32) == [2]
+    assert kv.grow(request, 32) == [[2]]
     assert kv.grow(request, 32) == []
 
 
@@ -137,7 +141,7 @@ def test_reset_is_refused_while_blocks_are_held() -> None:
     assert not kv.reset_prefix_cache()
     kv.free(request)
     assert kv.reset_prefix_cache()
-    assert kv.find_cached_prefix(_request([1] * 16)) == []
+    assert kv.find_cached_prefix(_request([1] * 16)) == [[]]
 
 
 @pytest.mark.parametrize(("num_held", "usage"), [(0, 0.0), (5, 0.5), (10, 1.0)])
@@ -152,5 +156,5 @@ def test_without_caching_nothing_is_remembered() -> None:
     request = _request([1] * 32)
     _admit(kv, request)
     kv.free(request)
-    assert kv.find_cached_prefix(_request([1] * 32)) == []
+    assert kv.find_cached_prefix(_request([1] * 32)) == [[]]
     assert kv.pool.free_ids()[:2] == [2, 1]

@@ -2,9 +2,6 @@
 
 import pytest
 
-from core_proc.policy import POLICIES, WaitingQueue
-from core_proc.request import Request
-from protocol.sampling import SamplingParams
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 
@@ -137,17 +134,3 @@ def test_a_resumed_request_hits_its_own_blocks() -> None:
     bench.abort("a")
     assert bench.step() == {"b": 63 - 48, "c": 1}
     assert bench.requests["b"].num_cached_tokens == 0
-
-
-def test_removals_from_the_queue_leave_no_trace() -> None:
-    queue = WaitingQueue(POLICIES["priority"]())
-    requests = [Request(i, [1], SamplingParams(), priority=i % 7) for i in range(500)]
-    for request in requests:
-        queue.push(request)
-    for request in requests[::2] + requests[1::4]:
-        queue.remove(request)
-    left = sorted(requests[3::4], key=lambda request: (request.priority, request.req_id))
-    assert queue.in_order() == left
-    assert queue.front() is left[0]
-    assert len(queue) == len(left)
-    assert len(queue._heap) <= 2 * len(left) + 16

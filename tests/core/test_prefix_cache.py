@@ -33,7 +33,7 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_no_kv() -> None:
     bench.step()
     (new,) = bench.sent[-1].scheduled_new_reqs
     assert (new.num_computed_tokens, new.num_cached_tokens) == (31, 32)
-    assert len(new.block_ids) == 2
+    assert len(new.block_ids[0]) == 2
     assert bench.step() == {"b": 1}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from core_proc.options import SchedulerOptions
 from core_proc.request import TRANSITIONS, Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import ModelRunnerOutput
@@ -201,9 +202,9 @@ def test_block_tables_travel_as_additions() -> None:
     bench.add("a", 15, 20)
     bench.steps(3)
     grown = [step.scheduled_cached_reqs for step in bench.sent]
-    assert bench.sent[0].scheduled_new_reqs[0].block_ids == [1]
+    assert bench.sent[0].scheduled_new_reqs[0].block_ids == [[1]]
     assert [rows.req_ids for rows in grown] == [[], [], [0]]
-    assert grown[2].new_block_ids == [[2]]
+    assert grown[2].new_block_ids == [[[2]]]
 
 
 def test_a_steady_step_names_nobody() -> None:
@@ -275,7 +276,7 @@ def test_what_just_fits_runs_alone_to_its_end() -> None:
 
 
 def test_a_taken_id_is_refused() -> None:
-    scheduler = Scheduler()
+    scheduler = Scheduler(SchedulerOptions())
     scheduler.add_request(Request(1, [5], SamplingParams()))
     with pytest.raises(ValueError, match="req_id 1"):
         scheduler.add_request(Request(1, [5], SamplingParams()))
@@ -284,7 +285,7 @@ def test_a_taken_id_is_refused() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"policy": "fair"},
+        {"policy": "lottery"},
         {"num_blocks": 1},
         {"block_size": 0},
         {"max_num_seqs": 0},
@@ -297,7 +298,7 @@ def test_a_taken_id_is_refused() -> None:
 )
 def test_a_value_out_of_bounds_is_named(config: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(config))):
-        Scheduler(**config)  # type: ignore[arg-type]
+        Scheduler(SchedulerOptions(**config))  # type: ignore[arg-type]
 
 
 def test_only_listed_transitions_are_possible() -> None:
@@ -313,7 +314,7 @@ def test_only_listed_transitions_are_possible() -> None:
 
 
 def test_an_output_of_another_step_is_refused() -> None:
-    scheduler = Scheduler()
+    scheduler = Scheduler(SchedulerOptions())
     scheduler.add_request(Request(0, [1], SamplingParams()))
     scheduler.schedule()
     with pytest.raises(AssertionError, match="step 1, due is 0"):

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from core_proc.kv_cache import KVCacheManager
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.step import longest_sequence
@@ -33,14 +34,15 @@ WIDE_PARAMS = SamplingParams(
 )
 
 
-def make_scheduler(num_blocks: int, block_size: int, **options: object) -> Scheduler:
-    return Scheduler(
+def make_scheduler(num_blocks: int, block_size: int, **settings: object) -> Scheduler:
+    options = SchedulerOptions(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=2**31 - 1,
         enable_prefix_caching=False,
-        **options,  # type: ignore[arg-type]
+        **settings,  # type: ignore[arg-type]
     )
+    return Scheduler(options)
 
 
 def scheduled(scheduler: Scheduler) -> SchedulerOutput:

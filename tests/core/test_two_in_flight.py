@@ -11,6 +11,7 @@ from collections import deque
 import pytest
 
 from core_proc.invariants import check_invariants
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import SchedulerOutput
@@ -246,7 +247,7 @@ class Workload:
         self.block_size = rng.choice([1, 2, 4, 16])
         self.num_blocks = rng.choice([8, 12, 40, 200])
         self.budget = rng.choice([3, 8, 20, 64])
-        self.scheduler = Scheduler(
+        options = SchedulerOptions(
             max_num_seqs=rng.choice([1, 3, 8]),
             max_num_batched_tokens=self.budget,
             num_blocks=self.num_blocks,
@@ -259,9 +260,10 @@ class Workload:
             watermark=rng.choice([0.0, 0.0, 0.1]),
             scheduler_reserve_full_isl=rng.random() < 0.5,
             enable_chunked_prefill=rng.random() < 0.8,
-            eos_token_ids=[EOS],
+            eos_token_ids=(EOS,),
             max_steps_in_flight=depth,
         )
+        self.scheduler = Scheduler(options)
         self.worker = FakeWorker(self.block_size, self.num_blocks, _sample)
         self.pipe: deque[SchedulerOutput] = deque()
         self.delivered: dict[int, list[int]] = {}

@@ -12,9 +12,12 @@ from protocol.api_core import (
     AbortRequests,
     AddRequest,
     Connect,
+    Control,
+    ControlDone,
     CoreToClient,
     EngineState,
     EngineStats,
+    PauseMode,
     RequestOutput,
     Status,
     StepOutputs,
@@ -24,7 +27,8 @@ from protocol.channel import HighWaterMark, PeerGone, Received, RouterChannel, c
 from protocol.client import AsyncEngineClient
 from protocol.core_link import STATUS_TIMEOUT_S
 from protocol.core_worker import ModelFacts
-from protocol.message import encode
+from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
+from protocol.message import Message, encode
 
 FAST_TICK_S = 0.02
 """A second under the fixture `fast_ticks`."""
@@ -47,6 +51,10 @@ class FakeCore:
         """Peers, as often as they said Connect."""
         self.adds: list[AddRequest] = []
         self.aborted: list[int] = []
+        self.controls: list[Control] = []
+        self.subscriptions: list[SubscribeKVEvents | UnsubscribeKVEvents] = []
+        self.heard: list[Message] = []
+        """All that came under the right epoch, in order."""
         self.num_fenced = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = RouterChannel(self._context, self.address, HighWaterMark.CLIENT_LINK)
@@ -74,11 +82,24 @@ class FakeCore:
                 self.say(self.status)
         elif received.header.epoch != self.epoch:
             self.num_fenced += 1
-        elif isinstance(message, AddRequest):
+        else:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        self.heard.append(message)
+        if isinstance(message, AddRequest):
             self.adds.append(message)
             self.on_add(self, message)
         elif isinstance(message, AbortRequests):
             self.aborted += message.request_ids
+        elif isinstance(message, Control):
+            self.controls.append(message)
+        elif isinstance(message, SubscribeKVEvents | UnsubscribeKVEvents):
+            self.subscriptions.append(message)
+
+    def done(self, pause_mode: PauseMode, *, ok: bool = True) -> None:
+        """Answer the newest control."""
+        self.say(ControlDone(self.controls[-1].number, ok, pause_mode))
 
     def say(self, message: CoreToClient, epoch: int | None = None) -> None:
         self.say_raw(encode(message), epoch)
@@ -92,7 +113,8 @@ class FakeCore:
     async def restart(self, num_adds: int) -> None:
         """Come back on the same socket under a new epoch, and be sent so many requests."""
         self.epoch += 1
-        self.adds.clear()
+        for kept in (self.adds, self.controls, self.subscriptions, self.heard):
+            kept.clear()
         self.say(READY)
         await self.until(lambda: self.num_added >= num_adds)
 

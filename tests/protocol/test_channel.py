@@ -195,8 +195,8 @@ def test_a_frame_of_the_largest_size_arrives_and_a_larger_one_is_refused_before_
         ([b"short", b"body"], "header has 5 bytes"),
         ([bytes(16), b"body"], "header starts with"),
         (
-            [pack_header(1, 2).replace(b"\x01\x00", b"\x02\x00", 1), b"body"],
-            f"version 2, this one {PROTOCOL_VERSION}",
+            [pack_header(1, 2).replace(b"\x02\x00", b"\x03\x00", 1), b"body"],
+            f"version 3, this one {PROTOCOL_VERSION}",
         ),
     ],
 )

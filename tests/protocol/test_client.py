@@ -15,8 +15,9 @@ from protocol.api_core import (
     RequestOutput,
     Status,
 )
-from protocol.client import AsyncEngineClient, RequestStream
+from protocol.client import AsyncEngineClient
 from protocol.ledger import RequestFailed
+from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FACTS, FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
 

@@ -12,8 +12,9 @@ from protocol import client as client_module
 from protocol import core_link
 from protocol.api_core import RequestOutput, StepOutputs
 from protocol.channel import MAX_FRAME_BYTES
-from protocol.client import AsyncEngineClient, RequestStream
+from protocol.client import AsyncEngineClient
 from protocol.message import pack_header
+from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
 

@@ -57,6 +57,25 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"max_model_len": 10, "long_prefill_token_threshold": 20}, "at most max_model_len 10"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_num_batched_tokens": None}, "must have a value"),
+        ({"scheduling_policy": "lifo"}, "--scheduling-policy.*fcfs"),
+        ({"victim_choice": "random"}, "--victim-choice.*cheapest"),
+        ({"max_long_partial_prefills": 1}, "needs a long_prefill_token_threshold"),
+        (
+            {
+                "max_num_partial_prefills": 1,
+                "max_long_partial_prefills": 2,
+                "long_prefill_token_threshold": 8,
+            },
+            "at most max_num_partial_prefills 1",
+        ),
+        ({"preempt_for_priority": True}, "needs scheduling_policy priority"),
+        ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
+        ({"tenant_weights": "gold"}, "--tenant-weights.*'gold' is no name=value"),
+        ({"tenant_weights": "gold=1,gold=2"}, "--tenant-weights.*'gold=2' comes twice"),
+        ({"tenant_weights": "gold=0"}, "--tenant-weights.*> 0"),
+        ({"tenant_weights": {"gold": "4"}}, "--tenant-weights.*float"),
+        ({"tenant_weights": "x" * 257 + "=1"}, "--tenant-weights.*<= 256"),
+        ({"swap_space_bytes": -1}, "--swap-space-bytes.*>= 0"),
     ],
 )
 def test_bad_value_is_named_with_its_bound(values: dict[str, object], complaint: str) -> None:
@@ -84,3 +103,17 @@ def test_switches_and_enumerations() -> None:
     assert not config.cache.enable_prefix_caching
     assert config.model.dtype is Dtype.FLOAT16
     assert config.model.max_model_len is None
+
+
+def test_tenant_weights_are_one_text_or_a_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("scheduling_policy: fair\ntenant_weights: {gold: 4, free: 0.5}\n")
+    weights = {"gold": 4.0, "free": 0.5}
+    assert resolve({}, {}, str(file)).scheduler.tenant_weights == weights
+    text = "gold=4, free=0.5"
+    fair = {"TROIKA_SCHEDULING_POLICY": "fair", "TROIKA_TENANT_WEIGHTS": text}
+    assert resolve({}, fair).scheduler.tenant_weights == weights
+    flags = parse("--scheduling-policy", "fair", "--tenant-weights", text)
+    assert flags.scheduler.tenant_weights == weights
+    given = configure(scheduling_policy="fair", tenant_weights=weights)
+    assert given.scheduler.tenant_weights == weights

@@ -2,9 +2,11 @@
 
 import pytest
 
-from protocol.api_core import ErrorCode
+from core_proc import engine as engine_module
+from protocol.api_core import ErrorCode, PauseMode, RequestOutput
+from protocol.kv_events import BlocksStored
 from protocol.ledger import RequestFailed
-from protocol.sampling import SamplingParams
+from protocol.sampling import FinishReason, SamplingParams
 from protocol.settings import configure
 from scripts.inprocess import InprocEngine
 
@@ -54,3 +56,64 @@ def test_refused_request_leaves_nothing_behind() -> None:
         finished += [output.request_id for output in engine.step() if output.finish_reason]
     assert len(finished) == 2
     assert len(engine._ledger) == 0
+
+
+def test_pause_sleep_and_reset_change_no_token() -> None:
+    params = SamplingParams(max_tokens=40)
+    prompt = list(range(5, 50))
+    expected = collect(InprocEngine(configure(model="null")), prompt, params)
+    engine = InprocEngine(configure(model="null"))
+    engine.submit(prompt, params)
+    tokens: list[int] = []
+    for i in range(400):
+        tokens += [t for output in engine.step() for t in output.token_ids]
+        if i % 10 == 3:
+            assert engine.pause()
+            assert engine.step() == []
+        elif i % 10 == 5:
+            assert engine.sleep()
+            assert engine.stats().kv_cache_usage == 0.0
+            assert engine.step() == []
+            assert engine.wake_up()
+        elif i % 10 == 7:
+            assert not engine.has_unfinished or not engine.reset_prefix_cache()
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        elif i % 10 == 4:
+            assert engine.resume()
+    assert tokens == expected
+
+
+def collect(engine: InprocEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+    return [t for output in engine.generate([prompt], params) for t in output.token_ids]
+
+
+@pytest.mark.parametrize("mode", [PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL])
+def test_generate_on_a_paused_engine_says_so_instead_of_waiting_for_ever(mode: PauseMode) -> None:
+    engine = small_engine()
+    engine.pause(mode)
+    with pytest.raises(RuntimeError, match=mode):
+        next(engine.generate([[5]], SamplingParams()))
+    assert not engine.has_unfinished
+    engine.resume()
+    assert len(collect(engine, [5], SamplingParams(max_tokens=3))) == 3
+
+
+def test_a_request_that_fails_on_its_own_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def row(*_: object) -> RequestOutput:
+        raise RuntimeError("a bug")
+
+    engine = small_engine()
+    monkeypatch.setattr(engine_module, "output_row", row)
+    [output] = engine.generate([[5]], SamplingParams())
+    assert (output.token_ids, output.finish_reason) == ([], FinishReason.ERROR)
+    assert len(engine._ledger) == 0
+
+
+def test_kv_events_tell_what_the_cache_got() -> None:
+    engine = InprocEngine(configure(model="null", enable_kv_events=True))
+    collect(engine, list(range(5, 45)), SamplingParams(max_tokens=1))
+    stored = [e for e in engine.take_kv_events() if isinstance(e, BlocksStored)]
+    assert [t for event in stored for t in event.token_ids] == list(range(5, 37))
+    assert engine.take_kv_events() == []

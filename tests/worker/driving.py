@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import CoreToWorker, ModelFacts, SchedulerOutput, decode_from_core
@@ -31,9 +32,11 @@ def make_scheduler(facts: ModelFacts, **options: object) -> Scheduler:
         "num_blocks": facts.num_gpu_blocks,
         "block_size": facts.block_size,
         "max_model_len": facts.max_model_len,
-        "eos_token_ids": facts.eos_token_ids,
+        "eos_token_ids": tuple(facts.eos_token_ids),
+        "kv_groups": tuple(facts.kv_groups),
+        "num_host_blocks": facts.num_host_blocks,
     }
-    return Scheduler(**(settings | options))  # type: ignore[arg-type]
+    return Scheduler(SchedulerOptions(**(settings | options)))  # type: ignore[arg-type]
 
 
 def drive(

@@ -22,8 +22,10 @@ from transformers.models.llama4 import Llama4TextConfig
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
 from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
+from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.attention.probe import observed_window
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.kv_groups import lay_out
 from worker_proc.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loader import LoadedModel, load_model
 from worker_proc.memory import free_host_bytes
@@ -226,8 +228,9 @@ def test_more_context_than_the_model_has_is_refused(llama: Path) -> None:
 
 
 def test_an_empty_pool_is_refused() -> None:
+    layout = lay_out([LayerSpec(1, 1, 8, 8, None)], 4, 8, 10, True)
     with pytest.raises(InsufficientMemory, match="at least"):
-        size_cache(100, 80, 4, model_len=10, max_model_len=None)
+        size_cache(100, 80, layout, model_len=10, max_model_len=None)
 
 
 def test_free_host_memory_is_read_from_the_kernel(tmp_path: Path) -> None:

@@ -2,13 +2,23 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.core_worker import CachedRequestData, ModelFacts, NewRequestData, SchedulerOutput
 from protocol.sampling import SamplingParams
 from worker_proc.mirror import Mirror, MirrorError
 
 BLOCK_SIZE = 4
+FACTS = ModelFacts(
+    model="none",
+    vocab_size=100,
+    max_model_len=50,
+    block_size=BLOCK_SIZE,
+    num_gpu_blocks=100,
+    eos_token_ids=[],
+    num_host_blocks=5,
+)
 
 
 def new(
@@ -27,7 +37,7 @@ def new(
         token_ids=list(range(10, 10 + num_tokens)),
         num_prompt_tokens=num_tokens,
         sampling_params=SamplingParams(),
-        block_ids=list(blocks),
+        block_ids=[list(blocks)],
         num_computed_tokens=computed,
         num_cached_tokens=computed if cached is None else cached,
     )
@@ -39,7 +49,7 @@ def step(
     news: Sequence[NewRequestData] = (),
     *,
     counts: dict[int, int] | None = None,
-    grown: dict[int, list[int]] | None = None,
+    grown: dict[int, list[list[int]]] | None = None,
     preempted: Sequence[int] = (),
     finished: Sequence[int] = (),
 ) -> SchedulerOutput:
@@ -56,7 +66,7 @@ def step(
 
 
 def make_mirror() -> Mirror:
-    return Mirror(block_size=BLOCK_SIZE, num_blocks=100, max_model_len=50, vocab_size=100)
+    return Mirror(FACTS)
 
 
 def test_a_steady_decode_step_names_nobody() -> None:
@@ -101,8 +111,8 @@ def test_leaving_comes_before_arriving() -> None:
 def test_tables_grow_by_deltas() -> None:
     mirror = make_mirror()
     mirror.advance(mirror.apply(step(0, 8, [new(1, 8)], counts={1: 8})), [5])
-    parts = mirror.apply(step(1, 1, grown={1: [77]}))
-    assert parts[0].request.block_ids == [11, 12, 77]
+    parts = mirror.apply(step(1, 1, grown={1: [[77]]}))
+    assert parts[0].request.block_tables == [[11, 12, 77]]
 
 
 def test_reset_forgets_requests_and_steps() -> None:
@@ -120,12 +130,12 @@ def test_reset_forgets_requests_and_steps() -> None:
         (step(1, 7, [new(1)], counts={1: 6}), "mirrored already"),
         (step(1, 1, preempted=[8]), "preempted_req_ids names 8"),
         (step(1, 1, finished=[8]), "finished_req_ids names 8"),
-        (step(1, 1, grown={8: [3]}), "scheduled_cached_reqs names 8"),
+        (step(1, 1, grown={8: [[3]]}), "scheduled_cached_reqs names 8"),
         (step(1, 1, counts={8: 1}), "num_scheduled_tokens names 8"),
         (step(1, 2), "total_num_scheduled_tokens is 2"),
         (step(1, 2, counts={1: 2}), "position 8 of 7 known tokens"),
-        (step(1, 1, grown={1: [0]}), "block 0, outside 1 to 99"),
-        (step(1, 1, grown={1: [100]}), "block 100, outside 1 to 99"),
+        (step(1, 1, grown={1: [[0]]}), "block 0, outside 1 to 99"),
+        (step(1, 1, grown={1: [[100]]}), "block 100, outside 1 to 99"),
         (step(1, 9, [new(2, 8, [1])], counts={2: 8}), "position 8 with 1 blocks of 4"),
         (step(1, 7, [new(2, 6, computed=6)], counts={2: 6}), "all of its 6 tokens computed"),
         (step(1, 7, [new(2, 6, cached=2)], counts={2: 6}), "2 cached tokens and 0 computed"),
@@ -147,7 +157,7 @@ def test_columns_of_unequal_length_are_refused() -> None:
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
-    mirror = Mirror(block_size=BLOCK_SIZE, num_blocks=100, max_model_len=50, vocab_size=12)
+    mirror = Mirror(msgspec.structs.replace(FACTS, vocab_size=12))
     with pytest.raises(MirrorError, match="vocab_size 12"):
         mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from worker_proc.attention.gathering import GatheringBackend
+from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.inputs import pack_step
-from worker_proc.kv_tensors import KVTensors, zeros
+from worker_proc.kv_tensors import KVTensors
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler, library_path
 from worker_proc.native.kernels import load_library
@@ -54,13 +54,14 @@ class Texts:
         for req_id, length in enumerate(LENGTHS):
             blocks = [free.pop() for _ in range(-(-length // block_size))]
             self.requests.append(
-                MirroredRequest(req_id, [0] * length, length, SamplingParams(), blocks, 0, 0)
+                MirroredRequest(req_id, [0] * length, length, SamplingParams(), [blocks], 0, 0)
             )
 
     def layer(self, backend: AttentionBackend) -> PagedLayer:
         """Return a layer with an empty pool."""
         keys, values = (
-            zeros(shape, self.dtype, CPU) for shape in backend.pool_shapes(self.spec, NUM_BLOCKS)
+            torch.zeros(shape, dtype=self.dtype)
+            for shape in backend.pool_shapes(self.spec, NUM_BLOCKS)
         )
         return PagedLayer(self.spec, KVTensors(keys, values), backend)
 
@@ -100,7 +101,7 @@ def test_equals_the_plain_backend(
     spec: LayerSpec, block_size: int, dtype: torch.dtype, softcap: float | None
 ) -> None:
     texts = Texts(spec, block_size, dtype)
-    plain = texts.layer(GatheringBackend({spec.window}, block_size, dtype, CPU))
+    plain = texts.layer(GatheringBackend({Rule(0, spec.window)}, block_size, dtype, CPU))
     native = texts.layer(native_backend(block_size, dtype))
     half = [(i, 0, (length + 1) // 2) for i, length in enumerate(LENGTHS)]
     rest = [(i, done, LENGTHS[i] - done) for i, _, done in half if LENGTHS[i] > done]
@@ -171,7 +172,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, ki
     """A NaN beyond a request's context must not reach it."""
     texts = Texts(spec, 16, torch.float32)
     backend: AttentionBackend = (
-        GatheringBackend({spec.window}, 16, torch.float32, CPU)
+        GatheringBackend({Rule(0, spec.window)}, 16, torch.float32, CPU)
         if kind == "plain"
         else native_backend(16, torch.float32)
     )

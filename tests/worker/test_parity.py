@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,9 @@ from tests.worker.checkpoints import (
     ARCHITECTURES,
     VOCAB_SIZE,
     Architecture,
-    build_checkpoint,
 )
 from tests.worker.driving import drive
-from worker_proc import model_runner
 from worker_proc.model_runner import ModelRunner, load_model_runner
-from worker_proc.native.build import build, compiler
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 12
@@ -70,11 +68,13 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
     return tokens
 
 
-def make_runner(directory: Path, num_blocks: int, dtype: str = "float32") -> ModelRunner:
+def make_runner(
+    directory: Path, num_blocks: int, dtype: str = "float32", **cache: Any
+) -> ModelRunner:
     """Load a checkpoint on the CPU with a pool of `num_blocks`."""
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks, **cache),
         scheduler=SchedulerConfig(max_num_batched_tokens=512),
         worker=WorkerConfig(num_threads=1),
     )
@@ -84,28 +84,8 @@ def make_runner(directory: Path, num_blocks: int, dtype: str = "float32") -> Mod
 Serve = Callable[[Architecture], Served]
 
 
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Return checkpoints with their expected outputs, each made once."""
-    made: dict[str, Served] = {}
-
-    def make(architecture: Architecture) -> Served:
-        if architecture.name not in made:
-            torch.set_num_threads(1)
-            directory = tmp_path_factory.mktemp(architecture.name)
-            model = build_checkpoint(directory, architecture.config())
-            # The eager form is the one that every rule of every architecture is written in.
-            model.set_attn_implementation("eager")
-            prompts = make_prompts()
-            expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
-            made[architecture.name] = Served(directory, prompts, expected)
-        return made[architecture.name]
-
-    return make
-
-
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-ROOMY, TIGHT = 400, 40
+ROOMY, TIGHT = 400, 60
 """Blocks: enough for all requests, and so few that most get preempted."""
 MODES: dict[str, tuple[int, dict[str, object]]] = {
     "whole_prompts": (ROOMY, {"enable_prefix_caching": False}),
@@ -126,17 +106,6 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.fixture(params=["gathering", "native"])
-def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with either way to attend on the CPU."""
-    if request.param == "gathering":
-        monkeypatch.setattr(model_runner, "load_library", lambda: None)
-    elif compiler() is None:
-        pytest.skip("no C++ compiler")
-    else:
-        build()
-
-
 @pytest.mark.usefixtures("_backend")
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve: Serve) -> None:
@@ -145,7 +114,9 @@ def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve:
     for mode, (num_blocks, options) in MODES.items():
         run = drive(runners[num_blocks], served.prompts, GREEDY, **({"max_num_seqs": 16} | options))
         assert served.expected == run.output_token_ids, mode
-        assert (run.num_preemptions > 0) == (num_blocks == TIGHT), mode
+        if any(group.window is None for group in runners[num_blocks].facts.kv_groups):
+            # Where all layers have windows, even a tiny pool may be enough.
+            assert (run.num_preemptions > 0) == (num_blocks == TIGHT), mode
         assert (run.num_cached_tokens > 0) or mode != "prefix_cache"
 
 

@@ -39,13 +39,20 @@ class FakeRunner:
     """Counts what it is told to do; raises where a test says so."""
 
     facts = FACTS
+    swap_cost_tokens = 3.5
 
     def __init__(self) -> None:
         self.num_resets = 0
+        self.num_sleeps = 0
         self.error: Exception | None = None
 
     def reset(self) -> None:
         self.num_resets += 1
+
+    def sleep(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.num_sleeps += 1
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self.error is not None:
@@ -68,13 +75,13 @@ def shim(runner: FakeRunner) -> WorkerShim:
 
 
 def test_hello_carries_the_own_epoch_until_an_adoption(shim: WorkerShim) -> None:
-    assert shim.hello() == WorkerHello(0, PID, FACTS)
+    assert shim.hello() == WorkerHello(0, PID, FACTS, 3.5)
     assert shim.epoch == OWN_EPOCH
     assert shim.on_message(9, Adopt(0)) is None
     assert shim.epoch == 9
     shim.end_adoption()
     assert shim.epoch == OWN_EPOCH
-    assert shim.hello() == WorkerHello(0, PID, FACTS)
+    assert shim.hello() == WorkerHello(0, PID, FACTS, 3.5)
 
 
 def test_steps_are_obeyed_in_the_order_of_their_numbers(shim: WorkerShim) -> None:

@@ -7,6 +7,7 @@ their group; every other request is one call of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +50,18 @@ class Chunk:
     context_len: int
 
 
+class Rule(NamedTuple):
+    """What layers have in common that can share a plan."""
+
+    group: int
+    """Index of the KV group, whose block tables hold."""
+    window: int | None
+    """Of the layers; the group's own may see farther, and never less far."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step under one window."""
+    """A step under one rule."""
 
     groups: list[DecodeGroup]
     chunks: list[Chunk]
@@ -62,17 +72,18 @@ class GatheringBackend:
 
     def __init__(
         self,
-        windows: set[int | None],
+        rules: set[Rule],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._windows = windows
+        """Take the rules that occur in the model, and the shape of the pool."""
+        self._rules = rules
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._plans: dict[int | None, Plan] = {}
-        self._slots = torch.empty(0, dtype=torch.long)
+        self._plans: dict[tuple[int, int | None], Plan] = {}
+        self._slots: list[torch.Tensor] = []
 
     def pool_shapes(
         self, spec: LayerSpec, num_blocks: int
@@ -82,9 +93,9 @@ class GatheringBackend:
         return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Plan the step once per window that occurs in the model."""
-        self._slots = inputs.slot_mapping
-        self._plans = {window: self._plan(inputs, window) for window in self._windows}
+        """Plan the step once per rule that occurs in the model."""
+        self._slots = inputs.slot_mappings
+        self._plans = {rule: self._plan(inputs, rule) for rule in self._rules}
 
     def attend(
         self,
@@ -94,13 +105,11 @@ class GatheringBackend:
     ) -> torch.Tensor:
         """Store the row's keys and values, and attend; see `AttentionBackend`."""
         query, key, value = rows
-        kv, spec = layer.kv, layer.spec
-        kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, self._slots, key)
-        kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(
-            0, self._slots, value
-        )
+        kv, spec, slots = layer.kv, layer.spec, self._slots[layer.group]
+        kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, slots, key)
+        kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(0, slots, value)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
-        plan = self._plans[spec.window]
+        plan = self._plans[layer.group, spec.window]
         for group in plan.groups:
             out[group.rows] = _attend_group(layer, query, group, scoring)
         for chunk in plan.chunks:
@@ -112,16 +121,16 @@ class GatheringBackend:
             out[part] = _attend_chunk(query[part], keys, values, chunk.bias, scoring)
         return out
 
-    def _plan(self, inputs: StepInputs, window: int | None) -> Plan:
+    def _plan(self, inputs: StepInputs, rule: Rule) -> Plan:
         decodes: list[tuple[int, ScheduledRequest]] = []
         chunks: list[Chunk] = []
         for first_row, part in zip(inputs.first_rows, inputs.parts, strict=True):
             if part.num_tokens == 1:
                 decodes.append((first_row, part))
             else:
-                chunks.append(self._chunk(first_row, part, window))
+                chunks.append(self._chunk(first_row, part, rule))
         decodes.sort(key=lambda entry: entry[1].start)
-        groups = [self._group(members, window) for members in self._grouped(decodes, window)]
+        groups = [self._group(members, rule) for members in self._grouped(decodes, rule.window)]
         return Plan(groups, chunks)
 
     def _first_block(self, position: int, window: int | None) -> int:
@@ -148,17 +157,16 @@ class GatheringBackend:
                 fewest = num_blocks
         return groups
 
-    def _group(
-        self, members: Sequence[tuple[int, ScheduledRequest]], window: int | None
-    ) -> DecodeGroup:
-        size = self._block_size
+    def _group(self, members: Sequence[tuple[int, ScheduledRequest]], rule: Rule) -> DecodeGroup:
+        size, window = self._block_size, rule.window
         width = max(self._num_blocks(part, window) for _, part in members)
         block_ids: list[int] = []
         lasts: list[int] = []
         firsts: list[int] = []
         for _, part in members:
             first_block = self._first_block(part.start, window)
-            table = part.request.block_ids[first_block : part.start // size + 1]
+            table = part.request.block_tables[rule.group]
+            table = table[first_block : part.start // size + 1]
             block_ids += table + [0] * (width - len(table))
             lasts.append(part.start - first_block * size)
             firsts.append(0 if window is None else lasts[-1] - window + 1)
@@ -173,15 +181,16 @@ class GatheringBackend:
             bias=self._bias(hidden)[:, None, None, :],
         )
 
-    def _chunk(self, first_row: int, part: ScheduledRequest, window: int | None) -> Chunk:
-        size, end_row = self._block_size, first_row + part.num_tokens
+    def _chunk(self, first_row: int, part: ScheduledRequest, rule: Rule) -> Chunk:
+        size, window, end_row = self._block_size, rule.window, first_row + part.num_tokens
         whole = window is None or part.end <= window
         if part.start == 0 and whole:
             return Chunk(first_row, end_row, None, None, part.num_tokens)
         first_block = self._first_block(part.start, window) if part.start else 0
         block_ids = None
         if part.start:
-            block_ids = part.request.block_ids[first_block : (part.end - 1) // size + 1]
+            table = part.request.block_tables[rule.group]
+            block_ids = table[first_block : (part.end - 1) // size + 1]
         first = first_block * size
         queries = torch.arange(part.start, part.end, device=self._device).unsqueeze(1)
         keys = torch.arange(first, part.end, device=self._device)

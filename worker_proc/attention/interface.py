@@ -67,12 +67,16 @@ class AttentionBackend(Protocol):
 
 
 class PagedLayer:
-    """What one attention module needs to attend: its pool, its rule and the backend."""
+    """What one attention module needs to attend: rule, pool, block tables and the backend."""
 
-    def __init__(self, spec: LayerSpec, kv: KVTensors, backend: AttentionBackend) -> None:
+    def __init__(
+        self, spec: LayerSpec, kv: KVTensors, backend: AttentionBackend, group: int = 0
+    ) -> None:
         self.spec = spec
         self.kv = kv
         self.backend = backend
+        self.group = group
+        """Index of the KV group whose block tables hold for this layer."""
 
 
 def register() -> None:

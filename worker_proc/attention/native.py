@@ -4,11 +4,14 @@ The kernel's results for a token depend on its own text alone, so they are the s
 batch, chunk or step it is computed in.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs
+from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
 
 MAX_HEAD_DIM = 512
@@ -33,12 +36,20 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
 class NativeBackend:
     """Attention by the native kernel; see the module's description."""
 
-    def __init__(self, library: NativeLibrary, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        block_size: int,
+        dtype: torch.dtype,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        """Take the kernels, the shape of the pool, and the window of each KV group."""
         self._library = library
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
+        self._windows = windows
         self._layers: dict[PagedLayer, LayerArgs] = {}
-        self._step = StepArgs()
+        self._steps: list[StepArgs] = []
         self._arrays: list[torch.Tensor] = []
 
     def pool_shapes(
@@ -54,28 +65,49 @@ class NativeBackend:
     def begin_step(self, inputs: StepInputs) -> None:
         """Lay out the step's segments and share its work out into items."""
         parts = inputs.parts
-        tables: list[int] = []
-        offsets: list[int] = []
-        items: list[tuple[int, int]] = []
-        for segment, part in enumerate(parts):
-            offsets.append(len(tables))
-            tables += part.request.block_ids[: (part.end - 1) // self._block_size + 1]
-            items += [(segment, token) for token in range(0, part.num_tokens, ITEM_TOKENS)]
+        items = [
+            (segment, token)
+            for segment, part in enumerate(parts)
+            for token in range(0, part.num_tokens, ITEM_TOKENS)
+        ]
         items.sort(key=lambda item: parts[item[0]].num_tokens)
-        columns = (
-            inputs.first_rows,
-            [part.num_tokens for part in parts],
-            [part.start for part in parts],
-            offsets,
-            tables,
-            [segment for segment, _ in items],
-            [token for _, token in items],
+        self._arrays = []
+        rows, counts, starts, segments, tokens = map(
+            self._pointer,
+            (
+                inputs.first_rows,
+                [part.num_tokens for part in parts],
+                [part.start for part in parts],
+                [segment for segment, _ in items],
+                [token for _, token in items],
+            ),
         )
-        self._arrays = [torch.tensor(column, dtype=torch.int32) for column in columns]
-        self._arrays.append(inputs.slot_mapping)
-        pointers = [array.data_ptr() for array in self._arrays]
-        num_rows = len(inputs.slot_mapping)
-        self._step = StepArgs(num_rows, len(items), ITEM_TOKENS, pointers[-1], *pointers[:-1])
+        self._steps = []
+        for group, slots in enumerate(inputs.slot_mappings):
+            offsets, tables = map(self._pointer, self._tables(parts, group))
+            self._arrays.append(slots)
+            columns = (slots.data_ptr(), rows, counts, starts, offsets, tables, segments, tokens)
+            self._steps.append(StepArgs(len(slots), len(items), ITEM_TOKENS, *columns))
+
+    def _pointer(self, column: list[int]) -> int:
+        """Return the address of the values as int32, which last until the next step begins."""
+        array = torch.tensor(column, dtype=torch.int32)
+        self._arrays.append(array)
+        return array.data_ptr()
+
+    def _tables(self, parts: Sequence[ScheduledRequest], group: int) -> tuple[list[int], list[int]]:
+        """Return where block 0 of each part would be in the tables, and the tables.
+
+        They begin with the first block that the window shows to a part's first token.
+        """
+        window, size = self._windows[group], self._block_size
+        offsets: list[int] = []
+        tables: list[int] = []
+        for part in parts:
+            first = 0 if window is None else max(part.start - window + 1, 0) // size
+            offsets.append(len(tables) - first)
+            tables += part.request.block_tables[group][first : (part.end - 1) // size + 1]
+        return offsets, tables
 
     def attend(
         self,
@@ -87,10 +119,10 @@ class NativeBackend:
         known = self._layers.get(layer)
         if known is None:
             known = self._layers[layer] = self._describe(layer)
-        spec = layer.spec
+        spec, step = layer.spec, self._steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
         numbers = (scoring.scale, scoring.softcap or 0.0)
-        self._library.attend(known, self._step, Rows(*map(_dense, rows)), numbers, out)
+        self._library.attend(known, step, Rows(*map(_dense, rows)), numbers, out)
         return out
 
     def _describe(self, layer: PagedLayer) -> LayerArgs:

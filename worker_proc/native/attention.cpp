@@ -22,7 +22,8 @@ struct Layer {
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed
-// row from first_row[s] and in their text from start[s]; tables[table_offset[s]...] are its blocks.
+// row from first_row[s] and in their text from start[s]; its block b is tables[table_offset[s] + b],
+// for those blocks that the layer's window shows to any of its tokens. Offsets may be negative.
 struct Step {
   int32_t num_rows, num_items, item_size;
   const int64_t* slots;
@@ -236,18 +237,19 @@ template <typename T>
 }
 
 template <typename T>
-void attend_context(Tile& tile, const Layer& layer, const int32_t* table, int kv_head,
+void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
                     Padding<T>& padding) {
   const int size = layer.block_size;
   const int last = tile.position[tile.num_rows - 1];
   const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
   const int earliest = visible_from > 0 ? visible_from : 0;
+  const auto head_in = [&](int block) {
+    const int64_t id = step.tables[step.table_offset[segment] + block];
+    return id * layer.num_kv_heads + kv_head;
+  };
   for (int block = earliest / size; block <= last / size; block++) {
-    const int64_t head = static_cast<int64_t>(table[block]) * layer.num_kv_heads + kv_head;
-    if (block < last / size) {
-      const int64_t next = static_cast<int64_t>(table[block + 1]) * layer.num_kv_heads + kv_head;
-      prefetch_block<T>(tile, layer, next);
-    }
+    const int64_t head = head_in(block);
+    if (block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
     for (int offset = 0; offset < size; offset += kLanes) {
       const int base = block * size + offset;
       const int num_slots = size - offset < kLanes ? size - offset : kLanes;
@@ -281,7 +283,7 @@ void attend_tile(Tile& tile, Padding<T>& padding, const Layer& layer, const Step
     tile.sum[r] = 0.0f;
   }
   std::memset(tile.out, 0, sizeof(float) * tile.num_rows * tile.padded_vdim);
-  attend_context(tile, layer, step.tables + step.table_offset[segment], kv_head, padding);
+  attend_context(tile, layer, step, segment, kv_head, padding);
   for (int r = 0; r < tile.num_rows; r++) {
     const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
     const int64_t row = step.first_row[segment] + token;

@@ -1,0 +1,130 @@
+"""The KV events of one life of the core: numbered, kept for replay, cut into batches. No sockets.
+
+Every subscriber has a place in the log and is sent what follows, a bounded part in each turn: a
+large snapshot never holds up the loop, and who does not read costs nothing. Events are kept as the
+bytes that are sent: that takes a fraction of the memory, and each is encoded once for all.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import cast
+
+import msgspec
+
+from core_proc.outputs import Client
+from protocol.kv_events import AllBlocksCleared, KVEvent, KVEventBatch
+from protocol.message import encode
+
+MAX_KEPT_EVENTS = 65_536
+MAX_KEPT_BYTES = 64 * 2**20
+MAX_BATCH_EVENTS = 1000
+MAX_BATCH_BYTES = 2**20
+"""A batch has at most so many bytes, or one event."""
+MAX_BATCHES_PER_TURN = 4
+"""Per subscriber: what is left waits for the loop's next turn."""
+
+_SEQS_PER_LIFE = 2**32
+
+Snapshot = Callable[[], Iterable[KVEvent]]
+
+
+class _Subscriber:
+    __slots__ = ("next_seq", "snapshot")
+
+    def __init__(self, next_seq: int) -> None:
+        self.next_seq = next_seq
+        self.snapshot: Iterator[KVEvent] | None = None
+        """What is left of one; the log goes on after it, from `next_seq`."""
+
+
+class EventLog:
+    """The newest events, and how far each subscriber has got."""
+
+    def __init__(self, epoch: int, snapshot: Snapshot) -> None:
+        """Begin to number.
+
+        Args:
+            epoch: of this life of the core.
+            snapshot: returns what is stored after all events that were appended.
+        """
+        self._next_seq = epoch * _SEQS_PER_LIFE + 1
+        self._snapshot = snapshot
+        self._kept: deque[bytes] = deque()
+        self._num_kept_bytes = 0
+        self._subscribers: dict[Client, _Subscriber] = {}
+
+    def append(self, events: Iterable[KVEvent]) -> None:
+        """Number events, and forget the oldest past the bounds."""
+        for event in events:
+            body = encode(event)
+            self._kept.append(body)
+            self._num_kept_bytes += len(body)
+            self._next_seq += 1
+        while len(self._kept) > MAX_KEPT_EVENTS or self._num_kept_bytes > MAX_KEPT_BYTES:
+            self._num_kept_bytes -= len(self._kept.popleft())
+
+    def subscribe(self, client: Client, next_seq: int | None) -> None:
+        """Tell a client all from `next_seq` on, or a snapshot and all after it."""
+        self._subscribers[client] = subscriber = _Subscriber(self._next_seq)
+        if next_seq is not None and self._keeps(next_seq):
+            subscriber.next_seq = next_seq
+        else:
+            self._begin_snapshot(subscriber)
+
+    def unsubscribe(self, client: Client) -> None:
+        """Tell a client nothing more."""
+        self._subscribers.pop(client, None)
+
+    def _keeps(self, seq: int) -> bool:
+        return self._next_seq - len(self._kept) <= seq <= self._next_seq
+
+    def _begin_snapshot(self, subscriber: _Subscriber) -> None:
+        subscriber.next_seq = self._next_seq
+        subscriber.snapshot = iter([AllBlocksCleared(), *self._snapshot()])
+
+    def waiting(self) -> list[Client]:
+        """Return the subscribers that have not got all yet."""
+        return [
+            client
+            for client, subscriber in self._subscribers.items()
+            if subscriber.snapshot is not None or subscriber.next_seq < self._next_seq
+        ]
+
+    def take_batches(self, client: Client) -> list[KVEventBatch]:
+        """Return what is to be sent to a subscriber in this turn."""
+        return list(islice(self._batches(self._subscribers[client]), MAX_BATCHES_PER_TURN))
+
+    def _batches(self, subscriber: _Subscriber) -> Iterator[KVEventBatch]:
+        if not self._keeps(subscriber.next_seq):
+            self._begin_snapshot(subscriber)
+        while subscriber.snapshot is not None:
+            bodies = _batch(map(encode, subscriber.snapshot))
+            if bodies:
+                yield _message(None, bodies)
+            else:
+                subscriber.snapshot = None
+                if subscriber.next_seq == self._next_seq:
+                    yield _message(subscriber.next_seq, [])
+        while subscriber.next_seq < self._next_seq:
+            first = subscriber.next_seq
+            index = len(self._kept) - (self._next_seq - first)
+            bodies = _batch(islice(self._kept, index, None))
+            subscriber.next_seq = first + len(bodies)
+            yield _message(first, bodies)
+
+
+def _batch(bodies: Iterator[bytes]) -> list[bytes]:
+    """Take as many as one message may hold, at least one if there is any."""
+    taken: list[bytes] = []
+    num_bytes = 0
+    for body in bodies:
+        taken.append(body)
+        num_bytes += len(body)
+        if len(taken) == MAX_BATCH_EVENTS or num_bytes >= MAX_BATCH_BYTES:
+            break
+    return taken
+
+
+def _message(first_seq: int | None, bodies: list[bytes]) -> KVEventBatch:
+    return KVEventBatch(first_seq, cast(list[KVEvent], list(map(msgspec.Raw, bodies))))

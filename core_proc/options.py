@@ -1,0 +1,112 @@
+"""Everything that a scheduler can be told: settings of the user and facts of the model."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from protocol.core_worker import KVGroup
+
+VICTIM_CHOICES = ("policy", "cheapest")
+
+
+class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings have the names that they have in `protocol.config`, facts those of `ModelFacts`.
+
+    Raises:
+        ValueError: a value is out of bounds; the text names the field and the bound.
+    """
+
+    # Facts of the model and of the memory.
+    num_blocks: int = 1024
+    """With the null block."""
+    block_size: int = 16
+    kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    num_host_blocks: int = 0
+    """Room for requests that are swapped out; 0: victims are always computed again."""
+    swap_cost_tokens: float = 0.0
+    """Copying a block out and in takes as long as computing so many tokens."""
+    max_model_len: int = 4096
+    eos_token_ids: tuple[int, ...] = ()
+
+    # What a step may hold.
+    max_num_seqs: int = 16
+    max_num_active_seqs: int | None = None
+    """Replaces `max_num_seqs`."""
+    max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None
+    """Replaces `max_num_batched_tokens` as the budget of a step."""
+    max_steps_in_flight: int = 1
+
+    # How prompts are cut.
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one request per step; 0: no such limit."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """The threshold is at least a fair share of the step's tokens."""
+    max_num_partial_prefills: int = 0
+    """Most requests whose prompts are being computed over several steps; 0: any number."""
+    max_long_partial_prefills: int = 0
+    """Of these, most that are longer than the threshold; shorter ones may overtake. 0: any."""
+    elastic_token_budget: bool = False
+    """While nobody waits, prompts take what a step has left, past the threshold and the budget
+    (up to `max_num_batched_tokens`)."""
+
+    # Who comes first, and who loses its blocks.
+    policy: str = "fcfs"
+    tenant_weights: Mapping[str, float] = {}
+    """Shares under the fair policy; a tenant that is not named has weight 1."""
+    preempt_for_priority: bool = False
+    """A waiting request may take slots and blocks of running ones of lower priority."""
+    victim_choice: str = "policy"
+    """Or "cheapest": among the least important, whose KV costs least for what it frees."""
+
+    # The KV cache.
+    enable_prefix_caching: bool = True
+    enable_kv_events: bool = False
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only when there is room for all the tokens that it has by now."""
+    watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} {value} must be at least {least}")
+        if self.victim_choice not in VICTIM_CHOICES:
+            choices = ", ".join(VICTIM_CHOICES)
+            raise ValueError(f"victim_choice {self.victim_choice!r} must be one of {choices}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark {self.watermark} must be in [0, 1)")
+        if not self.kv_groups:
+            raise ValueError("kv_groups must not be empty")
+        if self.max_long_partial_prefills and not self.long_prefill_token_threshold:
+            raise ValueError("max_long_partial_prefills needs a long_prefill_token_threshold")
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one step."""
+        budget = self.max_num_scheduled_tokens
+        return self.max_num_batched_tokens if budget is None else budget
+
+    @property
+    def max_num_running(self) -> int:
+        """Sequence slots."""
+        slots = self.max_num_active_seqs
+        return self.max_num_seqs if slots is None else slots
+
+
+_LEAST = {
+    "num_blocks": 2,
+    "block_size": 1,
+    "num_host_blocks": 0,
+    "swap_cost_tokens": 0.0,
+    "max_model_len": 2,
+    "max_num_seqs": 1,
+    "max_num_active_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_num_scheduled_tokens": 1,
+    "max_steps_in_flight": 1,
+    "long_prefill_token_threshold": 0,
+    "max_num_partial_prefills": 0,
+    "max_long_partial_prefills": 0,
+}

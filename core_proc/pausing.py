@@ -1,0 +1,102 @@
+"""Whether the engine computes: pauses, sleeps, and who waits to hear that they have begun."""
+
+from collections.abc import Callable
+
+from core_proc.outputs import Client
+from core_proc.scheduler import Scheduler
+from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
+
+_MAX_SLEEPERS = 1024
+"""Askers that wait for one sleep to begin; whoever comes after them is refused."""
+
+
+class Pausing:
+    """Obeys `Control`. A sleep begins when the steps in flight have been answered.
+
+    Their results count, so the workers are told to sleep only after the last of them.
+    """
+
+    def __init__(self, scheduler: Scheduler, tell: Callable[[Client, ControlDone], None]) -> None:
+        """`tell` is called with every answer, at once or later."""
+        self._scheduler = scheduler
+        self._tell = tell
+        self._sleepers: list[tuple[Client, int]] = []
+        self._is_sleep_sent = False
+        self._draining = False
+        self.is_sleeping = False
+
+    @property
+    def mode(self) -> PauseMode:
+        """What stands still."""
+        return self._scheduler.pause_mode
+
+    def obey(self, client: Client, control: Control) -> None:
+        """Do what a client asks for, and answer."""
+        if control.action is ControlAction.SLEEP:
+            self._sleep(client, control.number)
+            return
+        ok = True
+        if control.action is ControlAction.RESUME:
+            self._resume()
+        elif control.action is ControlAction.PAUSE:
+            ok = self._pause(control.pause_mode)
+        else:
+            ok = self._scheduler.reset_prefix_cache(control.reset_running_requests)
+        self._answer(client, control.number, ok)
+
+    def _pause(self, mode: PauseMode) -> bool:
+        if mode is PauseMode.RUNNING:
+            self._resume()
+        elif self._draining:
+            return False
+        elif not self.is_sleeping:  # where nothing stands stiller
+            self._scheduler.pause(mode)
+        return True
+
+    def _sleep(self, client: Client, number: int) -> None:
+        if self._draining or len(self._sleepers) >= _MAX_SLEEPERS:
+            self._answer(client, number, ok=False)
+            return
+        if not self.is_sleeping:
+            self.is_sleeping = self._scheduler.sleep()
+            self._is_sleep_sent = False
+        if self._is_sleep_sent or not self.is_sleeping:
+            self._answer(client, number, ok=self.is_sleeping)
+        else:
+            self._sleepers.append((client, number))
+
+    def _resume(self) -> None:
+        self.is_sleeping = False
+        self._scheduler.resume()
+        self._answer_sleepers(ok=False)
+
+    def drain(self) -> None:
+        """All that was accepted is to be finished, so nothing may stand still from here on."""
+        self._draining = True
+        self._resume()
+
+    def forget(self, client: Client) -> None:
+        """A client is gone. What it has asked for holds: the others may rely on it."""
+        self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] != client]
+
+    @property
+    def is_sleep_due(self) -> bool:
+        """Whether the workers are to be told now; ask when no step could be scheduled."""
+        return self.is_sleeping and not self._is_sleep_sent and not self._scheduler.in_flight
+
+    def sleep_sent(self) -> None:
+        """The workers were told."""
+        self._is_sleep_sent = True
+        self._answer_sleepers(ok=True)
+
+    def workers_lost(self) -> None:
+        """Their successors have to be told again."""
+        self._is_sleep_sent = False
+
+    def _answer_sleepers(self, *, ok: bool) -> None:
+        sleepers, self._sleepers = self._sleepers, []
+        for client, number in sleepers:
+            self._answer(client, number, ok)
+
+    def _answer(self, client: Client, number: int, ok: bool) -> None:
+        self._tell(client, ControlDone(number, ok, self.mode))

@@ -1,0 +1,110 @@
+"""Preemption by swap: a victim's KV is copied to host memory and back, instead of computed again.
+
+The core decides and keeps the books of the host's blocks; the worker copies, in the order of the
+steps. Tokens are the same either way.
+"""
+
+from core_proc.block_pool import NULL_BLOCK
+from core_proc.options import SchedulerOptions
+from core_proc.request import Request, SwappedOut
+from protocol.core_worker import BlockCopies
+
+NO_BLOCK = -1
+"""In a host table: nothing was copied, because no window reaches it any more."""
+
+
+class Swapper:
+    """The host's blocks, who has which, and the copies of the step that is being put together."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self._block_size = options.block_size
+        self._cost_tokens = options.swap_cost_tokens
+        self._num_blocks = options.num_host_blocks
+        self._free = list(range(options.num_host_blocks))
+        self._out = BlockCopies()
+        self._in = BlockCopies()
+        self._leaving: list[int] = []
+        """Free again, but only from the next step on: this one still reads them."""
+        self.num_swapped_out = 0
+        """Requests, so far."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the host that hold nothing."""
+        return len(self._free) + len(self._leaving)
+
+    def prefers(self, victim: Request, num_lost_tokens: int) -> bool:
+        """Whether copying is possible, and cheaper than computing `num_lost_tokens` again."""
+        if not self._num_blocks:
+            return False
+        num_blocks = sum(map(len, self._computed(victim)))
+        if num_blocks == 0 or num_blocks > len(self._free):
+            return False
+        return num_blocks * self._cost_tokens < num_lost_tokens
+
+    def _computed(self, victim: Request) -> list[list[int]]:
+        """List the victim's blocks that hold computed KV, per group."""
+        end = -(-victim.num_computed_tokens // self._block_size)
+        return [
+            [block_id for block_id in table[:end] if block_id != NULL_BLOCK]
+            for table in victim.block_tables
+        ]
+
+    def take_out(self, victim: Request) -> None:
+        """Copy what the victim has computed; it still holds its blocks and gives them back next."""
+        end = -(-victim.num_computed_tokens // self._block_size)
+        host_tables = []
+        for table in victim.block_tables:
+            host_table = [NO_BLOCK] * end
+            for index, block_id in enumerate(table[:end]):
+                if block_id != NULL_BLOCK:
+                    host_table[index] = self._free.pop()
+                    self._out.device_block_ids.append(block_id)
+                    self._out.host_block_ids.append(host_table[index])
+            host_tables.append(host_table)
+        victim.swapped_out = SwappedOut(victim.num_computed_tokens, host_tables)
+        self.num_swapped_out += 1
+
+    def bring_in(self, request: Request, num_hit: int) -> None:
+        """Copy back what the prefix cache did not have: from block `num_hit` of the tables on."""
+        assert request.swapped_out is not None
+        tables = zip(request.block_tables, request.swapped_out.host_tables, strict=True)
+        for table, host_table in tables:
+            for index in range(num_hit, len(host_table)):
+                if table[index] != NULL_BLOCK:
+                    self._in.device_block_ids.append(table[index])
+                    self._in.host_block_ids.append(host_table[index])
+        self.drop(request)
+
+    def drop(self, request: Request) -> None:
+        """Give back the host's blocks of a request that does not need them any more."""
+        if request.swapped_out is None:
+            return
+        for host_table in request.swapped_out.host_tables:
+            self._leaving += [block_id for block_id in host_table if block_id != NO_BLOCK]
+        request.swapped_out = None
+
+    def take_copies(self) -> tuple[BlockCopies, BlockCopies]:
+        """Return what the step copies: out of the pool, and into it."""
+        copies = self._out, self._in
+        self._out, self._in = BlockCopies(), BlockCopies()
+        self._free += self._leaving
+        self._leaving = []
+        return copies
+
+    def forget(self) -> None:
+        """The worker is gone, or asleep: what the host held is lost, and no copies are due."""
+        self._free = list(range(self._num_blocks))
+        self._out, self._in, self._leaving = BlockCopies(), BlockCopies(), []
+
+    def check_invariants(self, waiting: list[Request]) -> None:
+        """Compare the books with the requests that have KV on the host."""
+        held = [
+            block_id
+            for request in waiting
+            if request.swapped_out is not None
+            for host_table in request.swapped_out.host_tables
+            for block_id in host_table
+            if block_id != NO_BLOCK
+        ]
+        assert sorted(held + self._free + self._leaving) == list(range(self._num_blocks))

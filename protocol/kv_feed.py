@@ -1,0 +1,143 @@
+"""A client's subscription to the core's KV events: no event twice, none missed, or a new beginning.
+
+No sockets here: batches go in; events to read and messages to send come out.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from protocol.kv_events import (
+    AllBlocksCleared,
+    KVEvent,
+    KVEventBatch,
+    KVEventsRefused,
+    SubscribeKVEvents,
+    UnsubscribeKVEvents,
+)
+
+MAX_UNREAD_EVENTS = 100_000
+"""Past it a reader that lags begins anew, with a snapshot, once it has caught up."""
+
+Send = Callable[[SubscribeKVEvents | UnsubscribeKVEvents], None]
+
+
+class KVEventFeed:
+    """An asynchronous iterator of (number, event).
+
+    Events of a snapshot, which begins with AllBlocksCleared, have no number: None. After a restart
+    of the core, or where events were missed for good, a snapshot comes by itself. It raises
+    ValueError where the engine records no events, and ConnectionError when the client is closed.
+    """
+
+    def __init__(self, next_seq: int | None, send: Send, end: Callable[[], None]) -> None:
+        """Begin to subscribe.
+
+        Args:
+            next_seq: number of the first event to tell; None: a snapshot first.
+            send: sends to the core, if one is agreed on.
+            end: called once, when nothing more is wanted or will come.
+        """
+        self._next_seq = next_seq
+        self._send = send
+        self._end = end
+        self._unread: deque[tuple[int | None, KVEvent]] = deque()
+        self._is_asked = False
+        """Whether the core was asked, and has not begun to tell."""
+        self._in_snapshot = False
+        self._is_lagging = False
+        self._is_cancelled = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.subscribe()
+
+    def subscribe(self) -> None:
+        """Ask for what comes next; to be called again on every new connection."""
+        self._in_snapshot = False
+        if not self._is_lagging:
+            self._is_asked = True
+            self._send(SubscribeKVEvents(self._next_seq))
+
+    def __aiter__(self) -> AsyncIterator[tuple[int | None, KVEvent]]:
+        return self
+
+    async def __anext__(self) -> tuple[int | None, KVEvent]:
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            if self._is_cancelled:
+                raise StopAsyncIteration
+            if self._is_lagging:
+                self._is_lagging = False
+                self.subscribe()
+            await self._wait()
+        return self._unread.popleft()
+
+    @property
+    def num_unread(self) -> int:
+        """Events that have arrived and were not iterated over yet."""
+        return len(self._unread)
+
+    def cancel(self) -> None:
+        """End the subscription; iteration ends. Harmless at any time, also repeatedly."""
+        if not self._is_cancelled and self._error is None:
+            self._is_cancelled = True
+            self._unread.clear()
+            self._send(UnsubscribeKVEvents())
+            self._end()
+            self._wake()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def take(self, batch: KVEventBatch) -> None:
+        """Enter a batch, if it is the one that is due."""
+        if self._is_lagging or not self._is_due(batch):
+            return
+        self._is_asked = False
+        if batch.first_seq is None:
+            self._unread.extend((None, event) for event in batch.events)
+        else:
+            self._unread.extend(enumerate(batch.events, batch.first_seq))
+            self._next_seq = batch.first_seq + len(batch.events)
+        if len(self._unread) > MAX_UNREAD_EVENTS:
+            self._lag()
+        self._wake()
+
+    def _is_due(self, batch: KVEventBatch) -> bool:
+        """Compare with what was expected; a gap is asked for again, once."""
+        if batch.first_seq is None:
+            if batch.events and isinstance(batch.events[0], AllBlocksCleared):
+                self._in_snapshot = True
+                self._next_seq = None
+            return self._in_snapshot
+        if self._in_snapshot or batch.first_seq == self._next_seq:
+            self._in_snapshot = False
+            return True
+        if not self._is_asked:
+            self.subscribe()
+        return False
+
+    def _lag(self) -> None:
+        self._is_lagging = True
+        self._in_snapshot = False
+        self._next_seq = None
+        self._send(UnsubscribeKVEvents())
+
+    def refuse(self, refused: KVEventsRefused) -> None:
+        """There are no events."""
+        self.fail(ValueError(refused.message))
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come; what is unread is still told."""
+        self._error = error
+        self._end()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,90 @@
+"""The tokens of one request, from the client that receives them to whoever reads them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
+
+from protocol.api_core import RequestOutput
+from protocol.ledger import RequestFailed
+
+T = TypeVar("T")
+
+
+class RequestStream:
+    """The tokens of one request: an asynchronous iterator of `RequestOutput`.
+
+    What arrives while nobody reads is merged into one output: a slow reader gets fewer of them.
+    The last output carries `finish_reason`. A refused or failed request raises `RequestFailed`.
+    """
+
+    def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
+        """`cancel` is told the id when the reader gives up."""
+        self.request_id = request_id
+        self._cancel = cancel
+        self._pending: list[RequestOutput] = []
+        self._error: RequestFailed | None = None
+        self._finished = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self._finished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        output, self._pending = merge(self._pending), []
+        self._finished = self._finished or output.finish_reason is not None
+        return output
+
+    def cancel(self) -> None:
+        """Abort the request; iteration ends. Harmless at any time, also repeatedly."""
+        self._finished = True
+        self._pending = []
+        self._cancel(self.request_id)
+        self._wake()
+
+    def deliver(self, output: RequestOutput) -> None:
+        """Called by the client with what is new."""
+        if not self._finished:
+            self._pending.append(output)
+            self._wake()
+
+    def fail(self, error: RequestFailed) -> None:
+        """Called by the client: nothing more will come."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Join consecutive outputs of one request."""
+    first, last = outputs[0], outputs[-1]
+    if first is last:
+        return first
+
+    def join(columns: Iterable[list[T] | None]) -> list[T] | None:
+        return list(chain.from_iterable(column or () for column in columns)) or None
+
+    cached = (output.num_cached_tokens for output in outputs)
+    return RequestOutput(
+        first.request_id,
+        first.first_index,
+        list(chain.from_iterable(output.token_ids for output in outputs)),
+        last.finish_reason,
+        last.stop_token_id,
+        next((count for count in cached if count is not None), None),
+        join(output.logprobs for output in outputs),
+        join(output.prompt_logprobs for output in outputs),
+    )

@@ -1,0 +1,119 @@
+"""Admin routes: served only if enabled and behind the key; what the engine says is what is told."""
+
+import httpx
+import pytest
+
+from protocol.api_core import ErrorCode, PauseMode, RequestError
+from protocol.ledger import RequestFailed
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FakeClient
+
+ROUTES = [
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("GET", "/is_paused"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+    ("GET", "/is_sleeping"),
+    ("POST", "/reset_prefix_cache"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_without_the_setting_there_are_no_such_routes(
+    http: httpx.Client, method: str, path: str
+) -> None:
+    assert http.request(method, path).status_code == 404
+
+
+def test_they_ask_for_the_key(make_server: MakeServer) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_admin_routes=True, api_key="secret")
+    for method, path in ROUTES:
+        assert httpx.request(method, live.url + path).status_code == 401
+    assert client.controls == []
+    key = {"authorization": "Bearer secret"}
+    for method, path in ROUTES:
+        assert httpx.request(method, live.url + path, headers=key).status_code == 200
+    assert len(client.controls) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "control"),
+    [
+        ("/pause", ("pause", PauseMode.PAUSED_ALL)),
+        ("/pause?mode=all", ("pause", PauseMode.PAUSED_ALL)),
+        ("/pause?mode=new", ("pause", PauseMode.PAUSED_NEW)),
+        ("/resume", ("resume", PauseMode.RUNNING)),
+        ("/wake_up", ("resume", PauseMode.RUNNING)),
+        ("/sleep", ("sleep", PauseMode.PAUSED_ALL)),
+        ("/reset_prefix_cache", ("reset", False)),
+        ("/reset_prefix_cache?reset_running_requests=true", ("reset", True)),
+        ("/reset_prefix_cache?reset_running_requests=False", ("reset", False)),
+    ],
+)
+def test_each_route_asks_for_its_own(
+    make_server: MakeServer, path: str, control: tuple[str, object]
+) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_admin_routes=True)
+    assert httpx.post(live.url + path).status_code == 200
+    assert client.controls == [control]
+    if control[0] == "reset":
+        return
+    asleep = httpx.get(live.url + "/is_sleeping").json()
+    assert asleep == {"is_sleeping": control[0] == "sleep"}
+    paused = httpx.get(live.url + "/is_paused").json()
+    mode = control[1]
+    assert paused == {"is_paused": mode is not PauseMode.RUNNING, "pause_mode": mode}
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/pause?mode=some", "mode"),
+        ("/pause?mod=new", "mod"),
+        ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests"),
+    ],
+)
+def test_a_bad_parameter_is_named_and_nothing_is_asked(
+    make_server: MakeServer, path: str, param: str
+) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_admin_routes=True)
+    response = httpx.post(live.url + path)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert client.controls == []
+
+
+@pytest.mark.parametrize(
+    ("obeys", "status"),
+    [
+        (False, 409),
+        (TimeoutError(), 503),
+        (RequestFailed(RequestError(ErrorCode.INTERNAL, "the client was closed")), 500),
+    ],
+)
+def test_an_engine_that_does_not_obey_is_no_success(
+    make_server: MakeServer, obeys: bool | Exception, status: int
+) -> None:
+    client = FakeClient()
+    client.obeys = obeys
+    live = make_server(client, enable_admin_routes=True)
+    for method, path in ROUTES:
+        if method == "POST":
+            response = httpx.post(live.url + path)
+            assert response.status_code == status
+            assert response.json()["error"]["message"]
+
+
+def test_the_user_of_a_request_is_its_tenant(make_server: MakeServer) -> None:
+    client = FakeClient()
+    live = make_server(client)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    httpx.post(live.url + "/v1/completions", json={"prompt": "hi", "user": "gold"})
+    httpx.post(live.url + "/v1/chat/completions", json=chat | {"user": "free"})
+    httpx.post(live.url + "/v1/chat/completions", json=chat)
+    assert [add.tenant for add in client.requests] == ["gold", "free", ""]
+    refused = httpx.post(live.url + "/v1/completions", json={"prompt": "hi", "user": "x" * 257})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "user")

@@ -1,0 +1,225 @@
+"""Whether the tests of the core would notice: `python -m tests.core.mutations [NAME...]`.
+
+Each mutation breaks one line of a copy of the scheduler or of the KV manager, in a temporary
+directory, and some test must fail. The exit status is 1 if any mutation survives, and 2 if the
+check itself is out of date. Whoever changes a line that is named here changes it here too.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("core_proc", "protocol", "scripts", "worker_proc", "tests", "docs", "pyproject.toml")
+TIME_LIMIT_S = 60
+"""For one test: some faults make a loop endless."""
+PYTEST = (
+    *("-m", "pytest", "tests/core", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"),
+    "--ignore-glob=*/test_loop*",  # real sockets: slow, and about other things
+    f"--timeout={TIME_LIMIT_S}",
+    "--timeout-method=signal",
+)
+
+
+class Mutation(NamedTuple):
+    """One deliberate fault: `old` occurs exactly once in `file`, and `new` is there instead."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTATIONS = (
+    Mutation(
+        "budget not returned when a grant is withdrawn",
+        "step.py",
+        "        self.budget += num_tokens\n        return num_tokens",
+        "        return num_tokens",
+    ),
+    Mutation(
+        "the first of running is the victim",
+        "victims.py",
+        "return max(running, key=self._key)",
+        "return running[0]",
+    ),
+    Mutation(
+        "freed blocks in the order of the table",
+        "block_pool.py",
+        "for block_id in reversed(block_ids):",
+        "for block_id in block_ids:",
+    ),
+    Mutation(
+        "hash of a block without what comes before it",
+        "kv_cache.py",
+        "hashes.append(prefix.digest())",
+        "hashes.append(hashlib.sha256(data[start : start + num_bytes]).digest())",
+    ),
+    Mutation(
+        "a hit block stays in the free queue",
+        "block_pool.py",
+        "            if self._ref_counts[block_id] == 0:\n                before, after",
+        "            if self._ref_counts[block_id] < 0:\n                before, after",
+    ),
+    Mutation(
+        "one token too many before a length stop",
+        "scheduler.py",
+        "elif request.num_tokens >= request.max_num_tokens:",
+        "elif request.num_tokens > request.max_num_tokens:",
+    ),
+    Mutation(
+        "watermark ignored",
+        "scheduler.py",
+        "headroom = self._watermark_blocks if self.running else 0",
+        "headroom = 0",
+    ),
+    Mutation(
+        "admission in a step that ran out of blocks",
+        "scheduler.py",
+        "if mode is PauseMode.RUNNING and not step.ran_out_of_blocks:",
+        "if mode is PauseMode.RUNNING:",
+    ),
+    Mutation(
+        "computed tokens not reset on preemption",
+        "roster.py",
+        "request.num_computed_tokens = 0\n        request.quiet_until = 0",
+        "request.quiet_until = 0",
+    ),
+    Mutation(
+        "finished notice sent twice",
+        "roster.py",
+        "self._preempted_req_ids, self._finished_req_ids = [], []\n        return notices",
+        "self._preempted_req_ids = []\n        return notices",
+    ),
+    Mutation(
+        "room for the whole input not reserved",
+        "scheduler.py",
+        "num_reserved = request.num_tokens if options.scheduler_reserve_full_isl else num_tokens",
+        "num_reserved = num_tokens",
+    ),
+    Mutation(
+        "a window gives its blocks back one too early",
+        "kv_cache.py",
+        "self._first_seen(group.window, request.num_computed_tokens), len",
+        "self._first_seen(group.window, request.num_computed_tokens + self.block_size), len",
+    ),
+    Mutation(
+        "resumed before its late tokens have come",
+        "scheduler.py",
+        "return None if request is None or request.num_late_tokens else request",
+        "return request",
+    ),
+    Mutation(
+        "host blocks given away in the step that reads them",
+        "swap.py",
+        "self._leaving += [block_id",
+        "self._free += [block_id",
+    ),
+)
+
+
+class OutOfDate(Exception):
+    """The check does not fit to the code any more, or the tests fail without any fault."""
+
+
+def mutated(mutation: Mutation) -> str:
+    """Return the text of the file with the fault in it.
+
+    Raises:
+        OutOfDate: the old text does not occur exactly once.
+    """
+    text = (ROOT / "core_proc" / mutation.file).read_text()
+    count = text.count(mutation.old)
+    if count != 1:
+        raise OutOfDate(
+            f"{mutation.name}: the old text occurs {count} times in core_proc/{mutation.file},"
+            f" and must occur once:\n{mutation.old}"
+        )
+    return text.replace(mutation.old, mutation.new)
+
+
+def copy_to(directory: Path) -> None:
+    """Copy all that the tests of the core need."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, directory / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, directory / name)
+
+
+def first_failure(directory: Path) -> str | None:
+    """Run the tests of a copy; returns the first that fails.
+
+    Raises:
+        OutOfDate: they did not run at all.
+    """
+    # Without bytecode on disk: a fault of the same length within one second would go unseen.
+    environment = os.environ | {"PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, *PYTEST],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=20 * TIME_LIMIT_S,
+        check=False,
+    )
+    if run.returncode == 0:
+        return None
+    failed = re.search(r"^FAILED (\S+)", run.stdout, re.MULTILINE)
+    if failed is None:
+        raise OutOfDate(f"pytest ended with {run.returncode}:\n{run.stdout[-2000:]}{run.stderr}")
+    return failed[1]
+
+
+def check(mutations: Sequence[Mutation]) -> int:
+    """Try each; returns the number of those that no test has caught."""
+    texts = [mutated(mutation) for mutation in mutations]
+    num_survivors = 0
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        copy_to(directory)
+        failure = first_failure(directory)
+        if failure is not None:
+            raise OutOfDate(f"{failure} fails without any fault")
+        for mutation, text in zip(mutations, texts, strict=True):
+            path = directory / "core_proc" / mutation.file
+            original = path.read_text()
+            path.write_text(text)
+            start = time.monotonic()
+            caught_by = first_failure(directory)
+            seconds = time.monotonic() - start
+            path.write_text(original)
+            num_survivors += caught_by is None
+            print(f"{mutation.name} ({seconds:.1f} s): {caught_by or 'SURVIVES'}", flush=True)
+    return num_survivors
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try all mutations, or those whose names contain an argument; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="part of a mutation's name")
+    names = parser.parse_args(argv).names
+    chosen = [m for m in MUTATIONS if not names or any(name in m.name for name in names)]
+    if not chosen:
+        parser.error(f"no mutation is called {' or '.join(names)}")
+    try:
+        num_survivors = check(chosen)
+    except OutOfDate as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{len(chosen) - num_survivors} of {len(chosen)} mutations were caught")
+    return 1 if num_survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

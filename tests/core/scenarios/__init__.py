@@ -1,0 +1,1 @@
+"""Worked examples: a setting, and the tokens that each request is granted step by step."""

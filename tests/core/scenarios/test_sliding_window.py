@@ -1,0 +1,79 @@
+"""Layers that see through a window: what they hold, what they give back, what they hit."""
+
+import pytest
+
+from core_proc.block_pool import NULL_BLOCK
+from protocol.core_worker import KVGroup
+from tests.core.harness import PLAIN_TOKEN, Harness
+
+FULL = KVGroup()
+WINDOW = KVGroup(window=32, max_blocks=7)
+"""A window of two blocks beside a chunk of 64 tokens."""
+
+
+def _live(bench: Harness, name: str, group: int = 0) -> list[bool]:
+    table = bench.requests[name].block_tables[group]
+    return [block_id != NULL_BLOCK for block_id in table]
+
+
+def test_only_the_window_is_held() -> None:
+    """S39."""
+    bench = Harness(budget=64, kv_groups=(WINDOW,))
+    bench.add("a", 200, 20)
+    assert bench.steps(6) == [{"a": n} for n in (64, 64, 64, 8, 1, 1)]
+    assert _live(bench, "a") == [False] * 10 + [True] * 3
+    assert bench.num_free == 1023 - 3
+    bench.run()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 20
+    assert bench.num_free == 1023
+
+
+def test_a_hit_needs_only_what_the_window_still_sees() -> None:
+    """S39. The blocks before it were given away long ago."""
+    bench = Harness(budget=64, caching=True, kv_groups=(WINDOW,))
+    prompt = list(range(200))
+    bench.add("a", prompt)
+    bench.steps(5)
+    bench.add("b", [*prompt[:128], 5, 5])
+    assert bench.step() == {"a": 1, "b": 2}
+    (new,) = bench.sent[-1].scheduled_new_reqs
+    assert new.block_ids[0][:6] == [NULL_BLOCK] * 6
+    assert _live(bench, "b") == [False] * 6 + [True] * 3
+    bench.run()
+
+
+def test_a_hit_ends_where_one_group_has_lost_its_blocks() -> None:
+    """S39, for a model with both kinds of layers."""
+    bench = Harness(budget=64, blocks=40, caching=True, kv_groups=(FULL, WINDOW))
+    prompt = list(range(96))
+    bench.add("a", prompt, 1)
+    bench.run()
+    bench.add("b", [*prompt, 5], 1)
+    assert bench.step() == {"b": 1}
+    bench.add("c", 400, 1)
+    assert bench.scheduler.kv.can_ever_fit(400)
+    bench.run()
+    bench.add("d", [*prompt, 5], 1)
+    (granted,) = bench.step().values()
+    assert granted > 33, "its blocks were reused, and hits of one group alone are none"
+
+
+def test_all_groups_take_their_blocks_from_one_pool() -> None:
+    bench = Harness(budget=64, kv_groups=(FULL, WINDOW))
+    bench.add("a", 200, 4)
+    bench.steps(6)
+    assert _live(bench, "a", 0) == [True] * 13
+    assert _live(bench, "a", 1) == [False] * 10 + [True] * 3
+    assert bench.num_free == 1023 - 16
+    bench.run()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_windows_let_a_small_pool_hold_long_requests(depth: int) -> None:
+    """A table of all blocks would not fit; what is given back serves the others at once."""
+    bench = Harness(budget=64, blocks=9, depth=depth, kv_groups=(WINDOW,))
+    for name in "abc":
+        bench.add(name, 300, 40)
+    bench.overlap()
+    assert bench.outputs == dict.fromkeys("abc", [PLAIN_TOKEN] * 40)
+    assert bench.num_free == 8

@@ -1,0 +1,59 @@
+"""What ends a request, and what an abort leaves behind."""
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from tests.core.harness import EOS, Harness
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "kept", "reason", "stop_token_id"),
+    [
+        ([10, 42, 12], {"stop_token_ids": [42]}, 2, "stop", 42),
+        ([10, 42], {"stop_token_ids": [42], "max_tokens": 2}, 2, "stop", 42),
+        ([10, EOS, 12], {}, 2, "stop", None),
+        ([10, EOS, 12], {"ignore_eos": True, "max_tokens": 3}, 3, "length", None),
+        ([EOS, 5], {"ignore_eos": True, "stop_token_ids": [EOS]}, 1, "stop", EOS),
+        ([EOS, EOS, EOS, EOS], {"min_tokens": 3}, 3, "stop", None),
+        ([1, 1, 1], {"max_tokens": 2}, 2, "length", None),
+    ],
+)
+def test_stop_tokens_come_before_the_length(
+    tokens: list[int],
+    params: dict[str, object],
+    kept: int,
+    reason: str,
+    stop_token_id: int | None,
+) -> None:
+    """S27. `min_tokens` counts the token that is being tested."""
+    bench = Harness(script={"a": tokens})
+    request = bench.add("a", 5, params=SamplingParams(**params))  # type: ignore[arg-type]
+    bench.run()
+    assert bench.outputs["a"] == tokens[:kept]
+    assert bench.finished["a"] == reason
+    assert request.stop_token_id == stop_token_id
+
+
+def test_the_model_length_ends_a_request_with_its_last_token_delivered() -> None:
+    """S27."""
+    bench = Harness(max_model_len=40)
+    bench.add("a", 36)
+    bench.run()
+    assert len(bench.outputs["a"]) == 4
+    assert bench.finished["a"] == "length"
+
+
+def test_abort_ends_running_and_waiting_requests_and_ignores_unknown_ones() -> None:
+    """S33. The worker is told once, and only of the one that it knew; vLLM tells it of both."""
+    bench = Harness(seqs=1)
+    bench.add("run", 10)
+    bench.step()
+    bench.add("wait", 10)
+    assert bench.abort("run")
+    assert bench.abort("wait")
+    assert bench.num_free == 1023
+    assert not bench.abort("run")
+    assert bench.scheduler.abort_request(99) is None
+    assert bench.step() == {}
+    assert bench.notices == ["run"]
+    assert bench.scheduler.schedule() is None

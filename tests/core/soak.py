@@ -1,0 +1,96 @@
+"""Hundreds of thousands of random event sequences on the scheduler, in several processes.
+
+    python -m tests.core.soak --sequences 200000 --jobs 2
+
+The events and checks are those of `tests/core/machine.py`; a seeded generator draws them here, as
+that is some times faster than hypothesis. A sequence that fails is named by its seed and can be
+repeated alone: `--first-seed N --sequences 1`.
+"""
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from tests.core.machine import EVENT_NAMES, EVENTS, OPTIONS, Machine, draw, make_options
+
+MAX_DEPTH = 4
+BATCH = 500
+"""Sequences that a process takes at a time."""
+
+
+class SequenceFailed(AssertionError):
+    """A sequence found a contradiction; the text says which one and where."""
+
+
+def run_sequence(seed: int, num_events: int, depth: int | None = None) -> Machine:
+    """Draw options and events from a seed, apply them, and run to the end.
+
+    Raises:
+        SequenceFailed: something did not hold.
+    """
+    rng = random.Random(seed)
+    events: list[str] = []
+    try:
+        options = make_options(draw(OPTIONS, rng.choice), depth or rng.randint(1, MAX_DEPTH))
+        machine = Machine(options)
+        for _ in range(num_events):
+            event = rng.choice(EVENT_NAMES)
+            drawn = draw(EVENTS[event][1], rng.choice)
+            events.append(f"{event} {drawn}")
+            machine.apply(event, **drawn)
+        machine.finish()
+    except Exception as error:
+        history = "\n".join(events)
+        raise SequenceFailed(f"{traceback.format_exc()}{history}\nseed {seed}") from error
+    return machine
+
+
+def run_batch(seeds: range, num_events: int) -> Counter[str]:
+    """Run a sequence for each seed and add up what happened in them."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        machine = run_sequence(seed, num_events)
+        scheduler = machine.scheduler
+        counts["sequences"] += 1
+        counts["steps"] += machine.num_steps
+        counts["requests"] += machine.num_requests
+        counts["tokens"] += scheduler.num_scheduled_tokens
+        counts["preemptions"] += scheduler.num_preemptions
+        counts["swaps"] += scheduler.swapper.num_swapped_out
+        counts["loads"] += machine.num_loads
+    return counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the soak; returns 1 if a sequence failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, default=200_000)
+    parser.add_argument("--events", type=int, default=30, help="events per sequence")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--first-seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    first, end = arguments.first_seed, arguments.first_seed + arguments.sequences
+    batches = [range(start, min(start + BATCH, end)) for start in range(first, end, BATCH)]
+    started = time.monotonic()
+    total: Counter[str] = Counter()
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        try:
+            for counts in pool.map(partial(run_batch, num_events=arguments.events), batches):
+                total += counts
+        except SequenceFailed as failure:
+            pool.shutdown(cancel_futures=True)
+            print(failure)
+            return 1
+    figures = ", ".join(f"{count:,} {name}" for name, count in total.items())
+    print(f"{figures} in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""What goes wrong with one request ends that request: its client is told, the others go on."""
+
+import logging
+
+import pytest
+
+from core_proc import engine as engine_module
+from core_proc.engine import EngineCore
+from core_proc.kv_cache import KVCacheManager
+from core_proc.options import SchedulerOptions
+from core_proc.request import Request
+from core_proc.results import StepResult
+from protocol.api_core import ErrorCode, Refused, RequestOutput
+from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput, PromptLogprobs
+from protocol.settings import configure
+from tests.core.test_engine import (
+    CLIENT,
+    FACTS,
+    OTHER,
+    add,
+    answer,
+    make_engine,
+    run_all,
+    scheduled,
+)
+
+
+def refusals(engine: EngineCore) -> list[tuple[bytes, int | None, ErrorCode]]:
+    return [
+        (client, message.request_id, message.error.code)
+        for client, message in engine.take_mail()
+        if isinstance(message, Refused)
+    ]
+
+
+def test_what_the_scheduler_fails_to_do_for_one_request_is_told_to_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = KVCacheManager.find_cached_prefix
+
+    def find(kv: KVCacheManager, request: Request) -> list[list[int]]:
+        if request.num_prompt_tokens == 13:
+            raise RuntimeError("a bug")
+        return real(kv, request)
+
+    monkeypatch.setattr(KVCacheManager, "find_cached_prefix", find)
+    engine = make_engine()
+    engine.add(OTHER, add(1, max_tokens=2))
+    engine.add(CLIENT, add(1, [5] * 13))
+    engine.add(OTHER, add(2, max_tokens=2))
+    ended = {(client, row.request_id) for client, row in run_all(engine) if row.finish_reason}
+    assert ended == {(OTHER, 1), (OTHER, 2)}
+    assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
+    assert engine.stats().kv_cache_usage == 0.0
+    assert engine.add(CLIENT, add(1, max_tokens=1)) is None, "the id is free again"
+
+
+def test_an_error_in_one_requests_output_ends_that_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    real = engine_module.output_row
+
+    def row(result: StepResult, output: ModelRunnerOutput) -> RequestOutput:
+        if result.request.num_prompt_tokens == 13 and result.request.num_output_tokens == 2:
+            raise RuntimeError("a bug")
+        return real(result, output)
+
+    monkeypatch.setattr(engine_module, "output_row", row)
+    engine = make_engine()
+    engine.add(CLIENT, add(1, [5] * 13))
+    engine.add(CLIENT, add(2, max_tokens=3))
+    rows = [(row.request_id, row.first_index) for _, row in run_all(engine)]
+    assert rows == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
+    assert "a bug" in caplog.text
+    assert engine.stats().kv_cache_usage == 0.0
+
+
+def test_an_error_in_the_last_output_of_a_request_is_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def row(result: StepResult, output: ModelRunnerOutput) -> RequestOutput:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine_module, "output_row", row)
+    engine = make_engine()
+    engine.add(CLIENT, add(1, max_tokens=1))
+    assert list(run_all(engine)) == []
+    assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
+
+
+def test_an_error_in_prompt_logprobs_ends_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine_module, "prompt_rows", rows)
+    engine = make_engine()
+    engine.add(CLIENT, add(1, prompt_logprobs=0))
+    engine.add(CLIENT, add(2))
+    step = scheduled(engine)
+    output = answer(engine, step)
+    assert engine._scheduler is not None
+    req_id = min(engine._scheduler.requests)
+    parts = [PromptLogprobs(req_id, 1, [])]
+    told = engine.update(ModelRunnerOutput(step.step_id, output.sampled_token_ids, {}, parts))
+    assert [row.request_id for row in told[CLIENT].outputs] == [2]
+    assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
+
+
+def test_a_request_aborted_in_time_is_not_told_of_its_failure() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    assert engine._scheduler is not None
+    [req_id] = engine._scheduler.requests
+    engine._scheduler.fail_request(req_id, "x" * 10_000)
+    engine.abort(CLIENT, [1])
+    engine.schedule()
+    assert refusals(engine) == []
+
+
+def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    assert engine._scheduler is not None
+    [req_id] = engine._scheduler.requests
+    engine._scheduler.fail_request(req_id, "x" * 10_000)
+    engine.schedule()
+    [(_, refused)] = engine.take_mail()
+    assert isinstance(refused, Refused)
+    assert len(refused.error.message) == 4096
+
+
+def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
+    """Each option that has a setting or a fact of its name has its value; none is forgotten."""
+    settings = {
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 300,
+        "max_num_scheduled_tokens": 200,
+        "max_steps_in_flight": 3,
+        "enable_chunked_prefill": False,
+        "long_prefill_token_threshold": 50,
+        "long_prefill_token_threshold_adaptive": True,
+        "max_num_partial_prefills": 4,
+        "max_long_partial_prefills": 2,
+        "elastic_token_budget": True,
+        "scheduling_policy": "priority",
+        "preempt_for_priority": True,
+        "victim_choice": "cheapest",
+        "enable_prefix_caching": False,
+        "enable_kv_events": True,
+        "scheduler_reserve_full_isl": False,
+        "watermark": 0.25,
+    }
+    groups = [KVGroup(), KVGroup(64, 9)]
+    facts = ModelFacts("fake", 1000, 512, 16, 100, [2], kv_groups=groups, num_host_blocks=11)
+    engine = EngineCore(configure(model="null", **settings))
+    engine.adopt_workers(facts, 1.5)
+    assert engine._scheduler is not None
+    options = engine._scheduler.options
+    expected = settings | {
+        "policy": "priority",
+        "num_blocks": 100,
+        "block_size": 16,
+        "kv_groups": tuple(groups),
+        "num_host_blocks": 11,
+        "swap_cost_tokens": 1.5,
+        "max_model_len": 512,
+        "eos_token_ids": (2,),
+    }
+    unset = {"tenant_weights", "max_num_active_seqs"}
+    names = set(SchedulerOptions.__struct_fields__) - unset
+    assert {name: getattr(options, name) for name in names} == {n: expected[n] for n in names}
+    fair = EngineCore(configure(model="null", scheduling_policy="fair", tenant_weights="gold=4"))
+    fair.adopt_workers(FACTS)
+    assert fair._scheduler is not None
+    assert fair._scheduler.options.tenant_weights == {"gold": 4.0}
+
+
+def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:
+    engine = make_engine(scheduling_policy="fair")
+    request = add(1)
+    engine.add(CLIENT, type(request)(1, [5], request.sampling_params, tenant="gold"))
+    assert engine._scheduler is not None
+    assert [r.tenant for r in engine._scheduler.requests.values()] == ["gold"]
+
+
+def test_a_request_is_refused_if_all_kv_groups_together_cannot_hold_it() -> None:
+    facts = ModelFacts("fake", 1000, 512, 16, 11, [2], kv_groups=[KVGroup(), KVGroup()])
+    engine = EngineCore(configure(model="null"))
+    engine.adopt_workers(facts)
+    refused = engine.add(CLIENT, add(1, [5] * 73, max_tokens=9))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.UNSERVABLE
+    assert engine.add(CLIENT, add(1, [5] * 73, max_tokens=8)) is None

@@ -1,0 +1,216 @@
+"""Pause, sleep and reset through EngineCore: what stands still, what goes on, who is answered."""
+
+import pytest
+
+from core_proc.engine import EngineCore
+from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
+from protocol.settings import configure
+from tests.core.test_engine import (
+    CLIENT,
+    FACTS,
+    OTHER,
+    add,
+    answer,
+    make_engine,
+    run_all,
+    run_step,
+    scheduled,
+)
+
+PAUSE, RESUME, SLEEP, RESET = (
+    ControlAction.PAUSE,
+    ControlAction.RESUME,
+    ControlAction.SLEEP,
+    ControlAction.RESET_PREFIX_CACHE,
+)
+MODES = [PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL]
+
+
+def ask(engine: EngineCore, action: ControlAction, **fields: object) -> list[ControlDone]:
+    """Ask as CLIENT, under the number 9; returns what it is answered at once."""
+    engine.control(CLIENT, Control(9, action, **fields))  # type: ignore[arg-type]
+    return answers(engine)
+
+
+def answers(engine: EngineCore) -> list[ControlDone]:
+    return [m for _, m in engine.take_mail() if isinstance(m, ControlDone)]
+
+
+def tokens_of(engine: EngineCore) -> dict[int, int]:
+    """Run to the end; returns how many tokens each request got."""
+    counts: dict[int, int] = {}
+    for _, row in run_all(engine):
+        assert row.first_index == counts.get(row.request_id, row.first_index)
+        counts[row.request_id] = row.first_index + len(row.token_ids)
+    return counts
+
+
+def test_paused_all_computes_nothing_and_goes_on_exactly() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    run_step(engine)
+    assert ask(engine, PAUSE) == [ControlDone(9, True, PauseMode.PAUSED_ALL)]
+    assert engine.add(CLIENT, add(2)) is None
+    assert engine.schedule() is None
+    assert engine.status().pause_mode is PauseMode.PAUSED_ALL
+    assert ask(engine, RESUME) == [ControlDone(9, True, PauseMode.RUNNING)]
+    assert tokens_of(engine) == {1: 8, 2: 8}
+
+
+def test_steps_in_flight_when_the_pause_comes_still_count() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    step = scheduled(engine)
+    ask(engine, PAUSE)
+    [row] = engine.update(answer(engine, step))[CLIENT].outputs
+    assert row.token_ids == [7]
+
+
+def test_paused_new_finishes_what_runs_and_admits_nobody() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1, max_tokens=3))
+    run_step(engine)
+    ask(engine, PAUSE, pause_mode=PauseMode.PAUSED_NEW)
+    engine.add(CLIENT, add(2))
+    run_step(engine)
+    run_step(engine)
+    while (step := engine.schedule()) is not None:
+        assert not step.total_num_scheduled_tokens
+        engine.update(answer(engine, step))
+    assert (engine.stats().num_running_reqs, engine.stats().num_waiting_reqs) == (0, 1)
+    ask(engine, RESUME)
+    assert tokens_of(engine) == {2: 8}
+
+
+def test_sleep_is_told_after_the_last_step_in_flight_and_then_answered() -> None:
+    engine = make_engine(max_steps_in_flight=2)
+    engine.add(CLIENT, add(1))
+    in_flight = [scheduled(engine), scheduled(engine)]
+    assert ask(engine, SLEEP) == []
+    num_tokens = 0
+    while in_flight:
+        assert not engine.is_sleep_due
+        for outputs in engine.update(answer(engine, in_flight.pop(0))).values():
+            num_tokens += len(outputs.outputs)
+        if (step := engine.schedule()) is not None:
+            assert step.total_num_scheduled_tokens == 0, "it tells who has left, and no more"
+            in_flight.append(step)
+    assert num_tokens == 2, "what was under way counts"
+    assert engine.is_sleep_due
+    engine.sleep_sent()
+    assert answers(engine) == [ControlDone(9, True, PauseMode.PAUSED_ALL)]
+    assert not engine.is_sleep_due
+    assert engine.status().is_sleeping
+    assert ask(engine, SLEEP) == [ControlDone(9, True, PauseMode.PAUSED_ALL)], "it sleeps already"
+
+
+def fall_asleep(engine: EngineCore) -> None:
+    ask(engine, SLEEP)
+    while (step := engine.schedule()) is not None:
+        engine.update(answer(engine, step))
+    assert engine.is_sleep_due
+    engine.sleep_sent()
+    engine.take_mail()
+
+
+def test_requests_that_slept_get_all_their_tokens() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    run_step(engine)
+    fall_asleep(engine)
+    assert engine.stats().kv_cache_usage == 0.0
+    engine.add(CLIENT, add(2))
+    assert engine.schedule() is None
+    ask(engine, RESUME)
+    assert not engine.is_sleeping
+    assert tokens_of(engine) == {1: 8, 2: 8}
+
+
+def test_a_pause_does_not_wake_a_sleeper() -> None:
+    engine = make_engine()
+    fall_asleep(engine)
+    engine.add(CLIENT, add(1))
+    for mode in MODES:
+        [done] = ask(engine, PAUSE, pause_mode=mode)
+        assert (done.ok, done.pause_mode) == (True, PauseMode.PAUSED_ALL)
+        assert engine.is_sleeping
+        assert engine.schedule() is None
+
+
+def test_a_resume_before_the_sleep_began_is_told_to_the_sleeper() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    step = scheduled(engine)
+    assert ask(engine, SLEEP) == []
+    engine.control(OTHER, Control(3, RESUME))
+    assert [(client, m.ok) for client, m in engine.take_mail() if isinstance(m, ControlDone)] == [
+        (CLIENT, False),
+        (OTHER, True),
+    ]
+    engine.update(answer(engine, step))
+    while engine.has_unfinished:
+        run_step(engine)
+        assert not engine.is_sleep_due
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pause_outlives_the_workers(mode: PauseMode) -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    run_step(engine)
+    ask(engine, PAUSE, pause_mode=mode)
+    engine.lose_workers()
+    engine.adopt_workers(FACTS)
+    assert engine.pause_mode is mode
+    assert engine.schedule() is None
+    ask(engine, RESUME)
+    assert tokens_of(engine) == {1: 8}
+
+
+def test_new_workers_of_a_sleeping_engine_are_told_to_sleep() -> None:
+    engine = make_engine()
+    fall_asleep(engine)
+    engine.lose_workers()
+    assert not engine.is_sleep_due
+    engine.adopt_workers(FACTS)
+    assert engine.schedule() is None
+    assert engine.is_sleep_due
+
+
+def test_the_cache_is_reset_only_where_nothing_uses_it_or_all_that_runs_gives_way() -> None:
+    engine = make_engine()
+    prompt = list(range(3, 40))
+    engine.add(CLIENT, add(1, prompt))
+    run_step(engine)
+    assert [done.ok for done in ask(engine, RESET)] == [False]
+    assert [done.ok for done in ask(engine, RESET, reset_running_requests=True)] == [True]
+    assert engine.stats().kv_cache_usage == 0.0
+    assert tokens_of(engine) == {1: 8}
+    assert [done.ok for done in ask(engine, RESET)] == [True]
+    engine.add(CLIENT, add(2, prompt, max_tokens=1))
+    [(_, row)] = run_all(engine)
+    assert row.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("action", [PAUSE, SLEEP])
+def test_drain_ends_a_pause_and_allows_no_other(action: ControlAction) -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    ask(engine, action)
+    engine.drain()
+    engine.take_mail()
+    assert [done.ok for done in ask(engine, action)] == [False]
+    assert tokens_of(engine) == {1: 8}
+    assert engine.is_drained
+
+
+def test_without_workers_ever_controls_are_answered() -> None:
+    engine = EngineCore(configure(model="null"))
+    assert ask(engine, PAUSE) == [ControlDone(9, False, PauseMode.RUNNING)]
+
+
+def test_a_pause_outlives_the_client_that_asked() -> None:
+    engine = make_engine()
+    ask(engine, PAUSE)
+    engine.drop_client(CLIENT)
+    assert engine.pause_mode is PauseMode.PAUSED_ALL

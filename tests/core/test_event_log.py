@@ -1,0 +1,279 @@
+"""Routers that only apply events know exactly what is cached, whatever happens on the way."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from core_proc import event_log
+from core_proc.engine import EngineCore
+from core_proc.event_log import EventLog
+from core_proc.event_recorder import HASH_BYTES
+from protocol import kv_feed
+from protocol.api_core import Control, ControlAction, decode_from_core
+from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
+from protocol.kv_events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KVEvent,
+    KVEventBatch,
+    SubscribeKVEvents,
+    UnsubscribeKVEvents,
+)
+from protocol.kv_feed import KVEventFeed
+from protocol.message import encode
+from protocol.settings import configure
+from tests.core.test_engine import CLIENT, add
+
+Contents = set[tuple[bytes, int]]
+"""Hashes, each with its KV group."""
+
+
+def events_of(feed: KVEventFeed) -> Iterator[tuple[int | None, KVEvent]]:
+    """All that has arrived; nobody waits."""
+    while feed.num_unread:
+        try:
+            feed.__anext__().send(None)
+        except StopIteration as item:
+            yield item.value
+
+
+class Router:
+    """Knows the cache from events alone. Its connection may break at any moment."""
+
+    def __init__(self, core: "Core", name: bytes, next_seq: int | None = None) -> None:
+        self.core = core
+        self.name = name
+        self.contents: Contents = set()
+        self.last_seq: int | None = None
+        self.num_snapshots = 0
+        self.feed = KVEventFeed(next_seq, self._send, lambda: None)
+
+    def _send(self, message: SubscribeKVEvents | UnsubscribeKVEvents) -> None:
+        if isinstance(message, SubscribeKVEvents):
+            self.core.subscribe(self.name, message.next_seq)
+        else:
+            self.core.log.unsubscribe(self.name)
+
+    def reconnect(self) -> None:
+        self.core.log.unsubscribe(self.name)
+        self.feed.subscribe()
+
+    def receive(self) -> None:
+        """Take what the core sends in one turn."""
+        if self.name in self.core.log.waiting():
+            for batch in self.core.log.take_batches(self.name):
+                message = decode_from_core(encode(batch))
+                assert isinstance(message, KVEventBatch)
+                self.feed.take(message)
+
+    def read(self) -> None:
+        for seq, event in events_of(self.feed):
+            if seq is not None and self.last_seq is not None:
+                assert seq == self.last_seq + 1
+            self.last_seq = seq
+            self._apply(event)
+
+    def _apply(self, event: KVEvent) -> None:
+        if isinstance(event, BlocksStored):
+            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+            self.contents |= {(key, event.group) for key in event.block_hashes}
+        elif isinstance(event, BlocksRemoved):
+            gone = {(key, event.group) for key in event.block_hashes}
+            assert gone <= self.contents, "what was never stored was removed"
+            self.contents -= gone
+        else:
+            assert isinstance(event, AllBlocksCleared)
+            self.num_snapshots += self.last_seq is None
+            self.contents.clear()
+
+    def catch_up(self) -> None:
+        for _ in range(10_000):
+            self.read()
+            if self.name not in self.core.log.waiting():
+                if not self.feed._is_lagging:
+                    return
+                self.feed._is_lagging = False
+                self.feed.subscribe()
+            self.receive()
+        raise AssertionError("it never catches up")
+
+
+class Core:
+    """An engine under random load, and its log."""
+
+    def __init__(self, seed: int, groups: list[KVGroup], epoch: int) -> None:
+        self.random = random.Random(seed * 1000 + epoch)
+        self.epoch = epoch
+        settings = {"max_num_batched_tokens": 32, "max_num_seqs": 6, "max_steps_in_flight": 2}
+        self.facts = ModelFacts("fake", 1000, 64, 4, 30, [2], kv_groups=groups)
+        self.engine = EngineCore(configure(model="null", enable_kv_events=True, **settings))
+        self.engine.adopt_workers(self.facts)
+        self.log = EventLog(epoch, self.engine.snapshot_kv_events)
+        self.next_id = 0
+
+    def subscribe(self, name: bytes, next_seq: int | None) -> None:
+        self.log.append(self.engine.take_kv_events())
+        self.log.subscribe(name, next_seq)
+
+    def contents(self) -> Contents:
+        assert self.engine._scheduler is not None
+        pool = self.engine._scheduler.kv.pool
+        keys = (pool.hash_of(i) for i in range(pool.num_blocks))
+        return {(k[:HASH_BYTES], (k[HASH_BYTES:] or b"\0")[0]) for k in keys if k is not None}
+
+    def act(self) -> None:
+        """Do one random thing, then what the loop does in every turn."""
+        rng, engine = self.random, self.engine
+        dice = rng.random()
+        if dice < 0.4:
+            self.next_id += 1
+            prompt = [rng.choice((5, 6))] * rng.randrange(1, 30) + [7] * rng.randrange(20)
+            engine.add(CLIENT, add(self.next_id, prompt, rng.randrange(1, 10)))
+        elif dice < 0.45:
+            engine.abort(CLIENT, [rng.randrange(self.next_id + 1)])
+        elif dice < 0.48:
+            reset = ControlAction.RESET_PREFIX_CACHE
+            running = rng.random() < 0.5
+            engine.control(CLIENT, Control(1, reset, reset_running_requests=running))
+        elif dice < 0.5:
+            engine.control(CLIENT, Control(1, ControlAction.SLEEP))
+        elif dice < 0.52:
+            engine.lose_workers()
+            engine.adopt_workers(self.facts)
+        else:
+            engine.control(CLIENT, Control(1, ControlAction.RESUME))
+        while engine.schedule() is not None:
+            pass
+        assert engine._scheduler is not None
+        if engine._scheduler.in_flight and rng.random() < 0.8:
+            step_id, sampling = engine._scheduler.in_flight[0]
+            tokens = [rng.choice((5, 6, 7)) for _ in sampling]
+            engine.update(ModelRunnerOutput(step_id, tokens))
+        engine.take_mail()
+        self.log.append(engine.take_kv_events())
+
+
+@pytest.fixture
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bound is reached many times."""
+    monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 40)
+    monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 3)
+    monkeypatch.setattr(event_log, "MAX_BATCHES_PER_TURN", 2)
+    monkeypatch.setattr(kv_feed, "MAX_UNREAD_EVENTS", 30)
+
+
+GROUPS = [[KVGroup()], [KVGroup(), KVGroup(8, 4)]]
+
+
+@pytest.mark.usefixtures("small_bounds")
+@pytest.mark.parametrize("groups", GROUPS, ids=["one group", "two groups"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_router_that_applies_events_knows_exactly_what_is_cached(
+    seed: int, groups: list[KVGroup]
+) -> None:
+    """Beginning at any moment, with lost connections, gaps, resets and deaths of the core."""
+    rng = random.Random(seed)
+    core = Core(seed, groups, 1)
+    routers = [Router(core, b"0")]
+    for turn in range(400):
+        core.act()
+        if turn % 40 == 0:
+            routers.append(Router(core, b"%d" % len(routers), rng.choice((None, 1, 10**6))))
+        for router in routers:
+            dice = rng.random()
+            if dice < 0.7:
+                router.receive()
+            if dice < 0.6:
+                router.read()
+            if dice > 0.95:
+                router.reconnect()
+        if rng.random() < 0.02:
+            core = Core(seed, groups, core.epoch + 1)
+            for router in routers:
+                router.core = core
+                router.feed.subscribe()
+        if rng.random() < 0.1:
+            for router in routers:
+                router.catch_up()
+                assert router.contents == core.contents()
+
+
+def stored(number: int) -> BlocksStored:
+    return BlocksStored([number.to_bytes(16, "little")], None, [1, 2, 3, 4], 4, 0, "", 0)
+
+
+def flat(batches: list[KVEventBatch]) -> list[int | None]:
+    """Number of every event, and of an empty batch."""
+    told: list[int | None] = []
+    for batch in batches:
+        if batch.first_seq is None:
+            told += [None] * len(batch.events)
+        else:
+            told += [batch.first_seq + i for i in range(len(batch.events))] or [batch.first_seq]
+    return told
+
+
+def drained(log: EventLog, client: bytes) -> list[KVEventBatch]:
+    batches: list[KVEventBatch] = []
+    while client in log.waiting():
+        batches += log.take_batches(client)
+    return batches
+
+
+def test_what_is_kept_is_told_again_without_a_snapshot() -> None:
+    log = EventLog(0, lambda: [stored(99)])
+    log.append(map(stored, range(5)))
+    log.subscribe(CLIENT, 3)
+    assert flat(drained(log, CLIENT)) == [3, 4, 5]
+    log.subscribe(CLIENT, 6)
+    assert flat(drained(log, CLIENT)) == []
+
+
+@pytest.mark.parametrize("next_seq", [None, 0, 2, 7, 2**32 + 1])
+def test_what_is_not_kept_any_more_or_yet_is_replaced_by_a_snapshot(
+    next_seq: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 3)
+    log = EventLog(0, lambda: [stored(1), stored(2)])
+    log.append(map(stored, range(5)))
+    log.subscribe(CLIENT, next_seq)
+    assert flat(drained(log, CLIENT)) == [None, None, None, 6]
+
+
+def test_numbers_of_two_lives_are_never_the_same() -> None:
+    first, second = EventLog(1, list), EventLog(2, list)
+    for log in (first, second):
+        log.append(map(stored, range(3)))
+        log.subscribe(CLIENT, 2**32 + 1)
+    assert flat(drained(first, CLIENT)) == [2**32 + 1, 2**32 + 2, 2**32 + 3]
+    assert flat(drained(second, CLIENT)) == [None, 2 * 2**32 + 4]
+
+
+def test_events_that_come_during_a_snapshot_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 2)
+    monkeypatch.setattr(event_log, "MAX_BATCHES_PER_TURN", 1)
+    log = EventLog(0, lambda: map(stored, range(4)))
+    log.subscribe(CLIENT, None)
+    told = log.take_batches(CLIENT)
+    log.append([stored(9)])
+    assert flat(told + drained(log, CLIENT)) == [None] * 5 + [1]
+
+
+def test_batches_are_bounded_in_events_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(0, list)
+    log.subscribe(CLIENT, 1)
+    log.append(map(stored, range(2500)))
+    assert [len(batch.events) for batch in drained(log, CLIENT)] == [1000, 1000, 500]
+    monkeypatch.setattr(event_log, "MAX_BATCH_BYTES", 1000)
+    log.append(map(stored, range(100)))
+    assert max(len(encode(batch)) for batch in drained(log, CLIENT)) < 1100
+
+
+def test_the_log_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_KEPT_BYTES", 1000)
+    log = EventLog(0, list)
+    log.append(map(stored, range(1000)))
+    assert sum(map(len, log._kept)) <= 1000
+    assert sum(map(len, log._kept)) == log._num_kept_bytes

@@ -1,0 +1,89 @@
+"""KV events: whoever applies them in order always has the set of hashes that the pool has."""
+
+import random
+from typing import Any
+
+import pytest
+
+from core_proc.event_recorder import group_key
+from core_proc.scheduler import Scheduler
+from protocol.core_worker import KVGroup
+from protocol.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+from tests.core.harness import Harness
+
+
+class Router:
+    """Knows what is cached from events alone."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def apply(self, events: list[KVEvent]) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.keys.clear()
+                continue
+            keys = {group_key(block_hash, event.group) for block_hash in event.block_hashes}
+            assert len(keys) == len(event.block_hashes)
+            if isinstance(event, BlocksStored):
+                assert not keys & self.keys
+                assert len(event.token_ids) == event.block_size * len(keys)
+                self.keys |= keys
+            elif isinstance(event, BlocksRemoved):
+                assert keys <= self.keys
+                self.keys -= keys
+
+
+def _cached(scheduler: Scheduler) -> set[bytes]:
+    pool = scheduler.kv.pool
+    return {key for i in range(pool.num_blocks) if (key := pool.hash_of(i)) is not None}
+
+
+def _bench(**options: Any) -> Harness:
+    return Harness(caching=True, enable_kv_events=True, **options)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_events_tell_exactly_what_is_cached(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = rng.choice([(KVGroup(),), (KVGroup(), KVGroup(window=20, max_blocks=6))])
+    bench = _bench(blocks=30, budget=48, kv_groups=groups, depth=rng.choice([1, 2]))
+    router, late = Router(), Router()
+    prompts = [[rng.randrange(50)] * rng.randrange(1, 90) for _ in range(6)]
+    for step in range(150):
+        if rng.random() < 0.5:
+            salt = rng.choice(["", "s"])
+            bench.add(f"r{step}", rng.choice(prompts), rng.randrange(1, 20), salt=salt)
+        if rng.random() < 0.03:
+            bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+        if bench.fill() or bench.num_in_flight:
+            bench.update()
+        events = bench.scheduler.kv.take_events()
+        router.apply(events)
+        assert router.keys == _cached(bench.scheduler)
+        late.keys.clear()
+        late.apply(bench.scheduler.kv.snapshot_events())
+        assert late.keys == router.keys
+
+
+def test_a_prompts_blocks_are_told_together_with_what_a_router_needs() -> None:
+    bench = _bench()
+    prompt = list(range(100, 140))
+    bench.add("a", prompt, 1, salt="pepper", adapter_id=4)
+    bench.step()
+    hashes = bench.requests["a"].block_hashes
+    expected = BlocksStored(hashes, None, prompt[:32], 16, 0, "pepper", 4)
+    assert bench.scheduler.kv.take_events() == [expected]
+    assert bench.scheduler.kv.take_events() == []
+    bench.add("b", [*prompt[:16], *range(16)], 1, salt="pepper", adapter_id=4)
+    bench.step()
+    (event,) = bench.scheduler.kv.take_events()
+    assert isinstance(event, BlocksStored)
+    assert event.parent_hash == hashes[0]
+
+
+def test_without_the_option_nothing_is_recorded() -> None:
+    bench = Harness(caching=True)
+    bench.add("a", 40, 1)
+    bench.step()
+    assert bench.scheduler.kv.take_events() == bench.scheduler.kv.snapshot_events() == []

@@ -1,0 +1,188 @@
+"""The policies that go beyond arrival and priority, and the switches that change who gives way."""
+
+import pytest
+
+from core_proc.options import SchedulerOptions
+from core_proc.policy import Fair, ShortestPrefill
+from core_proc.request import Request
+from protocol.sampling import SamplingParams
+from tests.core.harness import Harness
+
+
+def _order_of_finish(bench: Harness) -> list[str]:
+    bench.run(limit=5000)
+    return list(bench.finished)
+
+
+def test_the_shortest_prompt_goes_first() -> None:
+    bench = Harness(seqs=1, policy="shortest")
+    for name, length in (("c", 300), ("a", 10), ("b", 50)):
+        bench.add(name, length, 1)
+    assert _order_of_finish(bench) == ["a", "b", "c"]
+
+
+def test_ageing_lets_a_long_prompt_through_an_endless_stream_of_short_ones() -> None:
+    bench = Harness(seqs=1, policy="shortest")
+    bench.add("long", 800, 1)
+    served = 0
+    bench.add("short 0", 100, 1)
+    for index in range(1, 1000):
+        bench.add(f"short {index}", 100, 1)
+        bench.step()
+        if "long" in bench.finished:
+            break
+        served += 100
+    # Overtaking ends once the newcomer's advantage, 700 tokens, is aged away.
+    assert served == pytest.approx(700 / ShortestPrefill.AGEING, abs=200)
+
+
+def _tenants(weights: dict[str, float], tokens: dict[str, int], **options: object) -> Harness:
+    """A long queue for each tenant, all of it there from the beginning."""
+    bench = Harness(seqs=1, policy="fair", tenant_weights=weights, **options)  # type: ignore[arg-type]
+    for tenant, length in tokens.items():
+        for index in range(60):
+            bench.add(f"{tenant}{index}", length, 1, tenant=tenant)
+    return bench
+
+
+def _share(bench: Harness, num_tokens: int) -> dict[str, float]:
+    """Each tenant's share of the first `num_tokens` prompt tokens."""
+    served: dict[str, int] = {}
+    while sum(served.values()) < num_tokens:
+        for name, count in bench.step().items():
+            tenant = bench.requests[name].tenant
+            served[tenant] = served.get(tenant, 0) + count
+    total = sum(served.values())
+    return {tenant: count / total for tenant, count in sorted(served.items())}
+
+
+def test_tenants_share_tokens_equally_however_large_their_requests_are() -> None:
+    bench = _tenants({}, {"big": 200, "small": 20})
+    shares = _share(bench, 2000)
+    assert shares["small"] == pytest.approx(0.5, abs=0.06)
+
+
+def test_weights_set_the_shares() -> None:
+    bench = _tenants({"gold": 3.0}, {"gold": 50, "free": 50})
+    assert _share(bench, 3000)["gold"] == pytest.approx(0.75, abs=0.04)
+
+
+def test_a_tenant_that_was_idle_has_saved_nothing_up() -> None:
+    bench = _tenants({}, {"busy": 50})
+    _share(bench, 1500)
+    for index in range(60):
+        bench.add(f"late{index}", 50, 1, tenant="late")
+    shares = _share(bench, 1000)
+    assert shares["late"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_outputs_are_charged_too() -> None:
+    """Both tenants' prompts are equal; the one that generates more gets fewer turns."""
+    bench = Harness(seqs=1, policy="fair")
+    for index in range(40):
+        bench.add(f"talk{index}", 10, 60, tenant="talk")
+        bench.add(f"ask{index}", 10, 2, tenant="ask")
+    for _ in range(400):
+        bench.step()
+        # Newcomers are placed by what their tenants have consumed until now.
+    for index in range(40, 80):
+        bench.add(f"talk{index}", 10, 60, tenant="talk")
+        bench.add(f"ask{index}", 10, 2, tenant="ask")
+    queue = [name for name in bench.queue if int(name.removeprefix("talk").removeprefix("ask")) >= 40]
+    assert queue.index("ask79") < queue.index("talk79")
+    assert sum(name.startswith("ask") for name in queue[:20]) > 12
+
+
+def test_the_accounts_of_tenants_that_are_gone_are_closed() -> None:
+    policy = Fair(SchedulerOptions(policy="fair"))
+    for index in range(10_000):
+        request = Request(index, [1], SamplingParams(), tenant=f"t{index}")
+        policy.arrived(request)
+        policy.admitted(request)
+        policy.left(request)
+        policy._now += 2.0
+    assert len(policy._line_ends) <= 2 * Fair.MIN_PRUNED
+
+
+@pytest.mark.parametrize("victims", ["policy", "cheapest"])
+def test_a_waiter_may_take_the_slot_of_a_less_important_request(victims: str) -> None:
+    bench = Harness(seqs=2, policy="priority", preempt_for_priority=True, victim_choice=victims)
+    bench.add("low", 20, 9, priority=5)
+    bench.add("mid", 20, 9, priority=3)
+    bench.steps(2)
+    bench.add("high", 20, 3, priority=1)
+    assert bench.step() == {"mid": 1, "high": 20}
+    assert bench.preempted == ["low"]
+    bench.run()
+    assert {name: len(tokens) for name, tokens in bench.outputs.items()} == {
+        "low": 9, "mid": 9, "high": 3,
+    }  # fmt: skip
+
+
+def test_a_waiter_may_take_the_blocks_of_less_important_requests() -> None:
+    bench = Harness(blocks=9, policy="priority", preempt_for_priority=True)
+    for name, priority in (("a", 7), ("b", 8), ("c", 0)):
+        bench.add(name, 30, 12, priority=priority)
+    bench.steps(2)
+    bench.add("high", 80, 2, priority=1)
+    assert bench.step() == {"c": 1, "high": 80}
+    assert sorted(bench.preempted) == ["a", "b"]
+    bench.run()
+    assert len(bench.finished) == 4
+
+
+def test_nobody_is_preempted_where_it_would_not_help_or_is_not_less_important() -> None:
+    bench = Harness(blocks=9, policy="priority", preempt_for_priority=True)
+    bench.add("vital", 60, 12, priority=0)
+    bench.add("low", 30, 12, priority=9)
+    bench.steps(2)
+    bench.add("big", 100, 2, priority=1)
+    bench.add("equal", 100, 2, priority=9)
+    assert bench.step() == {"vital": 1, "low": 1}
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_priority_takes_no_place_unless_it_is_told_to() -> None:
+    bench = Harness(seqs=1, policy="priority")
+    bench.add("low", 20, 9, priority=5)
+    bench.step()
+    bench.add("high", 20, 3, priority=1)
+    bench.steps(3)
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_the_cheapest_victim_is_the_one_with_the_least_to_compute_again() -> None:
+    preempted = {}
+    for choice in ("policy", "cheapest"):
+        bench = Harness(blocks=9, victim_choice=choice)
+        bench.add("small", 16, 20)
+        bench.add("large", 95, 20)
+        bench.steps(3)
+        preempted[choice] = bench.preempted
+        bench.run()
+        assert {name: len(tokens) for name, tokens in bench.outputs.items()} == {
+            "small": 20, "large": 20,
+        }  # fmt: skip
+    assert preempted == {"policy": ["large"], "cheapest": ["small"]}
+
+
+def test_importance_comes_before_cost() -> None:
+    bench = Harness(blocks=9, victim_choice="cheapest", policy="priority")
+    bench.add("small", 16, 20, priority=1)
+    bench.add("large", 95, 20, priority=2)
+    bench.steps(3)
+    assert bench.preempted == ["large"]
+
+
+def test_blocks_that_others_share_are_no_loss_and_no_gain() -> None:
+    """The long prompt is nearly all shared: computing it again is cheap, and frees little."""
+    shared = list(range(500, 564))
+    bench = Harness(blocks=10, caching=True, victim_choice="cheapest")
+    bench.add("one", [*shared, 1, 2], 30)
+    bench.add("two", [*shared, 3, 4], 30)
+    bench.add("own", 46, 30)
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    assert bench.preempted == ["two"], "2 computed tokens for a block, against 16 or more"
+    bench.run()
+    assert len(bench.finished) == 3

@@ -1,0 +1,40 @@
+"""What several of the worker's tests start from: checkpoints with their outputs, and backends."""
+
+import pytest
+import torch
+
+from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.test_parity import MAX_TOKENS, Serve, Served, generate, make_prompts
+from worker_proc import model_runner
+from worker_proc.native.build import build, compiler
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Return checkpoints with their expected outputs, each made once."""
+    made: dict[str, Served] = {}
+
+    def make(architecture: Architecture) -> Served:
+        if architecture.name not in made:
+            torch.set_num_threads(1)
+            directory = tmp_path_factory.mktemp(architecture.name)
+            model = build_checkpoint(directory, architecture.config())
+            # The eager form is the one that every rule of every architecture is written in.
+            model.set_attn_implementation("eager")
+            prompts = make_prompts()
+            expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+            made[architecture.name] = Served(directory, prompts, expected)
+        return made[architecture.name]
+
+    return make
+
+
+@pytest.fixture(params=["gathering", "native"])
+def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with either way to attend on the CPU."""
+    if request.param == "gathering":
+        monkeypatch.setattr(model_runner, "load_library", lambda: None)
+    elif compiler() is None:
+        pytest.skip("no C++ compiler")
+    else:
+        build()

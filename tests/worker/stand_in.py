@@ -1,0 +1,185 @@
+"""A small scheduler that gives blocks back as early as the link allows, and spoils them.
+
+Every step computes up to `chunk` tokens of each running request. Before it does, the blocks that a
+request's window has passed are free, and the next to ask gets them first. After it, all free blocks
+and the null block hold NaN, so that whatever is read from them is seen in the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from protocol.core_worker import (
+    BlockCopies,
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from protocol.sampling import SamplingParams
+from tests.worker.driving import MAX_STEPS, across_the_wire
+from worker_proc.mirror import NULL_BLOCK, first_seen
+from worker_proc.model_runner import ModelRunner
+
+MAX_RUNNING = 5
+STEPS_AWAY = 3
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request on its way."""
+
+    req_id: int
+    prompt: list[int]
+    params: SamplingParams
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_entries: int = 0
+    """Of each of its block tables."""
+    blocks: list[dict[int, int]] = field(default_factory=list)
+    """By KV group: the block of each entry that is still held."""
+    host_blocks: list[dict[int, int]] = field(default_factory=list)
+    """While it is swapped out: the same on the host."""
+    back_at: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt + self.output_token_ids
+
+
+class StandIn:
+    """Runs requests to their ends on a model runner."""
+
+    def __init__(self, runner: ModelRunner, chunk: int, swap_every: int = 0) -> None:
+        """With `swap_every`, the oldest request goes to the host for a while in such steps."""
+        self._runner = runner
+        self._facts = runner.facts
+        self._chunk = chunk
+        self._swap_every = swap_every
+        self._free = list(range(1, self._facts.num_gpu_blocks))
+        self._free_host = list(range(self._facts.num_host_blocks))
+        self._waiting: list[Served] = []
+        self._running: list[Served] = []
+        self._finished: list[int] = []
+        self._step_id = 0
+        self.num_reused = 0
+        """Blocks that were given back by a window and had another owner later."""
+        self.num_swaps = 0
+        self._passed: set[int] = set()
+
+    def run(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """Return the outputs of all requests."""
+        self._runner.reset()
+        pairs = zip(prompts, params, strict=True)
+        requests = [Served(i, list(p), s) for i, (p, s) in enumerate(pairs)]
+        self._waiting = list(requests)
+        while self._waiting or self._running:
+            assert self._step_id < MAX_STEPS
+            self._step()
+        assert len(self._free) == self._facts.num_gpu_blocks - 1
+        assert len(self._free_host) == self._facts.num_host_blocks
+        return [request.output_token_ids for request in requests]
+
+    def _step(self) -> None:
+        preempted, out = self._swap_out()
+        news, into = self._admit()
+        known = [r for r in self._running if r.req_id not in {new.req_id for new in news}]
+        cached = CachedRequestData(
+            [request.req_id for request in known], [self._grow(request) for request in known]
+        )
+        counts = {r.req_id: self._num_tokens(r) for r in self._running}
+        finished, self._finished = self._finished, []
+        step = SchedulerOutput(
+            *(self._step_id, news, cached, counts, sum(counts.values())),
+            *(preempted, finished, out, into),
+        )
+        self._step_id += 1
+        sampled = iter(self._runner.execute(across_the_wire(step)).sampled_token_ids)
+        for request in list(self._running):
+            request.num_computed += counts[request.req_id]
+            if request.num_computed == len(request.token_ids):
+                self._append(request, next(sampled))
+        self._spoil()
+
+    def _num_tokens(self, request: Served) -> int:
+        return min(self._chunk, len(request.token_ids) - request.num_computed)
+
+    def _append(self, request: Served, token_id: int) -> None:
+        request.output_token_ids.append(token_id)
+        is_full = len(request.output_token_ids) == request.params.max_tokens
+        if is_full or token_id in self._facts.eos_token_ids:
+            self._running.remove(request)
+            self._finished.append(request.req_id)
+            for held in request.blocks:
+                self._free += held.values()
+
+    def _admit(self) -> tuple[list[NewRequestData], BlockCopies]:
+        """One request per step, so that they are at different places."""
+        news, into = [], BlockCopies([], [])
+        for request in self._waiting:
+            if request.back_at <= self._step_id and len(self._running) < MAX_RUNNING:
+                self._waiting.remove(request)
+                self._running.append(request)
+                request.blocks = [{} for _ in self._facts.kv_groups]
+                request.num_entries = 0
+                tables = self._grow(request)
+                for held, host in zip(request.blocks, request.host_blocks, strict=False):
+                    for entry, host_id in host.items():
+                        if entry in held:
+                            into.device_block_ids.append(held[entry])
+                            into.host_block_ids.append(host_id)
+                    self._free_host += host.values()
+                request.host_blocks = []
+                had = request.num_computed
+                text = (request.token_ids, len(request.prompt), request.params)
+                news.append(NewRequestData(request.req_id, *text, tables, had, had))
+                break
+        return news, into
+
+    def _swap_out(self) -> tuple[list[int], BlockCopies]:
+        out = BlockCopies([], [])
+        if not (self._swap_every and self._running and self._step_id % self._swap_every == 0):
+            return [], out
+        request = self._running.pop(0)
+        request.back_at = self._step_id + STEPS_AWAY
+        end = -(-request.num_computed // self._facts.block_size)
+        for held in request.blocks:
+            host = {entry: self._free_host.pop() for entry in held if entry < end}
+            out.device_block_ids.extend(held[entry] for entry in host)
+            out.host_block_ids.extend(host.values())
+            request.host_blocks.append(host)
+            self._free += held.values()
+        self._waiting.append(request)
+        self.num_swaps += 1
+        return [request.req_id], out
+
+    def _grow(self, request: Served) -> list[list[int]]:
+        """Free what windows have passed, and return the new entries of each table."""
+        size, before = self._facts.block_size, request.num_entries
+        request.num_entries = -(-(request.num_computed + self._num_tokens(request)) // size)
+        columns = []
+        for group, held in zip(self._facts.kv_groups, request.blocks, strict=True):
+            first = first_seen(group.window, request.num_computed) // size
+            for entry in [entry for entry in held if entry < first]:
+                self._passed.add(held[entry])
+                self._free.append(held.pop(entry))
+            column = []
+            for entry in range(before, request.num_entries):
+                column.append(self._take(held, entry) if entry >= first else NULL_BLOCK)
+            assert group.max_blocks is None or len(held) <= group.max_blocks
+            columns.append(column)
+        return columns
+
+    def _take(self, held: dict[int, int], entry: int) -> int:
+        block_id = held[entry] = self._free.pop()
+        if block_id in self._passed:
+            self._passed.remove(block_id)
+            self.num_reused += 1
+        return block_id
+
+    def _spoil(self) -> None:
+        for tensors in self._runner._pool.tensors:
+            for tensor in (tensors.keys, tensors.values):
+                tensor[torch.tensor([NULL_BLOCK, *self._free])] = torch.nan
