@@ -13,6 +13,7 @@ from api_proc.state import ApiState
 from api_proc.text import TextProcessor
 from protocol.client import AsyncEngineClient
 from protocol.config import ConfigError
+from protocol.ledger import RequestFailed
 from protocol.lifecycle import Drain, Role, Stop
 from protocol.process import ChildProcess
 
@@ -73,9 +74,20 @@ async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
 
 
 async def _report_drained(child: ChildProcess, state: ApiState) -> None:
-    """The supervisor waits for this, and holds the deadline."""
+    """The supervisor waits for this, and holds the deadline.
+
+    What was accepted is to be finished, and the core is told to drain only after this process: so
+    it is this process that ends a pause.
+    """
+    resuming = asyncio.create_task(_end_pause(state.client))
     await state.wait_idle()
+    resuming.cancel()
     child.drained()
+
+
+async def _end_pause(client: AsyncEngineClient) -> None:
+    with contextlib.suppress(TimeoutError, RequestFailed):
+        await client.resume()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ async def pause(state: ApiState, connection: Connection) -> None:
     """POST /pause?mode=new|all: admit nobody, or compute nothing at all, which is the default.
 
     Raises:
-        ApiError: 400 for another mode; 409 while the engine drains; 503 if it does not answer.
+        ApiError: 400 for another mode; 503 while this server starts or drains, or if the engine
+            does not answer.
     """
+    state.require_facts()
     name = _query(connection, "mode", "all")
     if name not in _MODES:
         raise invalid("mode", f"must be one of {', '.join(_MODES)}")
@@ -37,8 +39,9 @@ async def sleep(state: ApiState, connection: Connection) -> None:
     """POST /sleep: compute nothing, and give back the memory of the KV cache.
 
     Raises:
-        ApiError: 409 while the engine drains, or if it was resumed meanwhile.
+        ApiError: 409 if it was resumed meanwhile; 503 as `pause`.
     """
+    state.require_facts()
     await _obeyed(state.client.sleep(), "the engine cannot sleep now")
     await connection.send_json(200, encode({"status": "sleeping"}))
 

@@ -4,7 +4,7 @@ Free blocks wait in a queue whose front is handed out first. Blocks without a ha
 front, cached ones to the end, so cached contents live as long as there is anything else to take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from core_proc.event_recorder import EventRecorder
 
@@ -70,23 +70,36 @@ class BlockPool:
         The tail goes first, so that the heads of prefixes, which more requests share, live longest.
         """
         self.num_frees += 1
-        plain_after = NULL_BLOCK
+        hashes, ref_counts = self._hashes, self._ref_counts
+        plain: list[int] = []
+        cached: list[int] = []
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] > 0:
-                continue
-            assert self._ref_counts[block_id] == 0, f"block {block_id} was free already"
-            if self._hashes[block_id] is None:
-                self._insert_after(plain_after, block_id)
-                plain_after = block_id
-            else:
-                self._insert_after(self._prev[NULL_BLOCK], block_id)
-            self.num_free += 1
+            count = ref_counts[block_id] = ref_counts[block_id] - 1
+            if count == 0:
+                (plain if hashes[block_id] is None else cached).append(block_id)
+            assert count >= 0, f"block {block_id} was free already"
+        self._insert_after(NULL_BLOCK, plain)
+        self._insert_after(self._prev[NULL_BLOCK], cached)
 
-    def _insert_after(self, before: int, block_id: int) -> None:
-        after = self._next[before]
-        self._next[before] = self._prev[after] = block_id
-        self._prev[block_id], self._next[block_id] = before, after
+    def _insert_after(self, before: int, block_ids: list[int]) -> None:
+        """Link blocks into the free queue, the first of them behind `before`."""
+        following, preceding = self._next, self._prev
+        after = following[before]
+        for block_id in block_ids:
+            following[before], preceding[block_id] = block_id, before
+            before = block_id
+        following[before], preceding[after] = after, before
+        self.num_free += len(block_ids)
+
+    def cached_run(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Find blocks with these contents, one for each, up to the first that is not cached."""
+        run = []
+        for block_hash in block_hashes:
+            blocks = self._blocks_of.get(block_hash)
+            if blocks is None:
+                break
+            run.append(blocks[0])
+        return run
 
     def cached_block(self, block_hash: bytes) -> int | None:
         """Find the oldest block that holds this content."""

@@ -135,8 +135,7 @@ class Clients:
         self._events.append(self._engine.take_kv_events())
         for peer in self._events.waiting():
             if not self._outboxes[peer]:
-                for batch in self._events.take_batches(peer):
-                    self.tell(peer, batch)
+                self.tell(peer, self._events.take_batch(peer))
 
     def tell(self, peer: bytes, message: CoreToClient) -> None:
         """Send a message now or as soon as there is room; to a client that is gone, never."""

@@ -8,6 +8,7 @@ client's outputs.
 import logging
 from collections.abc import Iterable
 
+from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
 from core_proc.outputs import Client, Owner, output_row, owner_of, prompt_rows
 from core_proc.pausing import Pausing
@@ -223,6 +224,7 @@ class EngineCore:
         if step is not None:
             self._num_steps += 1
         self._tell_failures()
+        self._check_invariants()
         return step
 
     @property
@@ -258,7 +260,7 @@ class EngineCore:
         for result in self._scheduler.update_from_output(output):
             owner = owner_of(result.request)
             try:
-                row = output_row(result, output)
+                row = output_row(result, owner, output)
             except Exception:
                 self._give_up(result.request)
                 continue
@@ -266,7 +268,13 @@ class EngineCore:
             if result.finish_reason is not None:
                 del self._ids[owner.client][owner.request_id]
         self._tell_failures()
+        self._check_invariants()
         return {client: StepOutputs(news) for client, news in rows.items()}
+
+    def _check_invariants(self) -> None:
+        if self._config.run.check_invariants:
+            assert self._scheduler is not None
+            check_invariants(self._scheduler)
 
     def _give_up(self, request: Request) -> None:
         """An error of ours in the outputs of one request ends that one, and nothing else."""

@@ -20,9 +20,7 @@ MAX_KEPT_EVENTS = 65_536
 MAX_KEPT_BYTES = 64 * 2**20
 MAX_BATCH_EVENTS = 1000
 MAX_BATCH_BYTES = 2**20
-"""A batch has at most so many bytes, or one event."""
-MAX_BATCHES_PER_TURN = 4
-"""Per subscriber: what is left waits for the loop's next turn."""
+"""A batch ends with the event that reaches so many."""
 
 _SEQS_PER_LIFE = 2**32
 
@@ -91,27 +89,21 @@ class EventLog:
             if subscriber.snapshot is not None or subscriber.next_seq < self._next_seq
         ]
 
-    def take_batches(self, client: Client) -> list[KVEventBatch]:
-        """Return what is to be sent to a subscriber in this turn."""
-        return list(islice(self._batches(self._subscribers[client]), MAX_BATCHES_PER_TURN))
-
-    def _batches(self, subscriber: _Subscriber) -> Iterator[KVEventBatch]:
+    def take_batch(self, client: Client) -> KVEventBatch:
+        """Return what is to be sent next to one of those that wait; once in a turn is enough."""
+        subscriber = self._subscribers[client]
         if not self._keeps(subscriber.next_seq):
             self._begin_snapshot(subscriber)
-        while subscriber.snapshot is not None:
+        if subscriber.snapshot is not None:
             bodies = _batch(map(encode, subscriber.snapshot))
             if bodies:
-                yield _message(None, bodies)
-            else:
-                subscriber.snapshot = None
-                if subscriber.next_seq == self._next_seq:
-                    yield _message(subscriber.next_seq, [])
-        while subscriber.next_seq < self._next_seq:
-            first = subscriber.next_seq
-            index = len(self._kept) - (self._next_seq - first)
-            bodies = _batch(islice(self._kept, index, None))
-            subscriber.next_seq = first + len(bodies)
-            yield _message(first, bodies)
+                return _message(None, bodies)
+            subscriber.snapshot = None
+        first = subscriber.next_seq
+        index = len(self._kept) - (self._next_seq - first)
+        bodies = _batch(islice(self._kept, index, None))
+        subscriber.next_seq = first + len(bodies)
+        return _message(first, bodies)
 
 
 def _batch(bodies: Iterator[bytes]) -> list[bytes]:

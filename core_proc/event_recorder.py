@@ -1,5 +1,9 @@
 """Writes down what becomes known to the prefix cache and what is forgotten."""
 
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from core_proc.request import Request
 from protocol.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 
@@ -12,6 +16,20 @@ def group_key(block_hash: bytes, group: int) -> bytes:
     return block_hash if group == 0 else block_hash + bytes([group])
 
 
+class _Content(NamedTuple):
+    """What one block holds, kept small: there may be one for every block of the pool."""
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    token_ids: "array[int]"
+    group: int
+    cache_salt: str
+    adapter_id: int
+
+
+_Happening = _Content | BlocksRemoved | AllBlocksCleared
+
+
 class EventRecorder:
     """Events since the last `take`, and what a snapshot of the cache needs.
 
@@ -20,73 +38,79 @@ class EventRecorder:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._events: list[KVEvent] = []
-        self._stored: dict[bytes, BlocksStored] = {}
+        self._happened: list[_Happening] = []
+        self._stored: dict[bytes, _Content] = {}
 
     def stored(self, request: Request, index: int, group: int) -> None:
         """A content is hittable that was not: that of block `index` of the request."""
         hashes, size = request.block_hashes, self._block_size
-        event = BlocksStored(
-            [hashes[index]],
+        content = _Content(
+            hashes[index],
             hashes[index - 1] if index else None,
-            request.token_ids[index * size : (index + 1) * size].tolist(),
-            size,
+            request.token_ids[index * size : (index + 1) * size],
             group,
             request.cache_salt,
             request.adapter_id,
         )
-        self._stored[group_key(hashes[index], group)] = event
-        self._events.append(event)
+        self._stored[group_key(hashes[index], group)] = content
+        self._happened.append(content)
 
     def removed(self, key: bytes) -> None:
         """No block has this content any more."""
         del self._stored[key]
         group = key[HASH_BYTES] if len(key) > HASH_BYTES else 0
-        self._events.append(BlocksRemoved([key[:HASH_BYTES]], group))
+        self._happened.append(BlocksRemoved([key[:HASH_BYTES]], group))
 
     def cleared(self) -> None:
         """The cache is empty."""
         self._stored.clear()
-        self._events.append(AllBlocksCleared())
+        self._happened.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
         """Return what has happened since the last call, neighbours of one kind put together."""
-        events, self._events = self._events, []
-        merged: list[KVEvent] = []
-        for event in events:
-            joined = _join(merged[-1], event) if merged else None
-            if joined is None:
-                merged.append(event)
-            else:
-                merged[-1] = joined
-        return merged
+        happened, self._happened = self._happened, []
+        return self._merged(happened)
 
     def snapshot(self) -> list[KVEvent]:
         """Return events that tell an empty cache all that is cached now."""
-        return list(self._stored.values())
+        return self._merged(self._stored.values())
+
+    def _merged(self, happened: Iterable[_Happening]) -> list[KVEvent]:
+        merged: list[KVEvent] = []
+        for item in happened:
+            event = self._event(item) if isinstance(item, _Content) else item
+            if not (merged and _join(merged[-1], event)):
+                merged.append(event)
+        return merged
+
+    def _event(self, content: _Content) -> BlocksStored:
+        block_hash, parent_hash, token_ids, group, cache_salt, adapter_id = content
+        return BlocksStored(
+            [block_hash],
+            parent_hash,
+            token_ids.tolist(),
+            self._block_size,
+            group,
+            cache_salt,
+            adapter_id,
+        )
 
 
 _MAX_JOINED = 256
 """Hashes in one event."""
 
 
-def _join(last: KVEvent, event: KVEvent) -> KVEvent | None:
-    """Return both events as one, if they are neighbours of one kind."""
-    if isinstance(last, BlocksRemoved) and isinstance(event, BlocksRemoved):
-        if last.group != event.group or len(last.block_hashes) >= _MAX_JOINED:
-            return None
-        return BlocksRemoved(last.block_hashes + event.block_hashes, event.group)
+def _join(last: KVEvent, event: KVEvent) -> bool:
+    """Add an event to the last one, if they are neighbours of one kind."""
+    if isinstance(last, AllBlocksCleared) or isinstance(event, AllBlocksCleared):
+        return False
+    if last.group != event.group or len(last.block_hashes) >= _MAX_JOINED:
+        return False
     if isinstance(last, BlocksStored) and isinstance(event, BlocksStored):
-        follows = event.parent_hash == last.block_hashes[-1] and event.group == last.group
-        if not follows or len(last.block_hashes) >= _MAX_JOINED:
-            return None
-        return BlocksStored(
-            last.block_hashes + event.block_hashes,
-            last.parent_hash,
-            last.token_ids + event.token_ids,
-            event.block_size,
-            event.group,
-            event.cache_salt,
-            event.adapter_id,
-        )
-    return None
+        if event.parent_hash != last.block_hashes[-1]:
+            return False
+        last.token_ids.extend(event.token_ids)
+    elif type(last) is not type(event):
+        return False
+    last.block_hashes.extend(event.block_hashes)
+    return True

@@ -1,5 +1,10 @@
 """What must hold between any two steps of a scheduler: for tests and for debugging."""
 
+from collections.abc import Iterable
+
+from core_proc.block_pool import NULL_BLOCK
+from core_proc.event_recorder import group_key
+from core_proc.kv_cache import KVCacheManager, live_blocks, prefix_root
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.scheduler import Scheduler
 
@@ -11,9 +16,14 @@ def check_invariants(scheduler: Scheduler) -> None:
         AssertionError: at the first contradiction.
     """
     running, waiting = scheduler.running, scheduler.waiting.in_order()
-    scheduler.kv.check_invariants(scheduler.holders())
-    assert len(running) <= scheduler.options.max_num_running
-    assert len(scheduler.in_flight) <= scheduler.options.max_steps_in_flight
+    options = scheduler.options
+    check_blocks(scheduler.kv, scheduler.holders())
+    is_elastic = options.elastic_token_budget
+    budget = options.max_num_batched_tokens if is_elastic else options.token_budget
+    assert scheduler.largest_step <= budget
+    assert scheduler.num_accepted == scheduler.num_ended + len(scheduler.requests)
+    assert len(running) <= options.max_num_running
+    assert len(scheduler.in_flight) <= options.max_steps_in_flight
     assert len(waiting) == scheduler.num_waiting
     assert len(running) + len(waiting) == len(scheduler.requests)
     assert {*running, *waiting} == set(scheduler.requests.values())
@@ -47,3 +57,36 @@ def _check_waiting(request: Request, num_owed: int) -> None:
 
 def _num_owed(scheduler: Scheduler, request: Request) -> int:
     return sum(sampling.count(request) for _, sampling in scheduler.in_flight)
+
+
+def check_blocks(kv: KVCacheManager, holders: Iterable[Request]) -> None:
+    """Compare the pool with the tables of all requests that hold blocks.
+
+    Raises:
+        AssertionError: a block is lost, or shared by requests whose texts up to its end differ.
+    """
+    kv.pool.check_invariants()
+    counts: dict[int, int] = {}
+    texts: dict[int, int] = {}
+    for request in holders:
+        assert len({len(table) for table in request.block_tables}) == 1
+        for group, table in enumerate(request.block_tables):
+            live = live_blocks(table)
+            assert len(set(live)) == len(live)
+            assert len(live) == len(table) or kv.groups[group].window is not None
+            assert request.num_hashed_blocks <= len(table)
+            for index, block_id in enumerate(table):
+                if block_id == NULL_BLOCK:
+                    continue
+                counts[block_id] = counts.get(block_id, 0) + 1
+                known = kv.pool.hash_of(block_id)
+                if index >= request.num_hashed_blocks:
+                    assert known is None
+                    assert kv.pool.ref_count(block_id) == 1
+                    continue
+                assert known == group_key(request.block_hashes[index], group)
+                text = request.token_ids[: (index + 1) * kv.block_size].tobytes()
+                owner = hash((group, prefix_root(request), text))
+                assert texts.setdefault(block_id, owner) == owner
+    assert all(kv.pool.ref_count(block_id) == count for block_id, count in counts.items())
+    assert len(counts) + kv.pool.num_free == kv.pool.num_usable

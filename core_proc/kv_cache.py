@@ -9,7 +9,7 @@ the same pool: what their window has passed is given back, and a hit needs only 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from core_proc.block_pool import NULL_BLOCK, BlockPool
@@ -39,7 +39,7 @@ class KVCacheManager:
         """Manage the pool that `options` describes."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
-        self._groups = options.kv_groups
+        self.groups = options.kv_groups
         self._has_windows = any(group.window is not None for group in options.kv_groups)
         self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
         self.pool = BlockPool(options.num_blocks, self._recorder)
@@ -62,7 +62,7 @@ class KVCacheManager:
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether an otherwise empty cache is enough to compute so many tokens of one request."""
         num_blocks = self.num_blocks_for(num_tokens)
-        most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self._groups)
+        most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
         return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
 
     # The prefix cache ---------------------------------------------------------------------------
@@ -79,11 +79,11 @@ class KVCacheManager:
             has passed.
         """
         if not self.may_read_cache(request):
-            return [[] for _ in self._groups]
+            return [[] for _ in self.groups]
         self._extend_hashes(request, request.num_tokens // self.block_size)
         limit = len(request.block_hashes)
         while True:
-            hits = [self._hits(request, index, limit) for index in range(len(self._groups))]
+            hits = [self._hits(request, index, limit) for index in range(len(self.groups))]
             shortest = min(map(len, hits))
             if shortest == limit or len(hits) == 1:
                 return hits
@@ -91,19 +91,16 @@ class KVCacheManager:
 
     def _hits(self, request: Request, group: int, limit: int) -> list[int]:
         """Find one group's longest hit of at most `limit` blocks."""
-        if self._groups[group].window is not None:
+        if self.groups[group].window is not None:
             return self._hits_in_window(request, group, limit)
-        hits: list[int] = []
-        for block_hash in request.block_hashes[:limit]:
-            block_id = self.pool.cached_block(group_key(block_hash, group))
-            if block_id is None:
-                break
-            hits.append(block_id)
-        return hits
+        keys = request.block_hashes[:limit]
+        if group > 0:
+            keys = [group_key(key, group) for key in keys]
+        return self.pool.cached_run(keys)
 
     def _hits_in_window(self, request: Request, group: int, limit: int) -> list[int]:
         """Search from the right for a run of blocks that fills the window."""
-        window = self._groups[group].window
+        window = self.groups[group].window
         run: list[int] = []
         end = limit
         for index in range(limit - 1, -1, -1):
@@ -155,11 +152,11 @@ class KVCacheManager:
         """Count the free blocks that `admit` would lack; below 0: that it would leave."""
         is_free = self.pool.is_free
         num_wanted = 0
-        for group, table in zip(self._groups, hits, strict=True):
+        for group, table in zip(self.groups, hits, strict=True):
             first_new = self._first_new(group, table, start)
             num_new = self.num_blocks_for(num_tokens) - first_new
             num_reserve = self.num_blocks_for(max(num_tokens, num_reserved)) - first_new
-            live = _live(table)
+            live = live_blocks(table)
             if group.max_blocks is not None:
                 num_reserve = max(num_new, min(num_reserve, group.max_blocks - len(live)))
             # A hit that nobody holds lies in the free queue and is used up just like a new block.
@@ -195,6 +192,10 @@ class KVCacheManager:
             Whether it fitted; if not, nothing changed.
         """
         assert not request.block_tables
+        if self._has_windows:
+            hits = [
+                self._without_passed(g, t, start) for g, t in zip(self.groups, hits, strict=True)
+            ]
         if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
             hashes, num_hit = request.block_hashes, len(hits[0])
             missing = hashes[num_hit] if num_hit < len(hashes) else None
@@ -204,9 +205,14 @@ class KVCacheManager:
         self._remember_full_blocks(request, num_tokens)
         return True
 
+    def _without_passed(self, group: KVGroup, hits: list[int], start: int) -> list[int]:
+        """Let go of hits that nobody will read, as computing begins so far behind them."""
+        num_passed = min(self._first_seen(group.window, start), len(hits))
+        return [NULL_BLOCK] * num_passed + hits[num_passed:]
+
     def hold(self, request: Request, num_tokens: int) -> bool:
         """Give a waiting request blocks that something else will fill, if they fit."""
-        no_hits: Tables = [[] for _ in self._groups]
+        no_hits: Tables = [[] for _ in self.groups]
         if self.num_missing_blocks(no_hits, 0, num_tokens, 0) > 0:
             return False
         self._take(request, no_hits, 0, num_tokens)
@@ -215,9 +221,9 @@ class KVCacheManager:
     def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
         """Build the tables: hits, what the windows have passed, and new blocks."""
         for table in hits:
-            self.pool.touch(_live(table))
+            self.pool.touch(live_blocks(table))
         num_entries = self.num_blocks_for(num_tokens)
-        for group, table in zip(self._groups, hits, strict=True):
+        for group, table in zip(self.groups, hits, strict=True):
             first_new = self._first_new(group, table, start)
             passed = [NULL_BLOCK] * (first_new - len(table))
             new_ids = self.pool.allocate(max(0, num_entries - first_new))
@@ -238,15 +244,21 @@ class KVCacheManager:
         missing = refusal.missing_hash
         return missing is None or self.pool.cached_block(missing) is None
 
-    def grow(self, request: Request, num_tokens: int) -> Tables | None:
+    def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
         """Extend the tables to slots for `num_tokens`.
+
+        Args:
+            request: Holds blocks.
+            num_tokens: From the first on.
+            again: It has been granted tokens in this step before, and these still attend to all
+                that the window shows them.
 
         Returns:
             The new blocks, for every group; empty if there are none. None, with nothing taken, if
             they do not fit.
         """
         tables, pool = request.block_tables, self.pool
-        if self._has_windows:
+        if self._has_windows and not again:
             self._free_passed(request)
         new: Tables = []
         num_new = -(-num_tokens // self.block_size) - len(tables[0])
@@ -266,7 +278,7 @@ class KVCacheManager:
         Steps in flight may still read these blocks. That is safe: the worker runs steps strictly
         in order, so whoever gets a block next writes after them.
         """
-        for group, table in zip(self._groups, request.block_tables, strict=True):
+        for group, table in zip(self.groups, request.block_tables, strict=True):
             end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
             first = end
             while first > 0 and table[first - 1] != NULL_BLOCK:
@@ -279,10 +291,12 @@ class KVCacheManager:
         """Number of computed tokens up to which single tokens need neither a block nor a hash."""
         return len(request.block_tables[0]) * self.block_size - self.enable_prefix_caching
 
-    def num_blocks_held(self, request: Request) -> int:
-        """Blocks that nobody else holds: what preempting the request would free."""
+    def num_blocks_held(self, request: Request, besides: Tables) -> int:
+        """Blocks that only the request holds, and that are not among others that are wanted."""
         ref_count = self.pool.ref_count
-        return sum(ref_count(i) == 1 for table in request.block_tables for i in table)
+        wanted = {block_id for table in besides for block_id in table}
+        tables = request.block_tables
+        return sum(ref_count(i) == 1 and i not in wanted for table in tables for i in table)
 
     def num_shared_blocks(self, request: Request) -> int:
         """Blocks of the request's text that others hold too, and so keep cached."""
@@ -293,7 +307,7 @@ class KVCacheManager:
         """Drop the hashes of blocks that were to be filled by a step that will not be sent."""
         first = request.num_computed_tokens // self.block_size
         for table in request.block_tables:
-            for block_id in _live(table[first : request.num_hashed_blocks]):
+            for block_id in live_blocks(table[first : request.num_hashed_blocks]):
                 self.pool.forget(block_id)
         request.num_hashed_blocks = min(first, request.num_hashed_blocks)
 
@@ -308,7 +322,7 @@ class KVCacheManager:
     def discard(self, request: Request) -> None:
         """Take back all blocks, and cache no more of them than was cached before."""
         for table in request.block_tables:
-            self.pool.free(_live(table))
+            self.pool.free(live_blocks(table))
         request.block_tables = []
         request.num_hashed_blocks = 0
 
@@ -344,44 +358,21 @@ class KVCacheManager:
             return
         prefix = request.prefix_hash
         if prefix is None:
-            prefix = request.prefix_hash = hashlib.sha256(_root(request))
-        num_bytes = size * request.token_ids.itemsize
-        data = memoryview(request.token_ids[first * size : num_full * size].tobytes())
-        for start in range(0, len(data), num_bytes):
-            prefix.update(data[start : start + num_bytes])
+            prefix = request.prefix_hash = hashlib.sha256(prefix_root(request))
+        token_ids = request.token_ids
+        for start in range(first * size, num_full * size, size):
+            prefix.update(token_ids[start : start + size])
             hashes.append(prefix.digest())
 
-    def check_invariants(self, holders: Iterable[Request]) -> None:
-        """Compare the pool with the tables of all requests that may hold blocks."""
-        self.pool.check_invariants()
-        counts: dict[int, int] = {}
-        for request in holders:
-            assert len({len(table) for table in request.block_tables}) == 1
-            for group, table in enumerate(request.block_tables):
-                live = _live(table)
-                assert len(set(live)) == len(live)
-                assert request.num_hashed_blocks <= len(table)
-                for index, block_id in enumerate(table):
-                    if block_id == NULL_BLOCK:
-                        assert self._groups[group].window is not None
-                        continue
-                    counts[block_id] = counts.get(block_id, 0) + 1
-                    known = self.pool.hash_of(block_id)
-                    if index < request.num_hashed_blocks:
-                        assert known == group_key(request.block_hashes[index], group)
-                    else:
-                        assert known is None
-                        assert self.pool.ref_count(block_id) == 1
-        assert all(self.pool.ref_count(block_id) == count for block_id, count in counts.items())
-        assert len(counts) + self.pool.num_free == self.pool.num_usable
 
-
-def _live(table: list[int]) -> list[int]:
+def live_blocks(table: list[int]) -> list[int]:
     """Return the blocks of a table without the places that a window has passed."""
+    if NULL_BLOCK not in table:
+        return table
     return [block_id for block_id in table if block_id != NULL_BLOCK]
 
 
-def _root(request: Request) -> bytes:
+def prefix_root(request: Request) -> bytes:
     """What a prefix depends on beside its tokens; no root is the beginning of another."""
     salt = request.cache_salt.encode()
     return request.adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt

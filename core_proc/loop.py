@@ -72,8 +72,8 @@ class CoreLoop:
         self._reclaim(ready)
         self._drain()
         self._workers.dispatch()
+        self._report()  # first, so that who hears that a pause holds finds it in the status too
         self._clients.tell_news()
-        self._report()
         self._engine.loop_histogram.observe(time.perf_counter() - started)
 
     def close(self) -> None:

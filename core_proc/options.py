@@ -58,7 +58,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     preempt_for_priority: bool = False
     """A waiting request may take slots and blocks of running ones of lower priority."""
     victim_choice: str = "policy"
-    """Or "cheapest": among the least important, whose KV costs least for what it frees."""
+    """Or "cheapest": among the least important, whoever has least to compute again."""
 
     # The KV cache.
     enable_prefix_caching: bool = True

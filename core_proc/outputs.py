@@ -50,10 +50,9 @@ def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
     return rows
 
 
-def output_row(result: StepResult, output: ModelRunnerOutput) -> RequestOutput:
+def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> RequestOutput:
     """Tell the tokens that a step brought to one request, and its end."""
     request, token_ids = result.request, result.new_token_ids
-    owner = owner_of(request)
     first_index = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
     if owner.told_cached and not output.logprobs and result.finish_reason is None:
         return RequestOutput(owner.request_id, first_index, token_ids)

@@ -11,7 +11,7 @@ from protocol.sampling import FinishReason, SamplingParams
 class _Hash(Protocol):
     """What hashlib returns."""
 
-    def update(self, data: bytes | memoryview, /) -> None: ...
+    def update(self, data: "array[int]", /) -> None: ...
 
     def digest(self) -> bytes: ...
 
@@ -215,9 +215,11 @@ class Request:
         """
         params = self.sampling_params
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
-        self.stop_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            self.stop_token_ids |= eos_token_ids
+        own = params.stop_token_ids
+        if params.ignore_eos:
+            self.stop_token_ids = frozenset(own)
+        else:  # shared by all that bring none
+            self.stop_token_ids = eos_token_ids.union(own) if own else eos_token_ids
         if self.num_prompt_tokens == 0:
             raise ValueError("prompt_token_ids must not be empty")
         if self.num_tokens >= self.max_num_tokens:

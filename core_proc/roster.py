@@ -49,9 +49,14 @@ class Roster:
         self._loading: dict[int, Request] = {}
         """Whose blocks somebody else is writing to, though the request may have ended."""
         self._failures: list[Failure] = []
+        self.num_accepted = 0
+        self.num_ended = 0
+        """Requests, so far: whoever was accepted and has not ended is in `requests`."""
         self.num_preemptions = 0
         self.num_scheduled_tokens = 0
         """Granted so far; the clock by which requests age."""
+        self.largest_step = 0
+        """Most tokens that one step has granted."""
         self.num_generation_tokens = 0
         self.num_prompt_tokens = 0
         """Of all requests admitted so far."""
@@ -87,6 +92,7 @@ class Roster:
         self.policy.arrived(request)
         self.waiting.push(request)
         self.requests[request.req_id] = request
+        self.num_accepted += 1
 
     def unblock(self, req_id: int) -> None:
         """Let a blocked request wait at its old place; unknown and other ones are left alone."""
@@ -105,6 +111,7 @@ class Roster:
 
         Returns:
             Where to write, one table per KV group; None, and nothing has changed, without room.
+            Steps in flight may still write there too, for an earlier owner: the load comes after.
         """
         request = self.requests[req_id]
         assert request.status is RequestStatus.WAITING
@@ -141,6 +148,7 @@ class Roster:
             self.waiting.remove(request)
         request.finish(reason, stop)
         del self.requests[request.req_id]
+        self.num_ended += 1
         if request.req_id in self._loading:
             pass
         elif reason is FinishReason.ERROR:

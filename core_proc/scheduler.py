@@ -15,6 +15,7 @@ once: whoever gets them next writes after the steps in flight.
 import logging
 from collections import deque
 
+from core_proc.kv_cache import Tables
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.results import StepResult
@@ -39,6 +40,7 @@ class Scheduler(Roster):
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Step id and who samples, for every step whose output is due, oldest first."""
         self._watermark_blocks = int(options.watermark * options.num_blocks)
+        self._may_reserve = options.scheduler_reserve_full_isl
 
     # A step -------------------------------------------------------------------------------------
 
@@ -54,8 +56,6 @@ class Scheduler(Roster):
             return None
         budget = 0 if mode is PauseMode.PAUSED_ALL else options.token_budget
         step = ScheduledStep(budget, self._threshold())
-        if options.preempt_for_priority and mode is PauseMode.RUNNING:
-            self._make_room()
         self._schedule_running(step)
         if mode is PauseMode.RUNNING and not step.ran_out_of_blocks:
             self._schedule_waiting(step)
@@ -115,9 +115,11 @@ class Scheduler(Roster):
                 return
         self._grant(request, num_new, step)
 
-    def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> bool:
+    def _grow(
+        self, request: Request, num_new: int, step: ScheduledStep, *, again: bool = False
+    ) -> bool:
         """Get the slots for more tokens of a running request, if there are any."""
-        new_blocks = self.kv.grow(request, request.num_computed_tokens + num_new)
+        new_blocks = self.kv.grow(request, request.num_computed_tokens + num_new, again=again)
         if new_blocks:
             step.add_blocks(request, new_blocks)
         return new_blocks is not None
@@ -142,12 +144,11 @@ class Scheduler(Roster):
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit from the front of the queue until something is used up."""
-        while step.budget > 0 and len(self.running) < self.options.max_num_running:
-            request = self._front()
-            if request is None:
-                return
+        while (request := self._front()) is not None:
             try:
-                if not self._admit(request, step):
+                has_slot = step.budget > 0 and len(self.running) < self.options.max_num_running
+                is_admitted = has_slot and self._admit(request, step)
+                if not is_admitted and not self._make_room(request, step):
                     return
             except Exception as error:
                 self._fail(request, step, error)
@@ -163,29 +164,20 @@ class Scheduler(Roster):
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Let a waiting request run, if tokens and blocks suffice."""
-        options = self.options
-        num_blocks = self.kv.num_blocks_for(request.num_tokens) * len(options.kv_groups)
-        is_refused = options.scheduler_reserve_full_isl and self.kv.still_refuses(request)
-        if is_refused or not step.can_introduce(request, num_blocks):
+        if self._may_reserve and self.kv.still_refuses(request):
             return False
-        hits = self.kv.find_cached_prefix(request)
-        num_cached = len(hits[0]) * self.kv.block_size
-        swapped_out = request.swapped_out
-        if swapped_out is not None:
-            num_cached = max(num_cached, swapped_out.num_computed_tokens)
-        # At least one token is computed, for the logits; if the cache has it too, its KV stays.
-        computed = min(num_cached, request.num_tokens - 1)
-        num_new = self._first_chunk(request, request.num_tokens - computed, step)
+        hits, computed, num_cached = self._beginning(request)
+        num_new = self._first_chunk(request, request.num_tokens - computed, step, step.budget)
         if num_new == 0 or not self.kv.admit(
             request,
             hits,
             start=computed,
             num_tokens=computed + num_new,
-            num_reserved=request.num_tokens if options.scheduler_reserve_full_isl else 0,
+            num_reserved=request.num_tokens if self._may_reserve else 0,
             headroom=self._watermark_blocks if self.running else 0,
         ):
             return False
-        if swapped_out is not None:
+        if request.swapped_out is not None:
             self.swapper.bring_in(request, len(hits[0]))
         # Whatever could fail for this request alone has been done by the time that it runs.
         self.policy.admitted(request)
@@ -194,38 +186,67 @@ class Scheduler(Roster):
         self._grant(request, num_new, step)
         return True
 
-    def _first_chunk(self, request: Request, num_left: int, step: ScheduledStep) -> int:
-        """Tokens that a request may begin with in this step; 0: it must wait."""
+    def _beginning(self, request: Request) -> tuple[Tables, int, int]:
+        """Find out what a waiting request need not compute.
+
+        Returns:
+            Blocks from the prefix cache; the position where computing begins; and the number of
+            tokens whose KV exists. At least one token is computed, for the logits; if its KV
+            exists too, that stays.
+        """
+        hits = self.kv.find_cached_prefix(request)
+        num_cached = len(hits[0]) * self.kv.block_size
+        if request.swapped_out is not None:
+            num_cached = max(num_cached, request.swapped_out.num_computed_tokens)
+        return hits, min(num_cached, request.num_tokens - 1), num_cached
+
+    def _first_chunk(
+        self, request: Request, num_left: int, step: ScheduledStep, budget: int
+    ) -> int:
+        """Tokens of `budget` that a request may begin with in this step; 0: it must wait."""
+        num_blocks = self.kv.num_blocks_for(request.num_tokens) * len(self.options.kv_groups)
+        if not step.can_introduce(request, num_blocks):
+            return 0
         num_new = step.limit(request, num_left)
-        if num_new > step.budget:
+        if num_new > budget:
             # Without chunking it waits for a step that holds all of it; if none can, it is cut.
-            if not self.options.enable_chunked_prefill and step.num_tokens > 0:
+            if not self.options.enable_chunked_prefill and budget < self.options.token_budget:
                 return 0
-            num_new = step.budget
+            num_new = budget
         if num_new < num_left and not self.partial_prefills.has_room:
             return 0
         return num_new
 
-    def _make_room(self) -> None:
-        """Preempt less important requests for the one that waits in front, if that helps it."""
-        request = self._front()
-        if request is None:
-            return
-        rank = self.policy.rank(request)
-        lesser = [other for other in self.running if self.policy.rank(other) > rank]
-        if not lesser:
-            return
-        hits, size = self.kv.find_cached_prefix(request), request.num_tokens
-        num_gained = sum(map(self.kv.num_blocks_held, lesser))
-        if self.kv.num_missing_blocks(hits, 0, size, size) > num_gained:
-            return
+    def _make_room(self, request: Request, step: ScheduledStep) -> bool:
+        """Preempt less important requests for the one that waits in front, if that lets it in.
+
+        Whoever was admitted in this step counts on blocks that others fill in it, so nobody is
+        preempted any more after an admission.
+        """
+        if not self.options.preempt_for_priority or step.new_reqs:
+            return False
+        rank, policy = self.policy.rank(request), self.policy
+        lesser = [other for other in self.running if policy.rank(other) > rank]
+        hits, computed, _ = self._beginning(request)
+        budget = step.budget + sum(map(step.num_granted, lesser))
+        num_new = self._first_chunk(request, request.num_tokens - computed, step, budget)
+        if not lesser or num_new == 0:
+            return False
+        wanted = (computed, computed + num_new, request.num_tokens if self._may_reserve else 0)
+        headroom = self._watermark_blocks if len(lesser) < len(self.running) else 0
+        num_gained = sum(self.kv.num_blocks_held(other, hits) for other in lesser)
+        if self.kv.num_missing_blocks(hits, *wanted) + headroom > num_gained:
+            return False
+        before = self.num_preemptions
         while lesser and (
             len(self.running) >= self.options.max_num_running
-            or self.kv.num_missing_blocks(hits, 0, size, size) > 0
+            or step.budget < num_new
+            or self.kv.num_missing_blocks(hits, *wanted) + headroom > 0
         ):
             victim = self.victims.choose(lesser)
             lesser.remove(victim)
-            self.preempt(victim)
+            self._preempt(victim, step)
+        return self.num_preemptions > before
 
     def _stretch(self, step: ScheduledStep) -> None:
         """While nobody waits, give what the step has left to prompts that it has cut."""
@@ -236,7 +257,7 @@ class Scheduler(Roster):
             num_left = request.num_tokens - request.num_computed_tokens
             if num_left > 0 and step.budget > 0:
                 num_new = min(step.limit(request, num_left), step.budget)
-                if self._grow(request, num_new, step):
+                if self._grow(request, num_new, step, again=True):
                     self._grant(request, num_new, step)
         step.sampling.sort(key=lambda request: request.admission_index)
 
@@ -256,6 +277,7 @@ class Scheduler(Roster):
         self.in_flight.append((self.next_step_id, step.sampling))
         self.next_step_id += 1
         self.num_scheduled_tokens += step.num_tokens
+        self.largest_step = max(self.largest_step, step.num_tokens)
         return message
 
     def update_from_output(self, output: ModelRunnerOutput) -> list[StepResult]:

@@ -69,7 +69,6 @@ class ScheduledStep:
             num_tokens = min(num_tokens, self.threshold)
         if request.sampling_params.prompt_logprobs is not None:
             num_tokens = min(num_tokens, max(self._scored_left, 1))
-            self._scored_left -= num_tokens
         return num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
@@ -94,7 +93,13 @@ class ScheduledStep:
     def grant(self, request: Request, num_tokens: int) -> None:
         """Hand out tokens."""
         self.budget -= num_tokens
+        if request.sampling_params.prompt_logprobs is not None:
+            self._scored_left -= num_tokens
         self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
+
+    def num_granted(self, request: Request) -> int:
+        """Tokens that a request has got in this step."""
+        return self.granted.get(request.req_id, int(request in self.sampling))
 
     def add_blocks(self, request: Request, new_blocks: Tables) -> None:
         """Tell the worker that the tables of a request, known or introduced, have grown."""
@@ -109,9 +114,9 @@ class ScheduledStep:
         Returns:
             The number of tokens it was for; 0 if there was none.
         """
-        samples = request in self.sampling
-        num_tokens = self.granted.pop(request.req_id, int(samples))
-        if samples:
+        num_tokens = self.num_granted(request)
+        self.granted.pop(request.req_id, None)
+        if request in self.sampling:
             self.sampling.remove(request)
         self.grown.pop(request.req_id, None)
         self.budget += num_tokens

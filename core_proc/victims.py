@@ -12,10 +12,12 @@ from core_proc.swap import Swapper
 class VictimChoice:
     """Chooses by the policy's key or, among the least important, by what the loss costs.
 
-    The cost of a preemption is what must be computed again (or copied) for each block that it
-    frees. The dearest request is never chosen while there is another, and it grows dearer with
-    every token, so somebody always gets through.
+    The cost of a preemption is what must be computed again. As it grows with every token, the
+    request that is furthest gets through. Sharing can lower it again, so whoever was chosen often
+    enough is spared, until only such are left and the policy decides.
     """
+
+    MAX_CHEAP_PREEMPTIONS = 8
 
     def __init__(
         self, options: SchedulerOptions, policy: Policy, kv: KVCacheManager, swapper: Swapper
@@ -23,7 +25,6 @@ class VictimChoice:
         self._policy = policy
         self._kv = kv
         self._swapper = swapper
-        self._cost_tokens = options.swap_cost_tokens
         self._key = policy.victim if options.victim_choice == "policy" else self._cheapness
 
     def choose(self, running: Sequence[Request]) -> Request:
@@ -40,10 +41,7 @@ class VictimChoice:
         return max(0, victim.num_computed_tokens - num_shared * self._kv.block_size)
 
     def _cheapness(self, request: Request) -> Key:
-        num_freed = self._kv.num_blocks_held(request)
-        if num_freed == 0:
-            return (self._policy.rank(request), float("-inf"))
-        num_lost: float = self._num_lost_tokens(request)
-        if self._swapper.prefers(request, self._num_lost_tokens(request)):
-            num_lost = num_freed * self._cost_tokens
-        return (self._policy.rank(request), -num_lost / num_freed, *self._policy.victim(request))
+        cost = float(self._num_lost_tokens(request))
+        if request.num_preemptions > self.MAX_CHEAP_PREEMPTIONS:
+            cost = float("inf")
+        return (self._policy.rank(request), -cost, *self._policy.victim(request))

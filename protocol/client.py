@@ -298,7 +298,7 @@ class AsyncEngineClient:
                 self._resend(add)
             if self._feed is not None:
                 self._feed.subscribe()
-        else:
+        elif status.facts is not None:  # a core that only starts is not the one agreed with
             self._controls.follow(status)
         self._status_event.set()
 

@@ -293,6 +293,10 @@ class RunConfig(_Section):
     log_level: Annotated[LogLevel, Meta(description="Least severe messages to print.")] = (
         LogLevel.INFO
     )
+    check_invariants: Annotated[
+        bool,
+        Meta(description="Check the scheduler's books after every step: for debugging."),
+    ] = False
     log_stats_interval_s: Annotated[
         float, Meta(gt=0.0, le=3600.0, description="Seconds between statistics lines while busy.")
     ] = 10.0

@@ -49,8 +49,11 @@ class Controls:
             self._in_force = control
 
     def follow(self, status: Status) -> None:
-        """Learn from a later word of the same core whose the pause is by now."""
-        if self._in_force is not None and not self._unanswered and not self._holds(status):
+        """Learn from a later word of the same core whose the pause is by now.
+
+        A word from before an answer does no harm: what was asked is in force from its answer on.
+        """
+        if self._in_force is not None and not self._holds(status):
             self._in_force = None
 
     def _holds(self, status: Status) -> bool:

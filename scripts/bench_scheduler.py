@@ -202,33 +202,34 @@ def measure_steady_decode(num_running: int, plan: Plan) -> SteadyDecode:
     return SteadyDecode(num_running, schedule_us, update_us, total_us, vllm_us)
 
 
-def measure_admission(case: str, plan: Plan) -> Admission:
-    """Medians over the repeats of the mean admission; the cache is full in all cases that use it.
+def measure_admissions(plan: Plan) -> list[Admission]:
+    """Medians over the repeats of the mean admission, case by case in turn.
 
     A miss takes blocks that still hold other prompts, as in a server that has run for a while.
     """
-    options = SchedulerOptions(enable_prefix_caching=case != "caching_off")
-    params = SamplingParams(max_tokens=1)
+    runs: dict[str, list[tuple[float, ...]]] = {case: [] for case in VLLM_ADMISSION_US}
+    schedulers = {
+        case: Scheduler(SchedulerOptions(enable_prefix_caching=case != "caching_off"))
+        for case in runs
+    }
+    first = 0
     with _production_gc():
-        scheduler = Scheduler(options)
-        num_warm = options.num_blocks * BLOCK_SIZE // ADMITTED_TOKENS + 1
-        _admit(scheduler, params, range(num_warm), case)
-        runs = []
-        for repeat in range(plan.repeats):
-            first = num_warm + repeat * plan.admissions
-            runs.append(_admit(scheduler, params, range(first, first + plan.admissions), case))
-    parts = [statistics.median(column) for column in zip(*runs, strict=True)]
-    total_us = statistics.median(sum(run[1:]) for run in runs)
-    create_us, add_us, schedule_us, update_us = parts
-    vllm_us = VLLM_ADMISSION_US[case]
+        for _ in range(plan.repeats + 1):
+            for case, scheduler in schedulers.items():
+                runs[case].append(_admit(scheduler, range(first, first + plan.admissions), case))
+            first += plan.admissions
+    return [_admission(case, rows[1:]) for case, rows in runs.items()]
+
+
+def _admission(case: str, runs: Sequence[tuple[float, ...]]) -> Admission:
+    create_us, add_us, schedule_us, update_us = map(statistics.median, zip(*runs, strict=True))
+    total_us, vllm_us = statistics.median(sum(run[1:]) for run in runs), VLLM_ADMISSION_US[case]
     return Admission(case, create_us, add_us, schedule_us, update_us, total_us, vllm_us)
 
 
-def _admit(
-    scheduler: Scheduler, params: SamplingParams, req_ids: Sequence[int], case: str
-) -> tuple[float, float, float, float]:
+def _admit(scheduler: Scheduler, req_ids: Sequence[int], case: str) -> tuple[float, ...]:
     """Admit one after another; mean microseconds of creation, `add_request`, schedule, update."""
-    clock = time.perf_counter_ns
+    clock, params = time.perf_counter_ns, SamplingParams(max_tokens=1)
     sums = [0, 0, 0, 0]
     for req_id in req_ids:
         prompt = _prompt(0 if case == "full_hit" else req_id, ADMITTED_TOKENS)
@@ -245,8 +246,7 @@ def _admit(
         assert request.is_finished
         for part in range(4):
             sums[part] += times[part + 1] - times[part]
-    create, add, schedule, update = (total / len(req_ids) / 1000 for total in sums)
-    return create, add, schedule, update
+    return tuple(total / len(req_ids) / 1000 for total in sums)
 
 
 def measure_waiting_cost(plan: Plan) -> WaitingCost:
@@ -329,7 +329,7 @@ def measure(plan: Plan) -> Report:
         prompt_tokens=PROMPT_TOKENS,
         admitted_tokens=ADMITTED_TOKENS,
         steady_decode=[measure_steady_decode(count, plan) for count in plan.running],
-        admission=[measure_admission(case, plan) for case in VLLM_ADMISSION_US],
+        admission=measure_admissions(plan),
         waiting_cost=measure_waiting_cost(plan),
         waiting_memory=measure_waiting_memory(plan),
     )

@@ -39,7 +39,9 @@ class InprocEngine:
         """Load the model of `config`; ValueError if it cannot be served."""
         self._runner = make_runner(config, lambda phase, done, total: None)
         self._core = EngineCore(config)
-        self._core.adopt_workers(self._runner.facts)
+        self._core.adopt_workers(self._runner.facts, self._runner.swap_cost_tokens)
+        self._failed: list[RequestOutput] = []
+        """Ends that `step` has yet to tell."""
         self._max_num_waiting = config.scheduler.max_num_waiting
         self._ledger = Ledger(config.scheduler.max_num_seqs + self._max_num_waiting)
 
@@ -91,16 +93,20 @@ class InprocEngine:
             outputs = self._core.update(self._runner.execute(step)).get(_CLIENT)
             rows = [] if outputs is None else outputs.outputs
         news = [self._ledger.take(row) for row in rows]
-        return [item for item in news if isinstance(item, RequestOutput)] + self._failed()
+        self._read_mail()
+        failed, self._failed = self._failed, []
+        return [item for item in news if isinstance(item, RequestOutput)] + failed
 
-    def _failed(self) -> list[RequestOutput]:
-        return [
-            RequestOutput(message.request_id, 0, [], FinishReason.ERROR)
-            for _, message in self._core.take_mail()
-            if isinstance(message, Refused)
-            and message.request_id is not None
-            and self._ledger.fail(message.request_id)
-        ]
+    def _read_mail(self) -> list[ControlDone]:
+        """Note the failures; returns the answers."""
+        answers = []
+        for _, message in self._core.take_mail():
+            if isinstance(message, ControlDone):
+                answers.append(message)
+            elif isinstance(message, Refused) and message.request_id is not None:
+                self._ledger.fail(message.request_id)
+                self._failed.append(RequestOutput(message.request_id, 0, [], FinishReason.ERROR))
+        return answers
 
     def pause(self, mode: PauseMode = PauseMode.PAUSED_ALL) -> bool:
         """Let `step` admit nobody, or compute nothing."""
@@ -140,7 +146,7 @@ class InprocEngine:
         if self._core.is_sleep_due:
             self._runner.sleep()
             self._core.sleep_sent()
-        [done] = [m for _, m in self._core.take_mail() if isinstance(m, ControlDone)]
+        [done] = self._read_mail()
         return done.ok
 
     def take_kv_events(self) -> list[KVEvent]:

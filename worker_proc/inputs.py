@@ -53,7 +53,6 @@ def pack_step(
     """Lay the tokens of `parts`, one at least, in one row, in mirror order."""
     tokens: list[int] = []
     positions: list[int] = []
-    slots: list[list[int]] = [[] for _ in parts[0].request.block_tables]
     first_rows: list[int] = []
     logits_rows: list[int] = []
     ranges: list[LogitsRange] = []
@@ -67,31 +66,37 @@ def pack_step(
         else:
             tokens += request.token_ids[start : part.end]
             positions += range(start, part.end)
-        for group, table in zip(slots, request.block_tables, strict=True):
-            group.extend(_slots(part, table, block_size))
         _add_logits_rows(part, first_row, logits_rows, ranges)
     return StepInputs(
         parts=parts,
         first_rows=first_rows,
         input_ids=to_device(tokens, device).unsqueeze(0),
         position_ids=to_device(positions, device).unsqueeze(0),
-        slot_mappings=[to_device(group, device) for group in slots],
+        slot_mappings=[
+            to_device(_slots(parts, group, block_size), device)
+            for group in range(len(parts[0].request.block_tables))
+        ],
         logits_indices=to_device(logits_rows, device),
         logits_ranges=ranges,
     )
 
 
-def _slots(part: ScheduledRequest, table: list[int], block_size: int) -> list[int]:
-    request, start, num_tokens, _ = part
-    num_unwritten = min(max(request.num_cached_tokens - start, 0), num_tokens)
-    slots = [NULL_SLOT] * num_unwritten
-    position = start + num_unwritten
-    while position < part.end:
-        index, offset = divmod(position, block_size)
-        count = min(block_size - offset, part.end - position)
-        first = table[index] * block_size + offset
-        slots += range(first, first + count)
-        position += count
+def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> list[int]:
+    """Return where one KV group's layers keep the KV of each token."""
+    slots: list[int] = []
+    for part in parts:
+        request, position, num_tokens, _ = part
+        end, table = position + num_tokens, request.block_tables[group]
+        num_unwritten = min(max(request.num_cached_tokens - position, 0), num_tokens)
+        if num_unwritten:
+            slots += [NULL_SLOT] * num_unwritten
+            position += num_unwritten
+        while position < end:
+            index, offset = divmod(position, block_size)
+            count = min(block_size - offset, end - position)
+            first = table[index] * block_size + offset
+            slots += range(first, first + count)
+            position += count
     return slots
 
 

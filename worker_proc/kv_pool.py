@@ -46,30 +46,15 @@ class KVPool:
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
         """Copy blocks to the host, then others from it, in the order of the current stream."""
+        copy = copy_by_index if self._device.type == "cpu" else copy_one_by_one
         if out.host_block_ids:
             self.wake()
-            pairs = [(device, host) for device, host in self._pairs]
-            self._copy(pairs, out.device_block_ids, out.host_block_ids)
+            for device, host in self._pairs:
+                copy(device, host, out.device_block_ids, out.host_block_ids)
         if into.host_block_ids:
             self.wake()
-            pairs = [(host, device) for device, host in self._pairs]
-            self._copy(pairs, into.host_block_ids, into.device_block_ids)
-
-    def _copy(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        source_ids: list[int],
-        target_ids: list[int],
-    ) -> None:
-        if self._device.type == "cpu":
-            sources, targets = torch.tensor(source_ids), torch.tensor(target_ids)
-            for source, target in pairs:
-                target.index_copy_(0, targets, source.index_select(0, sources))
-            return
-        # Host memory has no part in kernels: each block is a copy of its own, and nobody waits.
-        for source, target in pairs:
-            for source_id, target_id in zip(source_ids, target_ids, strict=True):
-                target[target_id].copy_(source[source_id], non_blocking=True)
+            for device, host in self._pairs:
+                copy(host, device, into.host_block_ids, into.device_block_ids)
 
     def sleep(self) -> None:
         """Give all memory back until `wake`; what it held is lost."""
@@ -90,3 +75,19 @@ class KVPool:
         for memory in self._memory:
             memory.restore()
         self._is_asleep = False
+
+
+def copy_by_index(
+    source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
+) -> None:
+    """Copy rows of one tensor to rows of another on the same device."""
+    rows = source.index_select(0, torch.tensor(source_ids, device=source.device))
+    target.index_copy_(0, torch.tensor(target_ids, device=target.device), rows)
+
+
+def copy_one_by_one(
+    source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
+) -> None:
+    """Copy rows between a device and pinned host memory; the host does not wait for them."""
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        target[target_id].copy_(source[source_id], non_blocking=True)

@@ -184,6 +184,8 @@ def build_runner(
             size.max_model_len,
             loaded.model_len,
         )
+    num_host_blocks = config.cache.swap_space_bytes // block_bytes
+    swap_cost_tokens = measure_swap_cost(loaded, backend, layout) if num_host_blocks else 0.0
     facts = ModelFacts(
         model=config.model.model,
         vocab_size=loaded.vocab_size,
@@ -194,10 +196,9 @@ def build_runner(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device.type,
         kv_groups=layout.kv_groups(),
-        num_host_blocks=config.cache.swap_space_bytes // block_bytes,
+        num_host_blocks=num_host_blocks,
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
-    swap_cost_tokens = measure_swap_cost(loaded, backend, pool, facts)
     progress("allocate_cache", 1, 1)
     return ModelRunner(loaded, facts, backend, pool, swap_cost_tokens)
 

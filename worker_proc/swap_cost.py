@@ -7,52 +7,49 @@ from functools import partial
 
 import torch
 
-from protocol.core_worker import BlockCopies, ModelFacts
+from protocol.core_worker import BlockCopies
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
-from worker_proc.forward import compute_logits
+from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
-from worker_proc.kv_pool import KVPool
+from worker_proc.kv_groups import KVLayout
 from worker_proc.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 NUM_COPIED_BLOCKS = 8
-NUM_REPEATS = 5
+NUM_REPEATS = 7
 PROMPT_LENGTHS = (32, 256, 256, 256)
 """The first also warms up; the longer ones follow while there is time for them."""
-BUDGET_S = 0.15
+BUDGET_S = 0.1
 
 
-def measure_swap_cost(
-    loaded: LoadedModel, backend: AttentionBackend, pool: KVPool, facts: ModelFacts
-) -> float:
+def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
     """Return how many prompt tokens are computed while one block is copied out and in.
 
-    Overwrites the first blocks of the pool. 0 where there is nothing to copy to.
+    Attaches a small pool of its own, in place of any other.
     """
-    num_blocks = min(NUM_COPIED_BLOCKS, facts.num_host_blocks, facts.num_gpu_blocks - 1)
-    if num_blocks == 0:
-        return 0.0
-    copies = BlockCopies(list(range(1, 1 + num_blocks)), list(range(num_blocks)))
+    per_group = -(-max(PROMPT_LENGTHS) // layout.block_size)
+    num_blocks = 1 + max(per_group * len(layout.groups), NUM_COPIED_BLOCKS)
+    pool = attach_cache(loaded, backend, layout, num_blocks, NUM_COPIED_BLOCKS)
+    copies = BlockCopies(list(range(1, 1 + NUM_COPIED_BLOCKS)), list(range(NUM_COPIED_BLOCKS)))
     block_times = [
-        _seconds(partial(pool.swap, copies, copies), loaded.device) / num_blocks
+        _seconds(partial(pool.swap, copies, copies), loaded.device) / NUM_COPIED_BLOCKS
         for _ in range(NUM_REPEATS)
     ]
-    return statistics.median(block_times) / _seconds_per_token(loaded, backend, facts)
+    token_time = _seconds_per_token(loaded, backend, layout)
+    pool.sleep()  # the backend may still refer to it; its memory goes now
+    return statistics.median(block_times) / token_time
 
 
-def _seconds_per_token(loaded: LoadedModel, backend: AttentionBackend, facts: ModelFacts) -> float:
-    blocks_per_group = (facts.num_gpu_blocks - 1) // len(facts.kv_groups)
-    longest = min(blocks_per_group * facts.block_size, facts.max_model_len - 1)
-
+def _seconds_per_token(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
     def compute(num_tokens: int) -> float:
-        part = ScheduledRequest(_request(num_tokens, facts), 0, num_tokens, True)
-        inputs = pack_step([part], facts.block_size, loaded.device)
+        part = ScheduledRequest(_request(num_tokens, layout), 0, num_tokens, True)
+        inputs = pack_step([part], layout.block_size, loaded.device)
         forward = partial(compute_logits, loaded.model, backend, inputs, loaded.vocab_size)
         return _seconds(forward, loaded.device) / num_tokens
 
     deadline = time.perf_counter() + BUDGET_S
-    last, *lengths = (min(length, longest) for length in PROMPT_LENGTHS)
+    last, *lengths = (min(length, loaded.model_len) for length in PROMPT_LENGTHS)
     times = {last: [compute(last)]}
     for num_tokens in lengths:
         if time.perf_counter() + times[last][-1] * num_tokens > deadline:
@@ -62,14 +59,13 @@ def _seconds_per_token(loaded: LoadedModel, backend: AttentionBackend, facts: Mo
     return statistics.median(times[last])
 
 
-def _request(num_tokens: int, facts: ModelFacts) -> MirroredRequest:
-    num_blocks = -(-num_tokens // facts.block_size)
+def _request(num_tokens: int, layout: KVLayout) -> MirroredRequest:
+    num_blocks = -(-num_tokens // layout.block_size)
     tables = [
         list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks))
-        for group in range(len(facts.kv_groups))
+        for group in range(len(layout.groups))
     ]
-    token_ids = [index % facts.vocab_size for index in range(num_tokens)]
-    return MirroredRequest(0, token_ids, num_tokens, SamplingParams(), tables, 0, 0)
+    return MirroredRequest(0, [0] * num_tokens, num_tokens, SamplingParams(), tables, 0, 0)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -1,15 +1,13 @@
 """A real scheduler under any sequence of events, with all that must hold checked after each.
 
-Both the property tests and the soak draw from the tables here: which options there are, which
-requests, which events. Tokens are a pure function of request and position, so a token that is lost,
-repeated or out of order shows at once, whatever has happened in between.
+What is drawn stands in `tests/core/events.py`. As tokens are a pure function of request and
+position, one that is lost, repeated or out of order shows at once, whatever happened in between.
 """
 
-import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 from core_proc.block_pool import NULL_BLOCK
 from core_proc.invariants import check_invariants
@@ -17,141 +15,11 @@ from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
-from protocol.core_worker import KVGroup, SchedulerOutput
+from protocol.core_worker import SchedulerOutput
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.sampling import FinishReason, SamplingParams
-from tests.core.harness import EOS, make_worker
-
-STOP_TOKEN = 5
-MAX_PROMPT = 40
-MAX_OUTPUTS = 24
-SHARED_HEAD = list(range(10, 10 + MAX_PROMPT))
-
-Values = Mapping[str, Sequence[object]]
-"""Names, and the values of which one is drawn for each; the first is the plainest."""
-
-OPTIONS: Values = {
-    "block_size": (4, 1, 2, 16),
-    "room": (1.0, 0.6, 0.3, 1.5, 4.0),
-    "windows": ((None,), (None,), (8,), (None, 8), (5, 17)),
-    "num_host_blocks": (0, 0, 7, 60),
-    "swap_cost_tokens": (0.0, 0.5, 1e9),
-    "max_model_len": (64, 24, 200),
-    "max_num_seqs": (3, 1, 2, 8),
-    "max_num_batched_tokens": (20, 3, 8, 64),
-    "max_num_scheduled_tokens": (None, None, 3, 12),
-    "enable_chunked_prefill": (True, True, False),
-    "long_prefill_token_threshold": (0, 0, 1, 5),
-    "long_prefill_token_threshold_adaptive": (False, False, True),
-    "max_num_partial_prefills": (0, 0, 1, 2),
-    "max_long_partial_prefills": (0, 0, 1),
-    "elastic_token_budget": (False, False, True),
-    "policy": ("fcfs", "priority", "shortest", "fair"),
-    "tenant_weights": ({}, {"a": 3.0}),
-    "preempt_for_priority": (False, True),
-    "victim_choice": ("policy", "cheapest"),
-    "enable_prefix_caching": (True, True, False),
-    "enable_kv_events": (False, True),
-    "scheduler_reserve_full_isl": (True, False),
-    "watermark": (0.0, 0.0, 0.1),
-}
-ARRIVAL: Values = {
-    "length": (5, 1, 2, 12, 17, 25, 33, MAX_PROMPT),
-    "shared": (0, 3, 8, 16, 33),
-    "source": (-1, 0, 1, 2),
-    "num_outputs": (0, 0, 0, 1, 5),
-    "max_tokens": (3, 1, 2, 9, MAX_OUTPUTS),
-    "stops": ((), (), (STOP_TOKEN,)),
-    "ignore_eos": (True, False),
-    "min_tokens": (0, 0, 4),
-    "prompt_logprobs": (None, None, None, 0),
-    "priority": (0, 1, 2),
-    "arrival_time": (0.0, 1.0, 2.0),
-    "tenant": ("", "a", "b"),
-    "salt": ("", "", "salt"),
-    "adapter_id": (0, 0, 1),
-    "is_blocked": (False, False, False, True),
-}
-WHICH = range(6)
-EVENTS: dict[str, tuple[int, Values]] = {
-    "add": (8, ARRIVAL),
-    "work": (6, {"rounds": (1, 2, 4, 8)}),
-    "schedule": (4, {}),
-    "update": (4, {}),
-    "abort": (1, {"which": WHICH}),
-    "fail": (1, {"which": WHICH}),
-    "preempt": (1, {"which": WHICH}),
-    "unblock": (1, {"which": WHICH}),
-    "begin_load": (1, {"which": WHICH, "share": (1.0, 0.5)}),
-    "end_load": (1, {"which": WHICH, "share": (1.0, 0.5, 0.0)}),
-    "disturb": (
-        2,
-        {"kind": ("resume", "reset", "reset_all", "pause_new", "pause_all", "sleep", "lose")},
-    ),
-}
-"""Weight for a driver that draws at random, and what each event takes."""
-
-
-def make_options(drawn: Mapping[str, object], max_steps_in_flight: int) -> SchedulerOptions:
-    """Complete a draw of `OPTIONS` to a consistent whole.
-
-    `room` is the pool's size in requests of the greatest length.
-    """
-    settings: dict[str, object] = dict(drawn)
-    block_size, max_model_len = _integers(drawn, "block_size", "max_model_len")
-    chunk = max(_integers(drawn, "max_num_batched_tokens", "max_num_scheduled_tokens"))
-    room, windows = drawn["room"], drawn["windows"]
-    assert isinstance(room, float)
-    assert isinstance(windows, tuple)
-    groups = tuple(make_group(window, chunk, block_size) for window in windows)
-    del settings["room"], settings["windows"]
-    if not settings["long_prefill_token_threshold"]:
-        settings["max_long_partial_prefills"] = 0
-    longest = min(MAX_PROMPT + MAX_OUTPUTS, max_model_len) - 1
-    settings["num_blocks"] = 2 + int(room * num_blocks_for(longest, block_size, groups))
-    return SchedulerOptions(
-        kv_groups=groups,
-        max_steps_in_flight=max_steps_in_flight,
-        eos_token_ids=(EOS,),
-        **settings,  # type: ignore[arg-type]
-    )
-
-
-def _integers(drawn: Mapping[str, object], *names: str) -> list[int]:
-    values = [drawn[name] or 0 for name in names]
-    assert all(isinstance(value, int) for value in values)
-    return values  # type: ignore[return-value]
-
-
-def make_group(window: int | None, chunk: int, block_size: int) -> KVGroup:
-    """Describe a group: at most the window and a chunk lie in its blocks, wherever they begin."""
-    if window is None:
-        return KVGroup()
-    return KVGroup(window, 1 - (-(window + chunk - 2) // block_size))
-
-
-def num_blocks_for(num_tokens: int, block_size: int, groups: Sequence[KVGroup]) -> int:
-    """Blocks that a request of so many computed tokens holds at most."""
-    num_blocks = -(-num_tokens // block_size)
-    return sum(min(num_blocks, group.max_blocks or num_blocks) for group in groups)
-
-
-def sample(req_id: int, position: int) -> int:
-    """One token in 24 is EOS, one a frequent stop token."""
-    value = zlib.crc32(b"%d:%d" % (req_id, position)) % 24
-    return EOS if value == 0 else STOP_TOKEN if value == 1 else 100 + value
-
-
-def expected(params: SamplingParams, req_id: int, most: int) -> tuple[list[int], FinishReason]:
-    """Work out all outputs of a request that is left alone, and why it ends."""
-    tokens: list[int] = []
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
-    while True:
-        tokens.append(sample(req_id, len(tokens)))
-        if tokens[-1] in stops and len(tokens) >= params.min_tokens:
-            return tokens, FinishReason.STOP
-        if len(tokens) == most:
-            return tokens, FinishReason.LENGTH
+from tests.core.events import SHARED_HEAD, expected, num_blocks_for, sample
+from tests.core.harness import make_worker
 
 
 @dataclass
@@ -206,13 +74,15 @@ class Machine:
         self._loading: dict[int, Request] = {}
         """Whose blocks somebody else may write, though the request may have ended."""
         self._arrived: list[Load] = []
+        self._owes_copies = False
+        """The next step may copy out what lies in free blocks: no load before it."""
         self._cache_reader = CacheReader()
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def apply(self, event: str, **drawn: object) -> None:
+    def apply(self, event: str, **drawn: Any) -> None:
         """Let one of `EVENTS` happen and check everything."""
         action: Callable[..., object] = getattr(self, f"_on_{event}")
         action(**drawn)
@@ -220,52 +90,57 @@ class Machine:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def _on_add(self, *, num_outputs: int, is_blocked: bool, **drawn: object) -> None:
+    def _on_add(self, **drawn: Any) -> None:
         req_id = len(self._requests)
-        prompt = self._prompt(drawn, req_id)
+        prompt = self._prompt(drawn["length"], drawn["shared"], drawn["source"], req_id)
         params = SamplingParams(
-            max_tokens=drawn["max_tokens"],  # type: ignore[arg-type]
-            ignore_eos=drawn["ignore_eos"],  # type: ignore[arg-type]
-            stop_token_ids=list(drawn["stops"]),  # type: ignore[call-overload]
-            min_tokens=min(drawn["min_tokens"], drawn["max_tokens"]),  # type: ignore[type-var]
-            prompt_logprobs=drawn["prompt_logprobs"],  # type: ignore[arg-type]
+            max_tokens=drawn["max_tokens"],
+            ignore_eos=drawn["ignore_eos"],
+            stop_token_ids=list(drawn["stops"]),
+            min_tokens=min(drawn["min_tokens"], drawn["max_tokens"]),
+            prompt_logprobs=drawn["prompt_logprobs"],
         )
-        most = min(len(prompt) + params.max_tokens, self.options.max_model_len) - len(prompt)
+        most = min(params.max_tokens, self.options.max_model_len - len(prompt))
         ending = expected(params, req_id, max(most, 1))
-        earlier = ending[0][: min(num_outputs, len(ending[0]) - 1)]
+        earlier = ending[0][: min(drawn["num_outputs"], len(ending[0]) - 1)]
         request = Request(
             req_id,
             prompt,
             params,
             output_token_ids=earlier,
-            priority=drawn["priority"],  # type: ignore[arg-type]
-            arrival_time=drawn["arrival_time"],  # type: ignore[arg-type]
-            tenant=drawn["tenant"],  # type: ignore[arg-type]
-            cache_salt=drawn["salt"],  # type: ignore[arg-type]
-            adapter_id=drawn["adapter_id"],  # type: ignore[arg-type]
+            priority=drawn["priority"],
+            arrival_time=drawn["arrival_time"],
+            tenant=drawn["tenant"],
+            cache_salt=drawn["salt"],
+            adapter_id=drawn["adapter_id"],
         )
-        size, groups = self.options.block_size, self.options.kv_groups
-        num_blocks = num_blocks_for(len(prompt) + most - 1, size, groups)
-        if most < 1 or num_blocks > self.options.num_blocks - 1:
-            try:
-                self.scheduler.add_request(request)
-            except ValueError:
-                return
-            raise AssertionError(f"{request.num_tokens} tokens can never be computed")
-        blocked = RequestStatus.WAITING_FOR_GRAMMAR if is_blocked else None
-        self.scheduler.add_request(request, blocked)
-        self._requests.append(request)
-        self._expected.append(ending)
-        self._delivered.append(list(earlier))
+        if self._add(request, most, drawn["is_blocked"]):
+            self._requests.append(request)
+            self._expected.append(ending)
+            self._delivered.append(list(earlier))
 
-    def _prompt(self, drawn: Mapping[str, object], req_id: int) -> list[int]:
+    def _prompt(self, length: int, shared: int, source: int, req_id: int) -> list[int]:
         """Begin like all or like an earlier request, its outputs included, and go on alone."""
-        length, shared, source = _integers(drawn, "length", "shared", "source")
         head = SHARED_HEAD
         if 0 <= source < len(self._requests):
             head = self._requests[source].token_ids.tolist()
         head = head[: min(shared, length)]
         return head + [1000 * (req_id + 1) + i for i in range(length - len(head))]
+
+    def _add(self, request: Request, most: int, is_blocked: bool) -> bool:
+        """Returns whether the request was accepted, which must be where it can ever run."""
+        num_computed = request.num_prompt_tokens + most - 1
+        size, groups = self.options.block_size, self.options.kv_groups
+        num_blocks = num_blocks_for(num_computed, size, groups)
+        can_run = most > 0 and num_blocks < self.options.num_blocks
+        blocked = RequestStatus.WAITING_FOR_GRAMMAR if is_blocked else None
+        try:
+            self.scheduler.add_request(request, blocked)
+        except ValueError:
+            assert not can_run
+            return False
+        assert can_run
+        return True
 
     def _pick(self, which: int, *statuses: RequestStatus) -> Request | None:
         requests = list(self.scheduler.requests.values())
@@ -292,6 +167,7 @@ class Machine:
         request = self._pick(which, RequestStatus.RUNNING)
         if request is not None:
             self.scheduler.preempt(request)
+            self._owes_copies = True
 
     def _on_unblock(self, which: int) -> None:
         request = self._pick(which, RequestStatus.WAITING_FOR_GRAMMAR)
@@ -307,7 +183,7 @@ class Machine:
             return
         size = self.options.block_size
         num_tokens = int(share * (request.num_tokens // size)) * size
-        if num_tokens == 0 or request.num_cached_tokens is not None:
+        if num_tokens == 0 or request.num_cached_tokens is not None or self._owes_copies:
             return
         tables = self.scheduler.begin_remote_load(request.req_id, num_tokens)
         if tables is not None:
@@ -344,6 +220,7 @@ class Machine:
         if message is None:
             return False
         self.num_steps += 1
+        self._owes_copies = False
         self._check_message(message)
         self._pipe.append(message)
         return True
@@ -387,6 +264,14 @@ class Machine:
         counts = message.num_scheduled_tokens.values()
         if not is_elastic and not options.long_prefill_token_threshold_adaptive:
             assert max(counts, default=0) <= (options.long_prefill_token_threshold or budget)
+        self._check_partial_prefills()
+
+    def _check_partial_prefills(self) -> None:
+        partial = [r for r in self.scheduler.running if r.num_computed_tokens < r.num_tokens - 1]
+        threshold = self.options.long_prefill_token_threshold
+        num_long = sum(request.num_prompt_tokens > threshold for request in partial)
+        assert len(partial) <= (self.options.max_num_partial_prefills or len(partial))
+        assert num_long <= (self.options.max_long_partial_prefills or num_long)
 
     # Disturbances -------------------------------------------------------------------------------
 
@@ -423,6 +308,7 @@ class Machine:
         """The worker dies with all steps that are under way."""
         self._pipe.clear()
         self.scheduler.recompute_all()
+        self._owes_copies = False
         for req_id in self._loading:
             self.scheduler.end_remote_load(req_id, 0)  # whoever loaded finds out late
         self._loading.clear()
@@ -483,11 +369,3 @@ class Machine:
         assert self.scheduler.kv.num_free_blocks == self.options.num_blocks - 1
         assert self.scheduler.swapper.num_free_blocks == self.options.num_host_blocks
         assert self.scheduler.kv.usage == 0.0
-
-
-def draw(values: Values, choose: Callable[[Sequence[object]], object]) -> dict[str, object]:
-    """Draw one value for each name."""
-    return {name: choose(choices) for name, choices in values.items()}
-
-
-EVENT_NAMES = list(chain.from_iterable([name] * weight for name, (weight, _) in EVENTS.items()))

@@ -24,6 +24,7 @@ TIME_LIMIT_S = 60
 PYTEST = (
     *("-m", "pytest", "tests/core", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"),
     "--ignore-glob=*/test_loop*",  # real sockets: slow, and about other things
+    "--ignore-glob=*/test_stateful*",  # slow too, and every run tries something else
     f"--timeout={TIME_LIMIT_S}",
     "--timeout-method=signal",
 )
@@ -58,10 +59,10 @@ MUTATIONS = (
         "for block_id in block_ids:",
     ),
     Mutation(
-        "hash of a block without what comes before it",
+        "hash of a block without the blocks before it",
         "kv_cache.py",
-        "hashes.append(prefix.digest())",
-        "hashes.append(hashlib.sha256(data[start : start + num_bytes]).digest())",
+        "            prefix.update(",
+        "            prefix = hashlib.sha256(_root(request))\n            prefix.update(",
     ),
     Mutation(
         "a hit block stays in the free queue",
@@ -78,8 +79,8 @@ MUTATIONS = (
     Mutation(
         "watermark ignored",
         "scheduler.py",
-        "headroom = self._watermark_blocks if self.running else 0",
-        "headroom = 0",
+        "self._watermark_blocks if self.running else 0",
+        "0",
     ),
     Mutation(
         "admission in a step that ran out of blocks",
@@ -102,8 +103,8 @@ MUTATIONS = (
     Mutation(
         "room for the whole input not reserved",
         "scheduler.py",
-        "num_reserved = request.num_tokens if options.scheduler_reserve_full_isl else num_tokens",
-        "num_reserved = num_tokens",
+        "num_reserved=request.num_tokens if options.scheduler_reserve_full_isl else 0",
+        "num_reserved=0",
     ),
     Mutation(
         "a window gives its blocks back one too early",

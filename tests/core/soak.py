@@ -2,9 +2,9 @@
 
     python -m tests.core.soak --sequences 200000 --jobs 2
 
-The events and checks are those of `tests/core/machine.py`; a seeded generator draws them here, as
-that is some times faster than hypothesis. A sequence that fails is named by its seed and can be
-repeated alone: `--first-seed N --sequences 1`.
+The events are those of `tests/core/events.py` and the checks those of `tests/core/machine.py`; a
+seeded generator draws here, as that is some times faster than hypothesis. A sequence that fails is
+named by its seed and can be repeated alone: `--first-seed N --sequences 1`.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from tests.core.machine import EVENT_NAMES, EVENTS, OPTIONS, Machine, draw, make_options
+from tests.core.events import EVENT_NAMES, EVENTS, OPTIONS, draw, make_options
+from tests.core.machine import Machine
 
 MAX_DEPTH = 4
 BATCH = 500
@@ -35,19 +36,19 @@ def run_sequence(seed: int, num_events: int, depth: int | None = None) -> Machin
         SequenceFailed: something did not hold.
     """
     rng = random.Random(seed)
-    events: list[str] = []
+    options = make_options(draw(OPTIONS, rng.choice), depth or rng.randint(1, MAX_DEPTH))
+    history = [str(options)]
     try:
-        options = make_options(draw(OPTIONS, rng.choice), depth or rng.randint(1, MAX_DEPTH))
         machine = Machine(options)
         for _ in range(num_events):
             event = rng.choice(EVENT_NAMES)
             drawn = draw(EVENTS[event][1], rng.choice)
-            events.append(f"{event} {drawn}")
+            history.append(f"{event} {drawn}")
             machine.apply(event, **drawn)
         machine.finish()
     except Exception as error:
-        history = "\n".join(events)
-        raise SequenceFailed(f"{traceback.format_exc()}{history}\nseed {seed}") from error
+        text = "\n".join([traceback.format_exc(), *history, f"seed {seed}"])
+        raise SequenceFailed(text) from error
     return machine
 
 

@@ -8,6 +8,7 @@ from core_proc import engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
+from core_proc.outputs import Owner
 from core_proc.request import Request
 from core_proc.results import StepResult
 from protocol.api_core import ErrorCode, Refused, RequestOutput
@@ -61,10 +62,10 @@ def test_an_error_in_one_requests_output_ends_that_request(
     caplog.set_level(logging.ERROR)
     real = engine_module.output_row
 
-    def row(result: StepResult, output: ModelRunnerOutput) -> RequestOutput:
+    def row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> RequestOutput:
         if result.request.num_prompt_tokens == 13 and result.request.num_output_tokens == 2:
             raise RuntimeError("a bug")
-        return real(result, output)
+        return real(result, owner, output)
 
     monkeypatch.setattr(engine_module, "output_row", row)
     engine = make_engine()
@@ -80,7 +81,7 @@ def test_an_error_in_one_requests_output_ends_that_request(
 def test_an_error_in_the_last_output_of_a_request_is_told_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def row(result: StepResult, output: ModelRunnerOutput) -> RequestOutput:
+    def row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> RequestOutput:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(engine_module, "output_row", row)

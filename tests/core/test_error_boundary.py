@@ -13,10 +13,10 @@ def _fail_for(bench: Harness, monkeypatch: pytest.MonkeyPatch, method: str, name
     kv = bench.scheduler.kv
     original = getattr(kv, method)
 
-    def broken(request: Request, *args: Any) -> Any:
+    def broken(request: Request, *args: Any, **options: Any) -> Any:
         if request is bench.requests[name]:
             raise RuntimeError("broken on purpose")
-        return original(request, *args)
+        return original(request, *args, **options)
 
     monkeypatch.setattr(kv, method, broken)
 

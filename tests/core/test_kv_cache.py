@@ -17,9 +17,8 @@ def _manager(num_blocks: int = 11, caching: bool = True) -> KVCacheManager:
     return KVCacheManager(options)
 
 
-def _request(tokens: list[int], salt: str = "", prompt_logprobs: int | None = None) -> Request:
-    params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Request(tokens[0], tokens, params, cache_salt=salt)
+def _request(tokens: list[int]) -> Request:
+    return Request(tokens[0], tokens, SamplingParams())
 
 
 def _admit(kv: KVCacheManager, request: Request) -> int:
@@ -28,46 +27,6 @@ def _admit(kv: KVCacheManager, request: Request) -> int:
     assert kv.admit(request, hits, start=0, num_tokens=request.num_tokens)
     request.num_computed_tokens = request.num_tokens
     return len(hits[0])
-
-
-def test_hits_reuse_blocks_and_eviction_follows_the_queue() -> None:
-    """The worked example of the block order: reuse, growth, eviction."""
-    kv = _manager()
-    tokens = list(range(100, 155))
-    first = _request(tokens)
-    assert _admit(kv, first) == 0
-    assert first.block_tables == [[1, 2, 3, 4]]
-    kv.free(first)
-    assert kv.pool.free_ids() == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
-
-    second = _request([*tokens[:48], 7, 7, 7, 7, 7])
-    assert _admit(kv, second) == 3
-    assert second.block_tables == [[1, 2, 3, 4]]
-    kv.free(second)
-
-    third = _request(list(range(500, 650)))
-    assert _admit(kv, third) == 0
-    assert third.block_tables == [[4, 5, 6, 7, 8, 9, 10, 3, 2, 1]]
-    kv.free(third)
-    assert kv.find_cached_prefix(_request(tokens)) == [[]]
-
-
-def test_a_refusal_changes_nothing_although_hits_exist() -> None:
-    kv = _manager(num_blocks=5)
-    first = _request(list(range(32)))
-    _admit(kv, first)
-    kv.free(first)
-    other = _request(list(range(900, 916)))
-    _admit(kv, other)
-    free = kv.pool.free_ids()
-
-    big = _request(list(range(32)) + [5] * 32)
-    hits = kv.find_cached_prefix(big)
-    assert hits == [[1, 2]]
-    assert not kv.admit(big, hits, start=32, num_tokens=big.num_tokens)
-    assert kv.pool.free_ids() == free
-    assert big.block_tables == []
-    kv.check_invariants([other])
 
 
 def test_hits_in_the_free_queue_use_up_free_blocks() -> None:
@@ -88,22 +47,6 @@ def test_reserved_tokens_must_fit_but_take_no_blocks() -> None:
     assert not kv.admit(request, [[]], start=0, num_tokens=16, num_reserved=64)
     assert kv.admit(request, [[]], start=0, num_tokens=16, num_reserved=48)
     assert kv.num_free_blocks == 2
-
-
-def test_salts_do_not_share() -> None:
-    kv = _manager()
-    tokens = list(range(33))
-    assert _admit(kv, _request(tokens, salt="one")) == 0
-    assert _admit(kv, _request(tokens, salt="two")) == 0
-    assert _admit(kv, _request(tokens, salt="one")) == 2
-
-
-def test_prompt_logprobs_read_nothing_and_still_feed_the_cache() -> None:
-    kv = _manager()
-    tokens = list(range(33))
-    assert _admit(kv, _request(tokens, prompt_logprobs=0)) == 0
-    assert _admit(kv, _request(tokens, prompt_logprobs=0)) == 0
-    assert _admit(kv, _request(tokens)) == 2
 
 
 def test_a_block_is_cached_only_with_all_tokens_before_it() -> None:

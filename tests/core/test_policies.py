@@ -88,7 +88,9 @@ def test_outputs_are_charged_too() -> None:
     for index in range(40, 80):
         bench.add(f"talk{index}", 10, 60, tenant="talk")
         bench.add(f"ask{index}", 10, 2, tenant="ask")
-    queue = [name for name in bench.queue if int(name.removeprefix("talk").removeprefix("ask")) >= 40]
+    queue = [
+        name for name in bench.queue if int(name.removeprefix("talk").removeprefix("ask")) >= 40
+    ]
     assert queue.index("ask79") < queue.index("talk79")
     assert sum(name.startswith("ask") for name in queue[:20]) > 12
 
@@ -182,7 +184,56 @@ def test_blocks_that_others_share_are_no_loss_and_no_gain() -> None:
     bench.add("two", [*shared, 3, 4], 30)
     bench.add("own", 46, 30)
     while not bench.scheduler.num_preemptions:
-        bench.step()
+        assert bench.step()
     assert bench.preempted == ["two"], "2 computed tokens for a block, against 16 or more"
     bench.run()
     assert len(bench.finished) == 3
+
+
+def test_nobody_gives_way_for_a_waiter_that_the_watermark_keeps_out() -> None:
+    bench = Harness(blocks=11, policy="priority", preempt_for_priority=True, watermark=0.3)
+    bench.add("keep", 66, 9, priority=0)
+    bench.add("low", 20, 9, priority=1)
+    bench.step()
+    bench.add("high", 60, 9, priority=0)
+    assert bench.steps(2) == [{"keep": 1, "low": 1}] * 2
+
+
+def test_nobody_gives_way_for_a_waiter_that_no_token_is_left_for() -> None:
+    bench = Harness(
+        seqs=2,
+        budget=40,
+        policy="priority",
+        preempt_for_priority=True,
+        max_num_partial_prefills=1,
+    )
+    bench.add("low", 10, 9, priority=1)
+    bench.step()
+    bench.add("long", 400, 2, priority=0)
+    bench.step()
+    bench.add("high", 100, 2, priority=0)
+    assert bench.step() == {"low": 1, "long": 39}
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_a_waiter_takes_the_budget_of_a_less_important_prompt() -> None:
+    bench = Harness(budget=32, policy="priority", preempt_for_priority=True)
+    bench.add("long", 300, 2, priority=5)
+    bench.step()
+    bench.add("high", 20, 2, priority=0)
+    assert bench.step() == {"high": 20, "long": 12}, "long begins again, with what is left"
+    bench.run()
+    assert set(bench.finished) == {"long", "high"}
+
+
+def test_blocks_that_the_waiter_itself_hits_are_no_gain() -> None:
+    """The victim's blocks would be free, and taken at once as hits: that makes no room."""
+    shared = list(range(500, 548))
+    bench = Harness(blocks=9, caching=True, policy="priority", preempt_for_priority=True)
+    bench.add("keep", 60, 4, priority=0)
+    bench.add("low", [*shared, 1], 4, priority=5)
+    bench.step()
+    bench.add("high", [*shared, *range(48)], 4, priority=1)
+    assert bench.step() == {"keep": 1, "low": 1}
+    assert bench.scheduler.num_preemptions == 0
+    bench.run()

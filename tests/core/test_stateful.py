@@ -1,10 +1,12 @@
 """Any sequence of events leaves the scheduler consistent, and every request ends as it should.
 
-The events, and all that is checked after each, are in `tests/core/machine.py`; here hypothesis
-chooses them and shrinks what fails. TROIKA_STATEFUL_EXAMPLES sets the number of sequences.
+The events are in `tests/core/events.py`, and all that is checked after each in
+`tests/core/machine.py`; here hypothesis chooses them and shrinks what fails.
+TROIKA_STATEFUL_EXAMPLES sets the number of sequences.
 """
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -16,18 +18,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.core.machine import EVENTS, OPTIONS, Machine, Values, make_options
+from tests.core.events import EVENTS, OPTIONS, Values, make_options
+from tests.core.machine import Machine
 from tests.core.soak import run_sequence
 
 NUM_EXAMPLES = int(os.environ.get("TROIKA_STATEFUL_EXAMPLES", "2000"))
 DEPTHS = (1, 2, 3, 4)
 
 
-def _drawn(values: Values) -> st.SearchStrategy[dict[str, object]]:
+def _drawn(values: Values) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({name: st.sampled_from(list(v)) for name, v in values.items()})
 
 
-def _event(name: str) -> st.SearchStrategy[dict[str, object]]:
+def _event(name: str) -> st.SearchStrategy[dict[str, Any]]:
     return _drawn(EVENTS[name][1])
 
 
@@ -41,13 +44,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.machine: Machine | None = None
 
     @initialize(drawn=_drawn(OPTIONS), arrivals=st.lists(_event("add"), min_size=1, max_size=4))
-    def start(self, drawn: dict[str, object], arrivals: list[dict[str, object]]) -> None:
+    def start(self, drawn: dict[str, Any], arrivals: list[dict[str, Any]]) -> None:
         machine = Machine(make_options(drawn, self.depth))
         for arrival in arrivals:
             machine.apply("add", **arrival)
         self.machine = machine
 
-    def _apply(self, event: str, **drawn: object) -> None:
+    def _apply(self, event: str, **drawn: Any) -> None:
         """Whatever has failed once is not taken to its end."""
         machine, self.machine = self.machine, None
         assert machine is not None
@@ -55,11 +58,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.machine = machine
 
     @rule(drawn=_event("add"))
-    def add(self, drawn: dict[str, object]) -> None:
+    def add(self, drawn: dict[str, Any]) -> None:
         self._apply("add", **drawn)
 
     @rule(drawn=_event("work"))
-    def work(self, drawn: dict[str, object]) -> None:
+    def work(self, drawn: dict[str, Any]) -> None:
         self._apply("work", **drawn)
 
     @rule()
@@ -71,15 +74,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._apply("update")
 
     @rule(event=st.sampled_from(["preempt", "unblock", "abort", "fail"]), drawn=_event("abort"))
-    def touch(self, event: str, drawn: dict[str, object]) -> None:
+    def touch(self, event: str, drawn: dict[str, Any]) -> None:
         self._apply(event, **drawn)
 
     @rule(event=st.sampled_from(["begin_load", "end_load"]), drawn=_event("end_load"))
-    def load(self, event: str, drawn: dict[str, object]) -> None:
+    def load(self, event: str, drawn: dict[str, Any]) -> None:
         self._apply(event, **drawn)
 
     @rule(drawn=_event("disturb"))
-    def disturb(self, drawn: dict[str, object]) -> None:
+    def disturb(self, drawn: dict[str, Any]) -> None:
         self._apply("disturb", **drawn)
 
     def teardown(self) -> None:

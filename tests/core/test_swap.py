@@ -113,16 +113,16 @@ def test_host_copies_are_void_when_the_worker_or_the_weights_change(how: str) ->
 
 def test_only_what_the_windows_still_see_is_copied() -> None:
     groups = (KVGroup(None), KVGroup(window=16, max_blocks=4))
-    bench = Harness(blocks=15, num_host_blocks=16, budget=32, kv_groups=groups)
-    bench.add("a", 96, 20)
-    bench.add("b", 60, 20)
+    bench = Harness(blocks=16, num_host_blocks=16, budget=32, kv_groups=groups)
+    bench.add("a", 62, 40)
+    bench.add("b", 62, 40)
     while not bench.scheduler.num_preemptions:
-        bench.step()
+        assert bench.step()
     num_copied = len(bench.sent[-1].swap_out.host_block_ids)
     assert num_copied < 2 * -(-bench.requests["b"].num_tokens // BLOCK)
     bench.run()
-    assert bench.worker.total_scheduled == 96 + 19 + 60 + 19
-    assert bench.outputs == dict.fromkeys("ab", [PLAIN_TOKEN] * 20)
+    assert bench.worker.total_scheduled == 2 * (62 + 39)
+    assert bench.outputs == dict.fromkeys("ab", [PLAIN_TOKEN] * 40)
 
 
 def test_a_host_block_that_is_read_in_this_step_is_written_in_the_next() -> None:

@@ -155,13 +155,18 @@ def test_each_call_asks_and_returns_what_the_core_has_answered(core: FakeCore) -
     run_connected(core, play)
 
 
-def test_a_new_core_is_paused_before_it_is_sent_any_request(core: FakeCore) -> None:
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_a_new_core_is_paused_before_it_is_sent_any_request(
+    core: FakeCore, is_starting: bool
+) -> None:
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([7], SamplingParams())
         task = asyncio.create_task(client.pause())
         await core.until(lambda: core.controls)
         core.done(ALL)
         assert await task
+        if is_starting:  # its first word comes before it has workers
+            core.say(Status(EngineState.STARTING, None, EngineStats()), core.epoch + 1)
         await core.restart(1)
         first, second = core.heard
         assert isinstance(first, Control)

@@ -64,7 +64,7 @@ def test_a_new_connection_goes_on_after_what_was_complete(
     core: FakeCore, heard: list[KVEventBatch], next_seq: int | None
 ) -> None:
     async def play(client: AsyncEngineClient) -> None:
-        feed = client.kv_events()
+        feed = client.kv_events(5)
         await core.until(lambda: core.subscriptions)
         for message in heard:
             core.say(message)

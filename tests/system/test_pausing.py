@@ -2,9 +2,11 @@
 
 import asyncio
 import hashlib
+import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,9 @@ from protocol.client import AsyncEngineClient
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.kv_feed import KVEventFeed
 from protocol.sampling import SamplingParams
-from tests.system.test_embedding import PROMPTS, Engine, collect, expected_tokens
+from tests.system.conftest import EngineFactory
+from tests.system.test_embedding import PROMPTS, ROOT, Engine, collect, expected_tokens
+from tests.system.test_supervisor import open_stream
 
 PARAMS = SamplingParams(max_tokens=400)
 Control = Callable[[AsyncEngineClient], Awaitable[bool]]
@@ -73,15 +77,19 @@ async def connected(engine: Engine) -> AsyncIterator[AsyncEngineClient]:
         yield client
 
 
+PAUSE = (AsyncEngineClient.pause, AsyncEngineClient.resume)
+SLEEP = (AsyncEngineClient.sleep, AsyncEngineClient.wake_up)
+
+
 @pytest.mark.parametrize(
-    ("stop", "go_on"),
+    ("stop", "go_on", "victims"),
     [
-        (AsyncEngineClient.pause, AsyncEngineClient.resume),
-        (AsyncEngineClient.sleep, AsyncEngineClient.wake_up),
+        (*PAUSE, ["core_proc"]),
+        (*SLEEP, ["core_proc"]),
+        (*PAUSE, ["worker_proc"]),
+        (*SLEEP, ["worker_proc", "core_proc"]),
     ],
-    ids=["pause", "sleep"],
 )
-@pytest.mark.parametrize("victims", [["core_proc"], ["worker_proc"], ["core_proc", "worker_proc"]])
 def test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly(
     engine: Engine, stop: Control, go_on: Control, victims: list[str]
 ) -> None:
@@ -132,16 +140,15 @@ def test_paused_new_lets_the_running_ones_end_and_the_new_ones_wait(engine: Engi
     asyncio.run(main())
 
 
-def documented_hashes(token_ids: list[int], block_size: int, cache_salt: str = "") -> list[bytes]:
-    """The hash function as docs/protocol.md describes it."""
-    salt = cache_salt.encode()
-    prefix = hashlib.sha256((0).to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt)
-    hashes = []
-    for first in range(0, len(token_ids) - block_size + 1, block_size):
-        for token_id in token_ids[first : first + block_size]:
-            prefix.update(token_id.to_bytes(4, "little"))
-        hashes.append(prefix.digest())
-    return hashes
+def documented_hashes() -> Callable[[list[int], int, str], list[bytes]]:
+    """The function that docs/protocol.md shows."""
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    code = re.search(r"```python\n(def block_hashes.*?)```", page, re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {"hashlib": hashlib}
+    exec(code[1], names)
+    function: Callable[[list[int], int, str], list[bytes]] = names["block_hashes"]
+    return function
 
 
 async def follow(feed: KVEventFeed, known: set[bytes], num_snapshots: list[int]) -> None:
@@ -158,6 +165,7 @@ async def follow(feed: KVEventFeed, known: set[bytes], num_snapshots: list[int])
 
 def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engine) -> None:
     prompt = [5 + i % 7 for i in range(60)]
+    block_hashes = documented_hashes()
 
     async def main() -> None:
         async with connected(engine) as client:
@@ -170,7 +178,7 @@ def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engin
                 tokens = prompt.copy()
                 async for output in client.submit(prompt, params, cache_salt=salt):
                     tokens += output.token_ids
-                return set(documented_hashes(tokens[:-1], 16, salt))
+                return set(block_hashes(tokens[:-1], 16, salt))
 
             expected = await run(prompt, "") | await run(prompt, "né")
             assert len(expected) == 10
@@ -189,3 +197,20 @@ def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engin
             task.cancel()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/pause", "/sleep"])
+def test_over_http_a_stream_stands_still_and_a_shutdown_lets_it_end(
+    start_engine: EngineFactory, path: str
+) -> None:
+    """SIGTERM drains from the API on, so it is the API that must end the pause."""
+    engine = start_engine("--null-step-ms", "5", "--enable-admin-routes")
+    with open_stream(engine, 200) as stream:
+        assert "status" in engine.post(path)
+        assert engine.get("/is_paused") == {"is_paused": True, "pause_mode": "paused_all"}
+        assert engine.get("/is_sleeping") == {"is_sleeping": path == "/sleep"}
+        engine.process.terminate()
+        events = [line for line in stream.read().splitlines() if line.startswith(b"data")]
+    assert events[-1] == b"data: [DONE]"
+    assert any(b'"finish_reason":"length"' in event for event in events)
+    assert engine.process.wait(10.0) == 0, engine.log

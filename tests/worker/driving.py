@@ -1,5 +1,6 @@
 """Drives a runner with the real scheduler, as the core would, for the worker's tests."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class Run:
     output_token_ids: list[list[int]]
     num_steps: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_cached_tokens: int = 0
     longest_step: int = 0
     step_ids: list[int] = field(default_factory=list)
@@ -45,7 +47,10 @@ def drive(
     params: SamplingParams | Sequence[SamplingParams],
     **options: object,
 ) -> Run:
-    """Run `prompts` to their ends through a new scheduler; every step crosses the wire."""
+    """Run `prompts` to their ends through a new scheduler; every step crosses the wire.
+
+    As many steps are scheduled ahead of the runner as `max_steps_in_flight` allows.
+    """
     scheduler = make_scheduler(runner.facts, **options)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
@@ -53,15 +58,18 @@ def drive(
         scheduler.add_request(request)
     runner.reset()
     run = Run([])
+    pipe: deque[SchedulerOutput] = deque()
     while scheduler.has_unfinished:
-        step = scheduler.schedule()
-        assert step is not None
+        while (step := scheduler.schedule()) is not None:
+            pipe.append(step)
+        step = pipe.popleft()
         run.num_steps += 1
         assert run.num_steps < MAX_STEPS
         run.longest_step = max(run.longest_step, step.total_num_scheduled_tokens)
         scheduler.update_from_output(runner.execute(across_the_wire(step)))
     run.output_token_ids = [list(request.output_token_ids) for request in requests]
     run.num_preemptions = scheduler.num_preemptions
+    run.num_swaps = scheduler.swapper.num_swapped_out
     run.num_cached_tokens = scheduler.num_prefix_hits
     return run
 

@@ -75,7 +75,7 @@ class StandIn:
         pairs = zip(prompts, params, strict=True)
         requests = [Served(i, list(p), s) for i, (p, s) in enumerate(pairs)]
         self._waiting = list(requests)
-        while self._waiting or self._running:
+        while self._waiting or self._running or self._finished:
             assert self._step_id < MAX_STEPS
             self._step()
         assert len(self._free) == self._facts.num_gpu_blocks - 1

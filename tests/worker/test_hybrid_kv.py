@@ -1,25 +1,33 @@
 """Windows give blocks back, blocks go to the host and return, and no token changes."""
 
-import pytest
+import mmap
+from pathlib import Path
 
-from protocol.core_worker import KVGroup
+import pytest
+import torch
+
+from protocol.core_worker import BlockCopies, KVGroup
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, WINDOW, Architecture
 from tests.worker.driving import drive
 from tests.worker.stand_in import StandIn
+from tests.worker.test_mirror import new, step
 from tests.worker.test_parity import (
     BLOCK_SIZE,
     GREEDY,
     MAX_TOKENS,
     NUM_PROMPTS,
     ROOMY,
+    TIGHT,
     Serve,
     make_runner,
 )
+from worker_proc.mirror import MirrorError
 
 WINDOWED = [a for a in ARCHITECTURES if a.name in {"mistral_window", "gemma2", "gemma3"}]
 LLAMA, GEMMA3 = ARCHITECTURES[0], WINDOWED[-1]
 WHOLE, CHUNK, SINGLE = 64, 5, 1
+MIB = 2**20
 BLOCK_BYTES = 2 * 2 * 16 * BLOCK_SIZE * 4
 """Of one layer: keys and values, heads, dimensions, tokens, float32."""
 
@@ -81,6 +89,22 @@ def test_tokens_survive_a_stay_on_the_host(architecture: Architecture, serve: Se
             assert stand_in.num_swaps > 10
 
 
+@every_backend
+@pytest.mark.parametrize("architecture", [LLAMA, GEMMA3], ids=lambda a: a.name)
+def test_preempting_by_swap_changes_no_token(architecture: Architecture, serve: Serve) -> None:
+    served = serve(architecture)
+    runner = make_runner(served.directory, TIGHT, swap_space_bytes=2**20)
+    for chunk, caching in ((48, True), (16, False)):
+        run = drive(
+            *(runner, served.prompts, GREEDY),
+            max_num_batched_tokens=chunk,
+            enable_prefix_caching=caching,
+            scheduler_reserve_full_isl=False,
+        )
+        assert served.expected == run.output_token_ids
+        assert run.num_swaps > 0
+
+
 def test_the_hosts_blocks_are_counted_from_the_bytes(serve: Serve) -> None:
     directory = serve(LLAMA).directory
     facts = make_runner(directory, ROOMY, swap_space_bytes=2 * BLOCK_BYTES * 9 - 1).facts
@@ -93,7 +117,44 @@ def test_the_hosts_blocks_are_counted_from_the_bytes(serve: Serve) -> None:
 def test_the_cost_of_a_swap_is_measured_where_there_is_a_host_pool(serve: Serve) -> None:
     directory = serve(LLAMA).directory
     assert make_runner(directory, ROOMY).swap_cost_tokens == 0.0
-    # The least pool that is possible has room for one block of the measured prompt.
+    # It has a pool of its own: the one that is served may be as small as it wants.
     for num_blocks in (2, ROOMY):
         runner = make_runner(directory, num_blocks, swap_space_bytes=2**20)
         assert 0.0 < runner.swap_cost_tokens < 100.0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@every_backend
+def test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards(serve: Serve) -> None:
+    served = serve(GEMMA3)
+    num_blocks, num_host_blocks = 48 * MIB // BLOCK_BYTES, 16 * MIB // BLOCK_BYTES
+    runner = make_runner(served.directory, num_blocks, swap_space_bytes=16 * MIB)
+    stand_in = StandIn(runner, CHUNK, swap_every=2)
+    assert stand_in.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
+    block_ids = list(range(1, 1 + num_host_blocks))
+    runner._pool.swap(BlockCopies(block_ids, list(range(num_host_blocks))), BlockCopies())
+    for tensors in runner._pool.tensors:
+        tensors.keys.fill_(torch.nan)
+        tensors.values.fill_(torch.nan)
+    awake = resident_bytes()
+    runner.sleep()
+    assert resident_bytes() < awake - 60 * MIB
+    assert not any(tensors.keys.any() for tensors in runner._pool.tensors)
+    run = drive(runner, served.prompts, GREEDY)
+    assert served.expected == run.output_token_ids
+    stand_in = StandIn(runner, CHUNK, swap_every=2)
+    assert stand_in.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
+
+
+def test_nobody_sleeps_while_a_request_is_mirrored(serve: Serve) -> None:
+    runner = make_runner(serve(LLAMA).directory, ROOMY)
+    runner.execute(step(0, 6, [new(1)], counts={1: 6}))
+    with pytest.raises(MirrorError, match="1 requests are mirrored"):
+        runner.sleep()
+    runner.execute(step(1, 0, finished=[1]))
+    runner.sleep()
+    runner.sleep()
+    runner.execute(step(2, 6, [new(1)], counts={1: 6}))

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from protocol.core_worker import CachedRequestData, ModelFacts, NewRequestData, SchedulerOutput
+from protocol.core_worker import (
+    BlockCopies,
+    CachedRequestData,
+    KVGroup,
+    ModelFacts,
+    NewRequestData,
+    SchedulerOutput,
+)
 from protocol.sampling import SamplingParams
 from worker_proc.mirror import Mirror, MirrorError
 
@@ -147,6 +154,73 @@ def test_a_broken_rule_stops_the_mirror(broken: SchedulerOutput, message: str) -
     mirror.advance(mirror.apply(step(0, 6, [new(1)], counts={1: 6})), [5])
     with pytest.raises(MirrorError, match=message):
         mirror.apply(broken)
+
+
+def copies(*pairs: tuple[int, int]) -> BlockCopies:
+    return BlockCopies([block_id for block_id, _ in pairs], [host_id for _, host_id in pairs])
+
+
+def test_copies_are_taken_between_the_pool_and_the_host() -> None:
+    broken = msgspec.structs.replace(step(0, 0), swap_out=copies((1, 0), (99, 4)))
+    make_mirror().apply(msgspec.structs.replace(broken, swap_in=copies((5, 0), (6, 0))))
+
+
+@pytest.mark.parametrize("field", ["swap_out", "swap_in"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (copies((0, 1)), "got block 0, outside 1 to 99"),
+        (copies((100, 1)), "got block 100, outside 1 to 99"),
+        (copies((1, 5)), "names host block 5 of 5"),
+        (BlockCopies([1, 2], [1]), "differ in length"),
+        (copies((3, 1), (3, 1)), "two blocks to one"),
+    ],
+)
+def test_copies_out_of_bounds_are_refused(wrong: BlockCopies, message: str, field: str) -> None:
+    broken = msgspec.structs.replace(step(0, 0), **{field: wrong})
+    with pytest.raises(MirrorError, match=f"{field}.*{message}"):
+        make_mirror().apply(broken)
+
+
+WINDOWED = msgspec.structs.replace(FACTS, kv_groups=[KVGroup(), KVGroup(6, 4)])
+
+
+def with_tables(tables: list[list[int]], computed: int) -> NewRequestData:
+    return msgspec.structs.replace(new(1, 20, computed=computed), block_ids=tables)
+
+
+def test_null_blocks_stand_where_the_window_has_passed_and_nowhere_else() -> None:
+    full = [1, 2, 3, 4, 5]
+    # Token 13 sees from position 8 on, which begins the third block; token 12 sees position 7.
+    Mirror(WINDOWED).apply(step(0, 7, [with_tables([full, [0, 0, 8, 9, 7]], 13)], counts={1: 7}))
+    for tables, computed in (
+        ([full, [0, 0, 8, 9, 7]], 12),
+        ([full, [0, 0, 0, 9, 7]], 13),
+        ([[0, 2, 3, 4, 5], full], 13),
+    ):
+        with pytest.raises(MirrorError, match="got block 0"):
+            Mirror(WINDOWED).apply(step(0, 7, [with_tables(tables, computed)], counts={1: 7}))
+
+
+def test_groups_have_tables_of_equal_length() -> None:
+    for tables in ([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5], [6, 7, 8, 9]], []):
+        with pytest.raises(MirrorError, match="instead of 2 equal ones"):
+            Mirror(WINDOWED).apply(step(0, 20, [with_tables(tables, 0)], counts={1: 20}))
+    mirror = Mirror(WINDOWED)
+    tables = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    mirror.advance(mirror.apply(step(0, 20, [with_tables(tables, 0)], counts={1: 20})), [5])
+    with pytest.raises(MirrorError, match="instead of 2 equal ones"):
+        mirror.apply(step(1, 1, grown={1: [[11], []]}))
+
+
+def test_only_an_empty_mirror_may_sleep() -> None:
+    mirror = make_mirror()
+    mirror.check_empty()
+    mirror.advance(mirror.apply(step(0, 6, [new(1)], counts={1: 6})), [5])
+    with pytest.raises(MirrorError, match="1 requests are mirrored"):
+        mirror.check_empty()
+    mirror.apply(step(1, 0, preempted=[1]))
+    mirror.check_empty()
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

@@ -86,11 +86,13 @@ class Texts:
         return list(out.split([count for _, _, count in parts]))
 
 
-def native_backend(block_size: int, dtype: torch.dtype) -> NativeBackend:
+def native_backend(
+    block_size: int, dtype: torch.dtype, windows: Sequence[int | None] = (None,)
+) -> NativeBackend:
     build()
     library = load_library()
     assert library is not None
-    return NativeBackend(library, block_size, dtype)
+    return NativeBackend(library, block_size, dtype, windows)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -166,16 +168,47 @@ def test_nothing_is_loaded_that_was_not_built(
     assert load_library() is None
 
 
+def backend_of(kind: str, spec: LayerSpec, block_size: int) -> AttentionBackend:
+    if kind == "plain":
+        return GatheringBackend({Rule(0, spec.window)}, block_size, torch.float32, CPU)
+    return native_backend(block_size, torch.float32, [spec.window])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 11, 40])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("kind", ["plain", "native"])
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3]], ids=str)
+def test_blocks_before_the_window_are_never_read(
+    spec: LayerSpec, kind: str, block_size: int, chunk: int
+) -> None:
+    """Neither where the table still names them, nor the null block in their place."""
+    assert spec.window is not None
+    texts = Texts(spec, block_size, torch.float32)
+    longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]
+    table = texts.requests[longest].block_tables[0]
+    outputs = []
+    for mode in ("kept", "stale", "null"):
+        texts.requests[longest].block_tables = [list(table)]
+        layer, rows = texts.layer(backend_of(kind, spec, block_size)), []
+        for start in range(0, num_tokens, chunk):
+            passed = max(start - spec.window + 1, 0) // block_size
+            if mode != "kept":
+                layer.kv.keys[[0, *table[:passed]]] = torch.nan
+                layer.kv.values[[0, *table[:passed]]] = torch.nan
+            if mode == "null":
+                texts.requests[longest].block_tables = [[0] * passed + table[passed:]]
+            rows += texts.attend(layer, [(longest, start, min(chunk, num_tokens - start))])
+        outputs.append(torch.cat(rows))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
 @pytest.mark.parametrize("kind", ["plain", "native"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: str) -> None:
     """A NaN beyond a request's context must not reach it."""
     texts = Texts(spec, 16, torch.float32)
-    backend: AttentionBackend = (
-        GatheringBackend({Rule(0, spec.window)}, 16, torch.float32, CPU)
-        if kind == "plain"
-        else native_backend(16, torch.float32)
-    )
+    backend = backend_of(kind, spec, 16)
     outputs = []
     for leftover in (0.0, torch.nan):
         layer = texts.layer(backend)

@@ -8,7 +8,13 @@ import sys
 import msgspec
 import pytest
 
-from protocol.core_worker import ModelFacts
+from protocol.core_worker import (
+    BlockCopies,
+    KVGroup,
+    ModelFacts,
+    NewRequestData,
+    SchedulerOutput,
+)
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
@@ -92,6 +98,99 @@ def test_a_shared_block_is_read_and_not_written() -> None:
     runner.execute(step(1, 3, [new(2, 6, [5, 7], computed=4)], counts={2: 2}))
     # The whole prompt was found: its last token is computed for its logits alone.
     runner.execute(step(2, 3, [new(3, 4, [5], computed=3, cached=4)], counts={3: 1}))
+
+
+def windowed_facts(num_blocks: int = 400) -> ModelFacts:
+    groups = [KVGroup(), KVGroup(6, 5)]
+    return msgspec.structs.replace(facts(num_blocks), kv_groups=groups, num_host_blocks=9)
+
+
+@pytest.mark.parametrize("num_blocks", [40, 600])
+def test_windows_change_no_token(num_blocks: int) -> None:
+    run = drive(
+        NullRunner(windowed_facts(num_blocks)),
+        prompts(),
+        PARAMS,
+        max_num_batched_tokens=8,
+        scheduler_reserve_full_isl=False,
+    )
+    assert [expected(prompt, 20) for prompt in prompts()] == run.output_token_ids
+    assert (run.num_preemptions > 0) == (num_blocks == 40)
+
+
+def two_tables(req_id: int, full: list[int], sliding: list[int]) -> NewRequestData:
+    return msgspec.structs.replace(new(req_id, 8), block_ids=[full, sliding])
+
+
+def test_a_block_may_be_written_again_once_the_window_has_passed_it() -> None:
+    def decoded(num_tokens: int) -> NullRunner:
+        """Compute 8 tokens of a request with blocks 3 and 4 in its window, and some more."""
+        runner = NullRunner(windowed_facts())
+        runner.execute(step(0, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8}))
+        for step_id in range(1, 1 + num_tokens):
+            grown = {1: [[5], [6]]} if step_id == 1 else {}
+            runner.execute(step(step_id, 1, grown=grown))
+        return runner
+
+    other = two_tables(2, [7, 8], [3, 9])
+    # With 8 tokens computed the next one sees from position 3 on, with 9 from position 4.
+    with pytest.raises(MirrorError, match="block 3 is written by requests 1 and 2"):
+        decoded(0).execute(step(1, 9, [other], counts={2: 8}, grown={1: [[5], [6]]}))
+    decoded(1).execute(step(2, 9, [other], counts={2: 8}))
+    in_the_full_group = two_tables(2, [7, 1], [8, 9])
+    with pytest.raises(MirrorError, match="block 1 is written by requests 1 and 2"):
+        decoded(1).execute(step(2, 9, [in_the_full_group], counts={2: 8}))
+
+
+def swapping(
+    sent: SchedulerOutput, out: BlockCopies | None = None, into: BlockCopies | None = None
+) -> SchedulerOutput:
+    out, into = out or BlockCopies(), into or BlockCopies()
+    return msgspec.structs.replace(sent, swap_out=out, swap_in=into)
+
+
+def test_a_request_comes_back_from_the_host() -> None:
+    runner = NullRunner(windowed_facts())
+    runner.execute(step(0, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8}))
+    runner.execute(swapping(step(1, 0, preempted=[1]), BlockCopies([1, 2, 3, 4], [5, 6, 7, 8])))
+    back = msgspec.structs.replace(
+        two_tables(1, [2, 1, 9], [4, 3, 8]),
+        token_ids=[*range(10, 18), 50],
+        num_computed_tokens=8,
+        num_cached_tokens=8,
+    )
+    into = BlockCopies([2, 1, 4, 3], [5, 6, 7, 8])
+    runner.execute(swapping(step(2, 1, [back]), into=into))
+    with pytest.raises(MirrorError, match="block 1 is written by requests 1 and 2"):
+        runner.execute(step(3, 9, [two_tables(2, [20, 1], [21, 22])], counts={2: 8}))
+
+
+def test_swap_in_fills_blocks_of_those_who_arrive_with_what_was_copied_out() -> None:
+    arriving = two_tables(2, [5, 6], [7, 8])
+    for block_id, host_id, message in (
+        (5, 1, "nothing was copied to host block 1"),
+        (1, 0, "fills block 1, which no new request holds"),
+    ):
+        runner = NullRunner(windowed_facts())
+        first = step(0, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8})
+        runner.execute(first)
+        runner.execute(swapping(step(1, 0, counts={1: 0}), BlockCopies([1], [0])))
+        sent = step(2, 8, [arriving], counts={1: 0, 2: 8})
+        with pytest.raises(MirrorError, match=message):
+            runner.execute(swapping(sent, into=BlockCopies([block_id], [host_id])))
+
+
+def test_a_sleep_loses_what_the_host_held() -> None:
+    runner = NullRunner(windowed_facts(), swap_cost_tokens=7.0)
+    assert runner.swap_cost_tokens == 7.0
+    runner.execute(step(0, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8}))
+    with pytest.raises(MirrorError, match="1 requests are mirrored"):
+        runner.sleep()
+    runner.execute(swapping(step(1, 0, preempted=[1]), BlockCopies([1], [0])))
+    runner.sleep()
+    sent = step(2, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8})
+    with pytest.raises(MirrorError, match="nothing was copied to host block 0"):
+        runner.execute(swapping(sent, into=BlockCopies([1], [0])))
 
 
 def test_logprobs_come_for_those_who_ask() -> None:

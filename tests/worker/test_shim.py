@@ -16,6 +16,7 @@ from protocol.core_worker import (
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
+    Sleep,
     StepFailed,
     WorkerHello,
     WorkerToCore,
@@ -101,6 +102,21 @@ def test_only_rank_0_replies_with_tokens_and_every_rank_with_failures(runner: Fa
     reply = shim.on_message(9, step(1))
     assert isinstance(reply, StepFailed)
     assert len(reply.error) == 4096
+    assert shim.failure is runner.error
+
+
+def test_sleep_is_obeyed_under_the_epoch_in_force_and_not_answered(
+    shim: WorkerShim, runner: FakeRunner
+) -> None:
+    assert shim.on_message(9, Sleep()) is None
+    shim.on_message(9, Adopt(0))
+    assert shim.on_message(8, Sleep()) is None
+    assert (runner.num_sleeps, shim.num_fenced_frames) == (0, 2)
+    assert shim.on_message(9, Sleep()) is None
+    assert runner.num_sleeps == 1
+    assert shim.on_message(9, step(0)) == ModelRunnerOutput(0, [7])
+    runner.error = RuntimeError("somebody is awake")
+    assert shim.on_message(9, Sleep()) is None
     assert shim.failure is runner.error
 
 

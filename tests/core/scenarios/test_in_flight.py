@@ -11,7 +11,7 @@ from tests.core.harness import EOS, PLAIN_TOKEN, Harness
 
 
 def test_a_prompt_of_several_chunks_that_is_preempted_in_flight_is_owed_nothing() -> None:
-    """S13. The first request runs on at once and takes the memory of the second one's next chunk."""
+    """S13. The first request runs on at once and takes the memory of the second's next chunk."""
     bench = Harness(blocks=11, budget=100, depth=3)
     bench.add("a", 80)
     bench.add("b", 80)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from core_proc.invariants import check_blocks
 from core_proc.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
@@ -20,7 +21,7 @@ def test_identical_prompts_of_one_step_share_blocks() -> None:
 
 @pytest.mark.parametrize(("length", "computed"), [(96, 1), (40, 8), (33, 1), (16, 1), (15, 15)])
 def test_a_repeated_prompt_computes_what_no_full_block_holds(length: int, computed: int) -> None:
-    """S21. Of a prompt that fills its blocks one token is computed; vLLM computes the last block."""
+    """S21. Where whole blocks hold all, one token is computed; vLLM computes the last block."""
     bench = Harness(caching=True)
     bench.add("a", list(range(length)), 1)
     bench.step()
@@ -147,7 +148,7 @@ def test_a_refusal_changes_nothing_although_hits_exist() -> None:
     assert kv.pool.free_ids() == free
     assert [kv.pool.ref_count(block_id) for block_id in (1, 2)] == [0, 0]
     assert big.block_tables == []
-    kv.check_invariants([other])
+    check_blocks(kv, [other])
 
 
 def test_the_common_prefix_is_what_all_running_requests_share() -> None:

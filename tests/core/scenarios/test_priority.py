@@ -101,7 +101,10 @@ def test_nobody_is_evicted_for_a_waiter_when_memory_is_full() -> None:
 
 
 def test_those_behind_a_victim_are_still_served() -> None:
-    """S19. The victim stood before them in the running list, which shrinks during the pass."""
+    """S19. The victim stood before them in the running list, which shrinks during the pass.
+
+    Its prompt has 70 tokens here: one of 200 could never fit and would be refused.
+    """
     bench = Harness(
         blocks=6,
         budget=200,

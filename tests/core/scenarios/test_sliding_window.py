@@ -77,3 +77,29 @@ def test_windows_let_a_small_pool_hold_long_requests(depth: int) -> None:
     bench.overlap()
     assert bench.outputs == dict.fromkeys("abc", [PLAIN_TOKEN] * 40)
     assert bench.num_free == 8
+
+
+def test_a_swapped_out_request_takes_no_hits_that_its_window_has_passed() -> None:
+    """Held for nothing, they would keep it from ever fitting again."""
+    bench = Harness(
+        blocks=16,
+        block_size=2,
+        budget=20,
+        caching=True,
+        policy="priority",
+        kv_groups=(KVGroup(window=8, max_blocks=14),),
+        num_host_blocks=20,
+        swap_cost_tokens=0.1,
+    )
+    bench.add("b", 1)
+    bench.add("a", 40, 3, priority=5)
+    assert bench.step() == {"b": 1, "a": 19}
+    bench.scheduler.preempt(bench.requests["a"])
+    bench.abort("b")
+    bench.add("c", 24, 1)
+    assert bench.steps(2) == [{"c": 20}, {"c": 4}]
+    hits = bench.scheduler.kv.find_cached_prefix(bench.requests["a"])
+    assert 0 < len(hits[0]) <= (19 - 7) // 2, "all behind the window"
+    assert bench.step() == {"a": 20}
+    bench.run()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 3

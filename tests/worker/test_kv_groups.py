@@ -1,0 +1,108 @@
+"""Layers share block tables by window; a request holds no more blocks than its windows need."""
+
+import random
+
+import pytest
+import torch
+
+from protocol.core_worker import KVGroup, ModelFacts
+from worker_proc.attention.layer_spec import LayerSpec
+from worker_proc.errors import InsufficientMemory
+from worker_proc.kv_groups import MAX_GROUPS, KVLayout, lay_out
+from worker_proc.kv_tensors import bytes_per_block, size_cache
+from worker_proc.mirror import first_seen
+
+FAR = 10_000
+
+
+def spec(window: int | None, num_kv_heads: int = 2) -> LayerSpec:
+    return LayerSpec(4, num_kv_heads, 16, 16, window)
+
+
+def layout(
+    windows: list[int | None], *, block_size: int = 4, chunk: int = 8, hybrid: bool = True
+) -> KVLayout:
+    return lay_out([spec(w) for w in windows], block_size, chunk, FAR, hybrid)
+
+
+def sizes(found: KVLayout) -> list[tuple[int | None, int]]:
+    return [(group.window, len(group.layers)) for group in found.groups]
+
+
+def test_every_layer_is_in_one_group_of_its_window() -> None:
+    windows: list[int | None] = [None if i % 6 == 5 else 512 for i in range(26)]
+    found = layout(windows)
+    assert sizes(found) == [(None, 4), *[(512, 4)] * 5, (512, 2)]
+    assert sorted(i for group in found.groups for i in group.layers) == list(range(26))
+    assert all(windows[i] == group.window for group in found.groups for i in group.layers)
+    assert found.tensor_layers == (5, 11, 17, 23)
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_sliding", "expected"),
+    [
+        (10, 12, [(None, 10), (9, 12)]),
+        (8, 10, [(None, 8), (9, 10)]),
+        (8, 11, [(None, 8), (9, 8), (9, 3)]),
+        (0, 3, [(9, 3)]),
+        (3, 0, [(None, 3)]),
+    ],
+)
+def test_kinds_of_about_equal_number_fill_a_group_each(
+    num_full: int, num_sliding: int, expected: list[tuple[int | None, int]]
+) -> None:
+    assert sizes(layout([None] * num_full + [9] * num_sliding)) == expected
+
+
+def test_layers_that_cannot_share_tensors_form_one_group() -> None:
+    unequal = [spec(None), spec(9, num_kv_heads=4)]
+    assert sizes(lay_out(unequal, 4, 8, FAR, True)) == [(None, 2)]
+    alike_in_window = [spec(9), spec(9, num_kv_heads=4)]
+    assert sizes(lay_out(alike_in_window, 4, 8, FAR, True)) == [(9, 2)]
+    assert sizes(layout([None, 9, 9], hybrid=False)) == [(None, 3)]
+    assert sizes(layout([None] + [9] * MAX_GROUPS)) == [(None, 1 + MAX_GROUPS)]
+
+
+def test_a_window_that_passes_nothing_is_none() -> None:
+    specs = [spec(None), spec(100)]
+    assert sizes(lay_out(specs, 4, 8, 100, True)) == [(None, 2)]
+    assert sizes(lay_out(specs, 4, 8, 101, True)) == [(None, 1), (100, 1)]
+
+
+def test_no_request_needs_more_blocks_than_its_windows_say() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        window, chunk, size = rng.randint(1, 40), rng.randint(1, 40), rng.randint(1, 9)
+        [group] = layout([window], block_size=size, chunk=chunk).kv_groups()
+        held = [
+            (start + count - 1) // size - first_seen(window, start) // size + 1
+            for start in range(100)
+            for count in range(1, chunk + 1)
+        ]
+        assert group.max_blocks is not None
+        assert group.max_blocks - 1 <= max(held) <= group.max_blocks
+
+
+def test_lengths_that_fit_agree_with_what_the_core_is_told() -> None:
+    found = layout([None, 9, 9], block_size=4, chunk=8)
+    assert found.kv_groups() == [KVGroup(), *[KVGroup(9, 5)] * 2]
+    facts = ModelFacts("m", 9, FAR, 4, 99, [], kv_groups=found.kv_groups())
+    for num_blocks in range(60):
+        longest = found.num_tokens_in(num_blocks, 200)
+        assert facts.num_blocks_for(longest) <= num_blocks
+        assert longest == 200 or facts.num_blocks_for(longest + 1) > num_blocks
+
+
+def test_windows_let_longer_texts_fit() -> None:
+    for windows, fitting in ([None, None], 10 * 4 + 1), ([9, 9], 500):
+        found = layout(list(windows), block_size=4, chunk=8)
+        size = size_cache(11 * 80, 80, found, model_len=500, max_model_len=None)
+        assert (size.num_blocks, size.max_model_len) == (11, fitting)
+    with pytest.raises(InsufficientMemory, match="that fits is 21"):
+        size_cache(11 * 80, 80, layout([None, 9]), model_len=500, max_model_len=300)
+
+
+def test_a_block_takes_the_bytes_of_one_group() -> None:
+    specs = [spec(None), spec(9), spec(9)]
+    [index] = lay_out(specs, 4, 8, FAR, True).tensor_layers
+    assert bytes_per_block([specs[index]], 4, torch.bfloat16) == 4 * 2 * (16 + 16) * 2

@@ -1,0 +1,100 @@
+"""No decision of the scheduler changes a token: fp32, greedy and seeded, on a model with windows.
+
+Each way to schedule is compared with the plainest one: whole prompts, one at a time.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, Architecture
+from tests.worker.driving import Run, drive
+from tests.worker.test_parity import BLOCK_SIZE, NUM_PROMPTS, ROOMY, Serve, make_runner
+
+MAX_TOKENS = 12
+SWAP_SPACE_BYTES = 8 << 20
+MODELS = [a for a in ARCHITECTURES if a.name in ("llama", "gemma3")]
+TIGHT = {"llama": 44, "gemma3": 76}
+"""Blocks for which the requests fight."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Options of a scheduler, and what must have happened under them."""
+
+    options: dict[str, object]
+    tight: bool = False
+    preempts: bool = False
+    swaps: bool = False
+    hits: bool = False
+
+
+PLAIN = {"enable_prefix_caching": False, "max_num_batched_tokens": 512}
+EAGER = {"scheduler_reserve_full_isl": False, "max_num_seqs": 16}
+WAYS = {
+    "batched": Way({**PLAIN, "max_num_seqs": 16}),
+    "chunked": Way({**PLAIN, "max_num_seqs": 16, "max_num_batched_tokens": 16}),
+    "cached": Way({"max_num_seqs": 4}, hits=True),
+    "recomputed": Way({**PLAIN, **EAGER}, tight=True, preempts=True),
+    "swapped": Way({**PLAIN, **EAGER, "swap_cost_tokens": 0.0}, True, preempts=True, swaps=True),
+    "swapped and chunked, cheapest first": Way(
+        {**EAGER, "max_num_batched_tokens": 24, "victim_choice": "cheapest"},
+        tight=True,
+        preempts=True,
+        swaps=True,
+    ),
+    "two in flight": Way({**PLAIN, "max_num_seqs": 16, "max_steps_in_flight": 2}),
+    "four in flight, all of it at once": Way(
+        {
+            **EAGER,
+            "max_num_batched_tokens": 24,
+            "max_steps_in_flight": 4,
+            "policy": "shortest",
+            "long_prefill_token_threshold": 8,
+            "max_num_partial_prefills": 3,
+            "elastic_token_budget": True,
+        },
+        tight=True,
+        preempts=True,
+        swaps=True,
+        hits=True,
+    ),
+}
+SAMPLING = {
+    "greedy": [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)] * NUM_PROMPTS,
+    "seeded": [
+        SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=seed, repetition_penalty=1.1
+        )
+        for seed in range(NUM_PROMPTS)
+    ],
+}
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)
+def test_tokens_are_equal_however_they_are_scheduled(
+    architecture: Architecture, serve: Serve
+) -> None:
+    served = serve(architecture)
+    roomy = make_runner(served.directory, ROOMY)
+    tight = make_runner(
+        served.directory, TIGHT[architecture.name], swap_space_bytes=SWAP_SPACE_BYTES
+    )
+    for kind, params in SAMPLING.items():
+        plain = drive(roomy, served.prompts, params, **PLAIN, max_num_seqs=1)
+        for name, way in WAYS.items():
+            options = dict(way.options)
+            if way.tight and not way.swaps:
+                options["num_host_blocks"] = 0
+            run = drive(tight if way.tight else roomy, served.prompts, params, **options)
+            assert run.output_token_ids == plain.output_token_ids, (kind, name)
+            _check_happened(run, way, name)
+
+
+def _check_happened(run: Run, way: Way, name: str) -> None:
+    assert (run.num_preemptions > 0) == way.preempts, name
+    assert (run.num_swaps > 0) == way.swaps, name
+    assert run.num_cached_tokens > 0 or not way.hits, name
+    assert BLOCK_SIZE < 16, "prompts fill several blocks"
