@@ -3,6 +3,7 @@
 from core_proc.kv_cache import Tables
 from core_proc.request import Request
 from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.message import pack_token_ids
 
 _MAX_NEW_IDS = 1_500_000
 """Token and block ids in the data of one step's newcomers. An id takes at most 5 bytes, so they
@@ -81,7 +82,7 @@ class ScheduledStep:
         self.new_reqs.append(
             NewRequestData(
                 req_id=request.req_id,
-                token_ids=request.token_ids.tolist(),
+                token_ids=pack_token_ids(request.token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
                 block_ids=[table.copy() for table in request.block_tables],

@@ -17,7 +17,15 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from protocol.message import Decoder, Message, Record, RequestId, Text, TokenIds
+from protocol.message import (
+    Decoder,
+    Message,
+    PackedTokenIds,
+    Record,
+    RequestId,
+    Text,
+    TokenIds,
+)
 from protocol.sampling import SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -90,7 +98,7 @@ class NewRequestData(Record):
     """A request the worker does not know: new, or resumed after a preemption."""
 
     req_id: RequestId
-    token_ids: TokenIds
+    token_ids: PackedTokenIds
     """Prompt and outputs so far."""
     num_prompt_tokens: Annotated[int, Meta(ge=1)]
     """The first so many of `token_ids` are the prompt; outputs stay outputs."""
@@ -135,7 +143,8 @@ class SchedulerOutput(Message):
     swap_out: BlockCopies = field(default_factory=BlockCopies)
     """From the pool to the host, before anything else happens in this step."""
     swap_in: BlockCopies = field(default_factory=BlockCopies)
-    """From the host to the pool: after `swap_out`, before the step computes."""
+    """From the host to the pool, to blocks of requests that are new in this step: after
+    `swap_out`, before the step computes."""
 
 
 class Sleep(Message):

@@ -6,6 +6,9 @@ defaults, and never reorder them. docs/protocol.md describes the wire for other 
 """
 
 import struct
+import sys
+from array import array
+from collections.abc import Iterable
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -20,6 +23,34 @@ _HEADER = struct.Struct("<HHIQ")
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=2**21)]
+PackedTokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 2**21)]
+"""Ids as unsigned 32-bit numbers, lowest byte first: nothing is spent on each of a long prompt."""
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> bytes:
+    """Put ids together; an array of type "I" is copied as it is."""
+    ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+    return _little_endian(ids).tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """Take ids apart.
+
+    Raises:
+        ProtocolError: there is a rest.
+    """
+    if len(packed) % 4:
+        raise ProtocolError(f"packed token ids have {len(packed)} bytes, no multiple of 4")
+    return _little_endian(array("I", packed)).tolist()
+
+
+def _little_endian(ids: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        ids = ids[:]
+        ids.byteswap()
+    return ids
+
+
 RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from protocol.core_worker import BlockCopies, ModelFacts, NewRequestData, SchedulerOutput
+from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
 
 NULL_BLOCK = 0
@@ -122,7 +123,8 @@ class Mirror:
         name = f"new request {new.req_id}"
         if new.req_id in self._requests:
             raise MirrorError(f"{name} is mirrored already")
-        known = len(new.token_ids)
+        token_ids = unpack_token_ids(new.token_ids)
+        known = len(token_ids)
         if not new.num_prompt_tokens <= known <= self._facts.max_model_len:
             raise MirrorError(
                 f"{name} has {known} tokens, outside num_prompt_tokens {new.num_prompt_tokens}"
@@ -135,12 +137,12 @@ class Mirror:
                 f"{name} has {new.num_cached_tokens} cached tokens"
                 f" and {new.num_computed_tokens} computed ones"
             )
-        if max(new.token_ids) >= self._facts.vocab_size:
+        if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
         self._requests[new.req_id] = MirroredRequest(
             req_id=new.req_id,
-            token_ids=list(new.token_ids),
+            token_ids=token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
             sampling_params=new.sampling_params,
             block_tables=[list(table) for table in new.block_ids],

@@ -17,7 +17,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     decode_from_core,
 )
-from protocol.message import encode
+from protocol.message import encode, unpack_token_ids
 
 SampleFn = Callable[[int, int], int]
 """From request id and output position to the token."""
@@ -123,13 +123,14 @@ class FakeWorker:
 
     def _add(self, new: NewRequestData) -> None:
         assert new.req_id not in self.mirror
-        assert new.num_cached_tokens in (new.num_computed_tokens, len(new.token_ids))
+        token_ids = unpack_token_ids(new.token_ids)
+        assert new.num_cached_tokens in (new.num_computed_tokens, len(token_ids))
         assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
         assert len({len(table) for table in new.block_ids}) == 1
         assert len(new.block_ids) == len(self._windows)
         self.mirror[new.req_id] = MirroredRequest(
             new,
-            new.token_ids.copy(),
+            token_ids,
             [table.copy() for table in new.block_ids],
             new.num_computed_tokens,
         )

@@ -10,6 +10,7 @@ from protocol.core_worker import (
     NewRequestData,
     SchedulerOutput,
 )
+from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.core.fake_worker import FakeWorker
 
@@ -25,7 +26,7 @@ def new(
     first_token: int = 10,
 ) -> NewRequestData:
     """A request of tokens that count up; requests that begin with the same one are alike."""
-    tokens = list(range(first_token, first_token + num_tokens))
+    tokens = pack_token_ids(range(first_token, first_token + num_tokens))
     return NewRequestData(
         req_id, tokens, num_tokens, SamplingParams(), list(tables), computed, computed
     )

@@ -16,6 +16,7 @@ from protocol.core_worker import (
     NewRequestData,
     SchedulerOutput,
 )
+from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import MAX_STEPS, across_the_wire
 from worker_proc.mirror import NULL_BLOCK, first_seen
@@ -133,7 +134,7 @@ class StandIn:
                     self._free_host += host.values()
                 request.host_blocks = []
                 had = request.num_computed
-                text = (request.token_ids, len(request.prompt), request.params)
+                text = (pack_token_ids(request.token_ids), len(request.prompt), request.params)
                 news.append(NewRequestData(request.req_id, *text, tables, had, had))
                 break
         return news, into

@@ -13,6 +13,7 @@ from protocol.core_worker import (
     NewRequestData,
     SchedulerOutput,
 )
+from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from worker_proc.mirror import Mirror, MirrorError
 
@@ -41,7 +42,7 @@ def new(
         blocks = range(first, first + -(-num_tokens // BLOCK_SIZE))
     return NewRequestData(
         req_id=req_id,
-        token_ids=list(range(10, 10 + num_tokens)),
+        token_ids=pack_token_ids(range(10, 10 + num_tokens)),
         num_prompt_tokens=num_tokens,
         sampling_params=SamplingParams(),
         block_ids=[list(blocks)],

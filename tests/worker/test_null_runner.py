@@ -15,6 +15,7 @@ from protocol.core_worker import (
     NewRequestData,
     SchedulerOutput,
 )
+from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
@@ -155,7 +156,7 @@ def test_a_request_comes_back_from_the_host() -> None:
     runner.execute(swapping(step(1, 0, preempted=[1]), BlockCopies([1, 2, 3, 4], [5, 6, 7, 8])))
     back = msgspec.structs.replace(
         two_tables(1, [2, 1, 9], [4, 3, 8]),
-        token_ids=[*range(10, 18), 50],
+        token_ids=pack_token_ids([*range(10, 18), 50]),
         num_computed_tokens=8,
         num_cached_tokens=8,
     )

