@@ -4,7 +4,6 @@ One thread. It sleeps in one poll until a message, a death or the next report is
 waits for a worker or a client: what cannot be sent now is kept, within bounds, for the next round.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from core_proc.stats import StatsLine
 from core_proc.watch import DeathWatch
 from core_proc.worker_link import WorkerLink
 from core_proc.workers import WorkerGroup
+from protocol import garbage
 from protocol.api_core import EngineState, PauseMode
 from protocol.channel import HighWaterMark, RouterChannel
 from protocol.lifecycle import Drain, Stop
@@ -60,8 +60,7 @@ class CoreLoop:
 
     def run(self) -> None:
         """Serve until the supervisor says Stop."""
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
         while not self._stopped:
             self.turn(self._poll_ms())
 

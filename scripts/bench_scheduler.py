@@ -1,8 +1,7 @@
 """Measure the scheduler alone: `python -m scripts.bench_scheduler [--json]`.
 
 The real scheduler, KV manager and prefix cache, without sockets and without a worker: every step is
-answered at once with a token for whoever sampled. What is timed is what the core does per step and
-per request. Nothing else is inside the clock.
+answered at once with a token for whoever sampled, outside the clock.
 """
 
 import argparse
@@ -20,6 +19,7 @@ from core_proc.engine import EngineCore
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
+from protocol import garbage
 from protocol.api_core import AddRequest, decode_from_client
 from protocol.config import EngineConfig, SchedulerConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput
@@ -119,12 +119,13 @@ class Report(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _production_gc() -> Iterator[None]:
-    """Collect and freeze as the core's loop does before its first request; then it stays on."""
+    """Treat the garbage collector as the core does before its first request; then it stays on."""
+    thresholds = gc.get_threshold()
     gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    garbage.settle()
     yield
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
 def _prompt(req_id: int, num_tokens: int) -> list[int]:

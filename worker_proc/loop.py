@@ -3,13 +3,13 @@
 A worker whose core dies keeps its weights, reconnects and is adopted by the next core.
 """
 
-import gc
 import logging
 import os
 import time
 
 import zmq
 
+from protocol import garbage
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.core_worker import Adopt, decode_from_core
 from protocol.lifecycle import Drain, Stop
@@ -48,8 +48,7 @@ class WorkerLoop:
         Raises:
             Exception: what a step raised, after the core was told.
         """
-        gc.collect()
-        gc.freeze()
+        garbage.settle()
         while self.turn(self._poll_ms()):
             pass
 

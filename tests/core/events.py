@@ -91,10 +91,12 @@ def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> Schedule
     """
     settings = dict(drawn)
     room, windows, block_size = settings.pop("room"), settings.pop("windows"), drawn["block_size"]
-    chunk = max(drawn["max_num_batched_tokens"], drawn["max_num_scheduled_tokens"] or 0)
+    chunk = drawn["max_num_batched_tokens"]
     groups = tuple(make_group(window, chunk, block_size) for window in windows)
     if not drawn["long_prefill_token_threshold"]:
         settings["max_long_partial_prefills"] = 0
+    if drawn["max_num_scheduled_tokens"] is not None:
+        settings["max_num_scheduled_tokens"] = min(chunk, drawn["max_num_scheduled_tokens"])
     longest = min(MAX_PROMPT + MAX_OUTPUTS, drawn["max_model_len"]) - 1
     settings["num_blocks"] = 2 + int(room * num_blocks_for(longest, block_size, groups))
     return SchedulerOptions(

@@ -259,7 +259,7 @@ class Machine:
         total = message.total_num_scheduled_tokens
         assert total or message.preempted_req_ids or message.finished_req_ids
         mode = self.scheduler.pause_mode
-        assert total <= (0 if mode is PauseMode.PAUSED_ALL else max(budget, options.token_budget))
+        assert total <= (0 if mode is PauseMode.PAUSED_ALL else budget)
         assert mode is PauseMode.RUNNING or not message.scheduled_new_reqs
         counts = message.num_scheduled_tokens.values()
         if not is_elastic and not options.long_prefill_token_threshold_adaptive:
