@@ -121,7 +121,6 @@ class Report(msgspec.Struct, frozen=True):
 def _production_gc() -> Iterator[None]:
     """Treat the garbage collector as the core does before its first request; then it stays on."""
     thresholds = gc.get_threshold()
-    gc.unfreeze()
     garbage.settle()
     yield
     gc.unfreeze()
