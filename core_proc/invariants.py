@@ -18,9 +18,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     running, waiting = scheduler.running, scheduler.waiting.in_order()
     options = scheduler.options
     check_blocks(scheduler.kv, scheduler.holders())
-    is_elastic = options.elastic_token_budget
-    budget = options.max_num_batched_tokens if is_elastic else options.token_budget
-    assert scheduler.largest_step <= budget
+    stretched = options.max_num_batched_tokens if options.elastic_token_budget else 0
+    assert scheduler.largest_step <= max(options.token_budget, stretched)
     assert scheduler.num_accepted == scheduler.num_ended + len(scheduler.requests)
     assert len(running) <= options.max_num_running
     assert len(scheduler.in_flight) <= options.max_steps_in_flight

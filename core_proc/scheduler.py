@@ -252,7 +252,7 @@ class Scheduler(Roster):
         """While nobody waits, give what the step has left to prompts that it has cut."""
         if self.waiting.front() is not None or step.ran_out_of_blocks:
             return
-        step.extend(self.options.max_num_batched_tokens - self.options.token_budget)
+        step.extend(max(0, self.options.max_num_batched_tokens - self.options.token_budget))
         for request in self.running:
             num_left = request.num_tokens - request.num_computed_tokens
             if num_left > 0 and step.budget > 0:

@@ -352,6 +352,12 @@ def validate(config: EngineConfig) -> EngineConfig:
 
 def _validate_scheduler(scheduler: SchedulerConfig) -> None:
     """A switch that would do nothing is refused, so that nobody believes in it."""
+    scheduled = scheduler.max_num_scheduled_tokens
+    if scheduled is not None and scheduled > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"max_num_scheduled_tokens {scheduled} must be at most max_num_batched_tokens "
+            f"{scheduler.max_num_batched_tokens}"
+        )
     long_prefills, prefills = (
         scheduler.max_long_partial_prefills,
         scheduler.max_num_partial_prefills,
