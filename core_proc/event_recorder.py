@@ -1,7 +1,7 @@
 """Writes down what becomes known to the prefix cache and what is forgotten."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from core_proc.request import Request
@@ -69,19 +69,31 @@ class EventRecorder:
     def take(self) -> list[KVEvent]:
         """Return what has happened since the last call, neighbours of one kind put together."""
         happened, self._happened = self._happened, []
-        return self._merged(happened)
+        return list(self._merged(happened))
 
-    def snapshot(self) -> list[KVEvent]:
-        """Return events that tell an empty cache all that is cached now."""
-        return self._merged(self._stored.values())
+    def snapshot(self) -> Iterator[KVEvent]:
+        """Return events that tell an empty cache all that is cached at the time of the call.
 
-    def _merged(self, happened: Iterable[_Happening]) -> list[KVEvent]:
-        merged: list[KVEvent] = []
+        They are made as they are asked for: all of a large cache at once would take long.
+        """
+        return self._merged(list(self._stored.values()))
+
+    def _merged(self, happened: Iterable[_Happening]) -> Iterator[KVEvent]:
+        """Put events together; those of different groups may change places."""
+        latest: dict[int, BlocksStored | BlocksRemoved] = {}
         for item in happened:
+            if isinstance(item, AllBlocksCleared):
+                yield from latest.values()
+                latest.clear()
+                yield item
+                continue
             event = self._event(item) if isinstance(item, _Content) else item
-            if not (merged and _join(merged[-1], event)):
-                merged.append(event)
-        return merged
+            before = latest.get(event.group)
+            if before is None or not _join(before, event):
+                if before is not None:
+                    yield before
+                latest[event.group] = event
+        yield from latest.values()
 
     def _event(self, content: _Content) -> BlocksStored:
         block_hash, parent_hash, token_ids, group, cache_salt, adapter_id = content
@@ -100,11 +112,9 @@ _MAX_JOINED = 256
 """Hashes in one event."""
 
 
-def _join(last: KVEvent, event: KVEvent) -> bool:
-    """Add an event to the last one, if they are neighbours of one kind."""
-    if isinstance(last, AllBlocksCleared) or isinstance(event, AllBlocksCleared):
-        return False
-    if last.group != event.group or len(last.block_hashes) >= _MAX_JOINED:
+def _join(last: BlocksStored | BlocksRemoved, event: BlocksStored | BlocksRemoved) -> bool:
+    """Add an event to the last one of its group, if they are of one kind and go on."""
+    if len(last.block_hashes) >= _MAX_JOINED:
         return False
     if isinstance(last, BlocksStored) and isinstance(event, BlocksStored):
         if event.parent_hash != last.block_hashes[-1]:

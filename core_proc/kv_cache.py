@@ -9,7 +9,9 @@ the same pool: what their window has passed is given back, and a hit needs only 
 """
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from core_proc.block_pool import NULL_BLOCK, BlockPool
@@ -18,6 +20,8 @@ from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol.core_worker import KVGroup
 from protocol.kv_events import KVEvent
+
+log = logging.getLogger("troika.core")
 
 Tables = list[list[int]]
 """Block ids, one list per KV group, all equally long."""
@@ -140,9 +144,9 @@ class KVCacheManager:
         """Return what has happened to the cache since the last call, if that is recorded."""
         return [] if self._recorder is None else self._recorder.take()
 
-    def snapshot_events(self) -> list[KVEvent]:
-        """Return events that tell an empty cache all that is cached now."""
-        return [] if self._recorder is None else self._recorder.snapshot()
+    def snapshot_events(self) -> Iterator[KVEvent]:
+        """Return events that tell an empty cache all that is cached now; made when asked for."""
+        return iter(()) if self._recorder is None else self._recorder.snapshot()
 
     # Blocks -------------------------------------------------------------------------------------
 
@@ -291,12 +295,13 @@ class KVCacheManager:
         """Number of computed tokens up to which single tokens need neither a block nor a hash."""
         return len(request.block_tables[0]) * self.block_size - self.enable_prefix_caching
 
-    def num_blocks_held(self, request: Request, besides: Tables) -> int:
-        """Blocks that only the request holds, and that are not among others that are wanted."""
+    def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
+        """Blocks that nobody but these requests holds, and that are not wanted anyway."""
+        held = Counter(i for r in requests for table in r.block_tables for i in table)
+        for block_id in {NULL_BLOCK}.union(*besides):
+            del held[block_id]
         ref_count = self.pool.ref_count
-        wanted = {block_id for table in besides for block_id in table}
-        tables = request.block_tables
-        return sum(ref_count(i) == 1 and i not in wanted for table in tables for i in table)
+        return sum(ref_count(block_id) == count for block_id, count in held.items())
 
     def num_shared_blocks(self, request: Request) -> int:
         """Blocks of the request's text that others hold too, and so keep cached."""
@@ -304,11 +309,15 @@ class KVCacheManager:
         return sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
 
     def forget_uncomputed(self, request: Request) -> None:
-        """Drop the hashes of blocks that were to be filled by a step that will not be sent."""
+        """Drop the hashes of blocks that were to be filled by a step that will not be sent.
+
+        What somebody else holds too was a hit, and has been filled.
+        """
         first = request.num_computed_tokens // self.block_size
         for table in request.block_tables:
             for block_id in live_blocks(table[first : request.num_hashed_blocks]):
-                self.pool.forget(block_id)
+                if self.pool.ref_count(block_id) == 1:
+                    self.pool.forget(block_id)
         request.num_hashed_blocks = min(first, request.num_hashed_blocks)
 
     def free(self, request: Request) -> None:
@@ -316,7 +325,12 @@ class KVCacheManager:
 
         Steps in flight may still write to these blocks: see `_free_passed`.
         """
-        self._remember_full_blocks(request, request.num_computed_tokens)
+        try:
+            self._remember_full_blocks(request, request.num_computed_tokens)
+        except Exception:
+            # Nobody needs these hashes, and the blocks must come back.
+            log.exception("blocks of request %d are not cached", request.req_id)
+            self.forget_uncomputed(request)
         self.discard(request)
 
     def discard(self, request: Request) -> None:

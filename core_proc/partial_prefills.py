@@ -21,8 +21,8 @@ class PartialPrefills:
         self._num_long = 0
 
     def is_long(self, request: Request) -> bool:
-        """Whether the request falls under the limit on long ones."""
-        return self._most_long > 0 and request.num_tokens > self._threshold
+        """Whether the request falls under the limit on long ones: a matter of its prompt."""
+        return self._most_long > 0 and request.num_prompt_tokens > self._threshold
 
     def follow(self, request: Request) -> None:
         """Count a running request, or not, according to how far it is computed now."""

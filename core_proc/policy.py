@@ -3,6 +3,8 @@
 To add one, subclass `Policy`, and name it in `POLICIES`.
 """
 
+import heapq
+
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 
@@ -16,7 +18,7 @@ class Policy:
         """Take what the policy needs of the options."""
 
     def order(self, request: Request) -> Key:
-        """Place in the waiting queue, smallest first; constant while the request waits."""
+        """Place in the waiting queue, smallest first; asked whenever the request is queued."""
         raise NotImplementedError
 
     def victim(self, request: Request) -> Key:
@@ -95,11 +97,13 @@ class Fair(Policy):
 
     Start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's requests follow each other on its
     own line of virtual time, each as long as its tokens divided by the weight, and whoever starts
-    earliest is next. Outputs are charged when they are known, at the end. A tenant that was idle
-    begins at the present: it has saved nothing up.
+    earliest is next. Outputs are charged when they are known, at the end, and what never ran is
+    not charged. A tenant that was idle begins at the present: it has saved nothing up.
     """
 
     MIN_PRUNED = 1024
+    MAX_TENANTS = 65_536
+    """Past it the accounts that are least ahead are forgotten, and begin at the present."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._weights = options.tenant_weights
@@ -110,19 +114,24 @@ class Fair(Policy):
     def _charge(self, tenant: str, start: float, num_tokens: int) -> None:
         self._line_ends[tenant] = start + num_tokens / self._weights.get(tenant, 1.0)
         if len(self._line_ends) > self._prune_at:
-            self._line_ends = {t: end for t, end in self._line_ends.items() if end > self._now}
+            ahead = ((end, tenant) for tenant, end in self._line_ends.items() if end > self._now)
+            kept = heapq.nlargest(self.MAX_TENANTS // 2, ahead)
+            self._line_ends = {tenant: end for end, tenant in kept}
             self._prune_at = max(self.MIN_PRUNED, 2 * len(self._line_ends))
 
     def arrived(self, request: Request) -> None:
         request.virtual_start = max(self._now, self._line_ends.get(request.tenant, 0.0))
-        self._charge(request.tenant, request.virtual_start, request.num_tokens)
+        self._charge(request.tenant, request.virtual_start, request.num_arrived_tokens)
 
     def admitted(self, request: Request) -> None:
         self._now = max(self._now, request.virtual_start)
 
     def left(self, request: Request) -> None:
         end = self._line_ends.get(request.tenant, self._now)
-        self._charge(request.tenant, end, request.num_output_tokens)
+        has_run = request.num_cached_tokens is not None
+        num_charged = request.num_arrived_tokens
+        num_due = request.num_tokens - num_charged if has_run else -num_charged
+        self._charge(request.tenant, end, num_due)
 
     def order(self, request: Request) -> Key:
         return (request.virtual_start, request.arrival_index)

@@ -83,6 +83,7 @@ class Request:
         "cache_salt",
         "finish_reason",
         "max_num_tokens",
+        "num_arrived_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_hashed_blocks",
@@ -133,6 +134,8 @@ class Request:
         """Prompt and outputs; only tokens that have arrived from the worker."""
         self.token_ids.extend(output_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_arrived_tokens = len(self.token_ids)
+        """Tokens that it came with: the prompt, and outputs of an earlier life."""
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

@@ -149,16 +149,19 @@ class Roster:
         request.finish(reason, stop)
         del self.requests[request.req_id]
         self.num_ended += 1
-        if request.req_id in self._loading:
-            pass
-        elif reason is FinishReason.ERROR:
-            self.kv.forget_uncomputed(request)
-            self.kv.discard(request)  # without hashing, which may be what has failed
-        elif request.block_tables:
-            self.kv.free(request)
+        if request.block_tables and request.req_id not in self._loading:
+            self._give_back(request, reason)
         self.swapper.drop(request)
         self.partial_prefills.drop(request)
         self.policy.left(request)
+
+    def _give_back(self, request: Request, reason: FinishReason) -> None:
+        if reason is not FinishReason.ERROR:
+            self.kv.free(request)
+            return
+        # What it was to compute may not come, and its hashing may be what has failed.
+        self.kv.forget_uncomputed(request)
+        self.kv.discard(request)
 
     def abort_request(self, req_id: int) -> Request | None:
         """End a request in whatever state; its blocks are free at once, late tokens are ignored.
@@ -182,7 +185,8 @@ class Roster:
     def _end(self, req_id: int, reason: FinishReason) -> Request | None:
         request = self.requests.get(req_id)
         if request is not None:
-            self._leave_running(request)
+            if request.status is RequestStatus.RUNNING:
+                self._leave_running(request)
             self.finish(request, reason)
         return request
 
@@ -208,23 +212,23 @@ class Roster:
     def preempt(self, victim: Request) -> None:
         """Take the blocks of a running request; it waits again, with its outputs kept."""
         self._leave_running(victim)
+        if self.victims.is_swapped(victim):
+            self.swapper.take_out(victim)
         self._evict(victim)
 
     def preempt_all(self) -> None:
-        """Take the blocks of all that run; their order stays."""
+        """Take the blocks of all that run, as all KV is to be forgotten; their order stays."""
         victims, self.running = self.running, []
         for victim in victims:
             self._evict(victim)
 
     def _evict(self, victim: Request) -> None:
-        if self.victims.is_swapped(victim):
-            self.swapper.take_out(victim)
         # Steps in flight still owe it these: they come while it waits.
         victim.num_late_tokens = victim.num_pending_tokens
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self._preempted_req_ids.append(victim.req_id)
         self._requeue(victim)
+        self._preempted_req_ids.append(victim.req_id)
 
     def _requeue(self, request: Request) -> None:
         self.kv.free(request)

@@ -15,7 +15,7 @@ once: whoever gets them next writes after the steps in flight.
 import logging
 from collections import deque
 
-from core_proc.kv_cache import Tables
+from core_proc.admission import Admission, Room
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.results import StepResult
@@ -39,8 +39,7 @@ class Scheduler(Roster):
         self.next_step_id = 0
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Step id and who samples, for every step whose output is due, oldest first."""
-        self._watermark_blocks = int(options.watermark * options.num_blocks)
-        self._may_reserve = options.scheduler_reserve_full_isl
+        self._admission = Admission(options, self.kv, self.partial_prefills)
 
     # A step -------------------------------------------------------------------------------------
 
@@ -57,7 +56,7 @@ class Scheduler(Roster):
         budget = 0 if mode is PauseMode.PAUSED_ALL else options.token_budget
         step = ScheduledStep(budget, self._threshold())
         self._schedule_running(step)
-        if mode is PauseMode.RUNNING and not step.ran_out_of_blocks:
+        if mode is not PauseMode.PAUSED_ALL and not step.ran_out_of_blocks:
             self._schedule_waiting(step)
         if options.elastic_token_budget and mode is not PauseMode.PAUSED_ALL:
             self._stretch(step)
@@ -66,7 +65,8 @@ class Scheduler(Roster):
     def _threshold(self) -> int:
         threshold = self.options.long_prefill_token_threshold
         if self.options.long_prefill_token_threshold_adaptive and self.requests:
-            return max(threshold, self.options.max_num_batched_tokens // len(self.requests))
+            share = self.options.max_num_batched_tokens // len(self.requests)
+            return max(threshold, share)
         return threshold
 
     def _schedule_running(self, step: ScheduledStep) -> None:
@@ -157,92 +157,61 @@ class Scheduler(Roster):
         """Return who would be admitted next.
 
         While it is owed late tokens, a preempted request does not know where it continues, and
-        all others wait for it.
+        all others wait for it. While new ones are kept out, those that have run before are not.
         """
-        request = self.waiting.front(with_long=self.partial_prefills.has_room_for_long)
+        with_long = self.partial_prefills.has_room_for_long
+        if self.pause_mode is PauseMode.PAUSED_NEW:
+            request = self.waiting.front_of(_has_begun, with_long=with_long)
+        else:
+            request = self.waiting.front(with_long=with_long)
         return None if request is None or request.num_late_tokens else request
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
         """Let a waiting request run, if tokens and blocks suffice."""
-        if self._may_reserve and self.kv.still_refuses(request):
+        if self._admission.still_refuses(request):
             return False
-        hits, computed, num_cached = self._beginning(request)
-        num_new = self._first_chunk(request, request.num_tokens - computed, step, step.budget)
-        if num_new == 0 or not self.kv.admit(
-            request,
-            hits,
-            start=computed,
-            num_tokens=computed + num_new,
-            num_reserved=request.num_tokens if self._may_reserve else 0,
-            headroom=self._watermark_blocks if self.running else 0,
-        ):
+        candidate = self._admission.candidate(request)
+        num_new = self._admission.first_chunk(candidate, step, step.budget)
+        if num_new == 0 or not self._admission.take_blocks(candidate, num_new, len(self.running)):
             return False
+        request.num_computed_tokens = candidate.start
         if request.swapped_out is not None:
-            self.swapper.bring_in(request, len(hits[0]))
+            self.swapper.bring_in(request, len(candidate.hits[0]))
         # Whatever could fail for this request alone has been done by the time that it runs.
         self.policy.admitted(request)
-        step.introduce(request, computed, num_cached)
-        self.start(request, computed)
+        step.introduce(request, candidate.start, candidate.num_cached)
+        self.start(request, candidate.start)
         self._grant(request, num_new, step)
         return True
-
-    def _beginning(self, request: Request) -> tuple[Tables, int, int]:
-        """Find out what a waiting request need not compute.
-
-        Returns:
-            Blocks from the prefix cache; the position where computing begins; and the number of
-            tokens whose KV exists. At least one token is computed, for the logits; if its KV
-            exists too, that stays.
-        """
-        hits = self.kv.find_cached_prefix(request)
-        num_cached = len(hits[0]) * self.kv.block_size
-        if request.swapped_out is not None:
-            num_cached = max(num_cached, request.swapped_out.num_computed_tokens)
-        return hits, min(num_cached, request.num_tokens - 1), num_cached
-
-    def _first_chunk(
-        self, request: Request, num_left: int, step: ScheduledStep, budget: int
-    ) -> int:
-        """Tokens of `budget` that a request may begin with in this step; 0: it must wait."""
-        num_blocks = self.kv.num_blocks_for(request.num_tokens) * len(self.options.kv_groups)
-        if not step.can_introduce(request, num_blocks):
-            return 0
-        num_new = step.limit(request, num_left)
-        if num_new > budget:
-            # Without chunking it waits for a step that holds all of it; if none can, it is cut.
-            if not self.options.enable_chunked_prefill and budget < self.options.token_budget:
-                return 0
-            num_new = budget
-        if num_new < num_left and not self.partial_prefills.has_room:
-            return 0
-        return num_new
 
     def _make_room(self, request: Request, step: ScheduledStep) -> bool:
         """Preempt less important requests for the one that waits in front, if that lets it in.
 
         Whoever was admitted in this step counts on blocks that others fill in it, so nobody is
         preempted any more after an admission.
+
+        Returns:
+            Whether anybody was preempted.
         """
         if not self.options.preempt_for_priority or step.new_reqs:
             return False
-        rank, policy = self.policy.rank(request), self.policy
-        lesser = [other for other in self.running if policy.rank(other) > rank]
-        hits, computed, _ = self._beginning(request)
-        budget = step.budget + sum(map(step.num_granted, lesser))
-        num_new = self._first_chunk(request, request.num_tokens - computed, step, budget)
-        if not lesser or num_new == 0:
+        rank = self.policy.rank(request)
+        lesser = [other for other in self.running if self.policy.rank(other) > rank]
+        if not lesser:
             return False
-        wanted = (computed, computed + num_new, request.num_tokens if self._may_reserve else 0)
-        headroom = self._watermark_blocks if len(lesser) < len(self.running) else 0
-        num_gained = sum(self.kv.num_blocks_held(other, hits) for other in lesser)
-        if self.kv.num_missing_blocks(hits, *wanted) + headroom > num_gained:
+        candidate = self._admission.candidate(request)
+        without_them = Room(
+            step.budget + step.num_granted_to(lesser),
+            len(self.running) - len(lesser),
+            self.kv.num_blocks_gained(lesser, candidate.hits),
+        )
+        if not self._admission.fits(candidate, step, without_them):
             return False
         before = self.num_preemptions
-        while lesser and (
-            len(self.running) >= self.options.max_num_running
-            or step.budget < num_new
-            or self.kv.num_missing_blocks(hits, *wanted) + headroom > 0
-        ):
+        while lesser:
+            room = Room(step.budget, len(self.running))
+            if self._admission.fits(candidate, step, room):
+                break
             victim = self.victims.choose(lesser)
             lesser.remove(victim)
             self._preempt(victim, step)
@@ -253,19 +222,36 @@ class Scheduler(Roster):
         if self.waiting.front() is not None or step.ran_out_of_blocks:
             return
         step.extend(max(0, self.options.max_num_batched_tokens - self.options.token_budget))
-        for request in self.running:
+        cut = [r for r in self.running if r.num_tokens > r.num_computed_tokens]
+        for request in cut:
+            if step.budget == 0:
+                break
             num_left = request.num_tokens - request.num_computed_tokens
-            if num_left > 0 and step.budget > 0:
-                num_new = min(step.limit(request, num_left), step.budget)
-                if self._grow(request, num_new, step, again=True):
+            num_new = min(step.limit(request, num_left), step.budget)
+            had = step.granted.get(request.req_id, 0)
+            try:
+                if self._grow(request, num_new, step, again=had > 0):
                     self._grant(request, num_new, step)
-        step.sampling.sort(key=lambda request: request.admission_index)
+            except Exception as error:
+                self._fail(request, step, error)
+        if cut:
+            step.sampling.sort(key=lambda request: request.admission_index)
 
     def _fail(self, request: Request, step: ScheduledStep, error: Exception) -> None:
-        """End a request that cannot be scheduled, and nothing else."""
+        """End a request that cannot be scheduled, and nothing else.
+
+        Not so where an assertion failed: then the books are wrong, and only a core that starts anew
+        has right ones.
+        """
+        if isinstance(error, AssertionError):
+            raise error
         log.error("request %d cannot be scheduled", request.req_id, exc_info=error)
         request.num_computed_tokens -= step.withdraw(request)
+        was_introduced = step.forget_newcomer(request)
+        self.swapper.cancel(request)
         self.fail_request(request.req_id, f"{type(error).__name__}: {error}")
+        if was_introduced:  # the worker never hears of it
+            self._finished_req_ids.remove(request.req_id)
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:
         """Turn the grants into the message and remember who will sample."""
@@ -366,3 +352,8 @@ class Scheduler(Roster):
     def num_common_prefix_blocks(self) -> int:
         """Leading blocks that all running requests share, for cascade attention."""
         return self.kv.num_common_prefix_blocks(self.running)
+
+
+def _has_begun(request: Request) -> bool:
+    """Whether a request has been admitted before, here or in an earlier life."""
+    return request.num_cached_tokens is not None or request.num_output_tokens > 0

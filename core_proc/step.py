@@ -1,5 +1,7 @@
 """What one step grants, while the scheduler puts it together."""
 
+from collections.abc import Sequence
+
 from core_proc.kv_cache import Tables
 from core_proc.request import Request
 from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
@@ -91,6 +93,12 @@ class ScheduledStep:
             )
         )
 
+    def forget_newcomer(self, request: Request) -> bool:
+        """Leave out a request again; returns whether it had been introduced in this step."""
+        before = len(self.new_reqs)
+        self.new_reqs = [new for new in self.new_reqs if new.req_id != request.req_id]
+        return len(self.new_reqs) < before
+
     def grant(self, request: Request, num_tokens: int) -> None:
         """Hand out tokens."""
         self.budget -= num_tokens
@@ -98,9 +106,10 @@ class ScheduledStep:
             self._scored_left -= num_tokens
         self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
 
-    def num_granted(self, request: Request) -> int:
-        """Tokens that a request has got in this step."""
-        return self.granted.get(request.req_id, int(request in self.sampling))
+    def num_granted_to(self, requests: Sequence[Request]) -> int:
+        """Tokens that these requests have got in this step, all together."""
+        sampling = set(self.sampling)
+        return sum(self.granted.get(r.req_id, int(r in sampling)) for r in requests)
 
     def add_blocks(self, request: Request, new_blocks: Tables) -> None:
         """Tell the worker that the tables of a request, known or introduced, have grown."""
@@ -115,12 +124,14 @@ class ScheduledStep:
         Returns:
             The number of tokens it was for; 0 if there was none.
         """
-        num_tokens = self.num_granted(request)
+        num_tokens = self.num_granted_to([request])
         self.granted.pop(request.req_id, None)
         if request in self.sampling:
             self.sampling.remove(request)
         self.grown.pop(request.req_id, None)
         self.budget += num_tokens
+        if request.sampling_params.prompt_logprobs is not None:
+            self._scored_left += num_tokens
         return num_tokens
 
     def message(

@@ -20,7 +20,9 @@ class Swapper:
         self._block_size = options.block_size
         self._cost_tokens = options.swap_cost_tokens
         self._num_blocks = options.num_host_blocks
-        self._free = list(range(options.num_host_blocks))
+        self._num_touched = 0
+        """The first so many have been used; none of the others is in `_free` yet."""
+        self._free: list[int] = []
         self._out = BlockCopies()
         self._in = BlockCopies()
         self._leaving: list[int] = []
@@ -31,14 +33,24 @@ class Swapper:
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the host that hold nothing."""
-        return len(self._free) + len(self._leaving)
+        return self._num_usable + len(self._leaving)
+
+    @property
+    def _num_usable(self) -> int:
+        return len(self._free) + self._num_blocks - self._num_touched
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_touched += 1
+        return self._num_touched - 1
 
     def prefers(self, victim: Request, num_lost_tokens: int) -> bool:
         """Whether copying is possible, and cheaper than computing `num_lost_tokens` again."""
         if not self._num_blocks:
             return False
         num_blocks = sum(map(len, self._computed(victim)))
-        if num_blocks == 0 or num_blocks > len(self._free):
+        if num_blocks == 0 or num_blocks > self._num_usable:
             return False
         return num_blocks * self._cost_tokens < num_lost_tokens
 
@@ -58,7 +70,7 @@ class Swapper:
             host_table = [NO_BLOCK] * end
             for index, block_id in enumerate(table[:end]):
                 if block_id != NULL_BLOCK:
-                    host_table[index] = self._free.pop()
+                    host_table[index] = self._take()
                     self._out.device_block_ids.append(block_id)
                     self._out.host_block_ids.append(host_table[index])
             host_tables.append(host_table)
@@ -75,6 +87,13 @@ class Swapper:
                     self._in.device_block_ids.append(table[index])
                     self._in.host_block_ids.append(host_table[index])
         self.drop(request)
+
+    def cancel(self, request: Request) -> None:
+        """Copy nothing into the blocks of a request that gives them back before the step."""
+        held = {block_id for table in request.block_tables for block_id in table}
+        columns = zip(self._in.device_block_ids, self._in.host_block_ids, strict=True)
+        left = [pair for pair in columns if pair[0] not in held]
+        self._in = BlockCopies([pair[0] for pair in left], [pair[1] for pair in left])
 
     def drop(self, request: Request) -> None:
         """Give back the host's blocks of a request that does not need them any more."""
@@ -94,7 +113,7 @@ class Swapper:
 
     def forget(self) -> None:
         """The worker is gone, or asleep: what the host held is lost, and no copies are due."""
-        self._free = list(range(self._num_blocks))
+        self._free, self._num_touched = [], 0
         self._out, self._in, self._leaving = BlockCopies(), BlockCopies(), []
 
     def check_invariants(self, waiting: list[Request]) -> None:
@@ -107,4 +126,5 @@ class Swapper:
             for block_id in host_table
             if block_id != NO_BLOCK
         ]
-        assert sorted(held + self._free + self._leaving) == list(range(self._num_blocks))
+        assert sorted(held + self._free + self._leaving) == list(range(self._num_touched))
+        assert self._num_touched <= self._num_blocks

@@ -13,8 +13,8 @@ class VictimChoice:
     """Chooses by the policy's key or, among the least important, by what the loss costs.
 
     The cost of a preemption is what must be computed again. As it grows with every token, the
-    request that is furthest gets through. Sharing can lower it again, so whoever was chosen often
-    enough is spared, until only such are left and the policy decides.
+    request that is furthest gets through. Sharing can lower it again, so whoever was preempted
+    often enough is spared, until only such are left and the policy decides.
     """
 
     MAX_CHEAP_PREEMPTIONS = 8
@@ -42,6 +42,6 @@ class VictimChoice:
 
     def _cheapness(self, request: Request) -> Key:
         cost = float(self._num_lost_tokens(request))
-        if request.num_preemptions > self.MAX_CHEAP_PREEMPTIONS:
+        if request.num_preemptions >= self.MAX_CHEAP_PREEMPTIONS:
             cost = float("inf")
         return (self._policy.rank(request), -cost, *self._policy.victim(request))

@@ -52,6 +52,14 @@ class WaitingQueue:
         rows = [row for row in (short, long) if row is not None]
         return min(rows)[2] if rows else None
 
+    def front_of(
+        self, condition: Callable[[Request], bool], *, with_long: bool = True
+    ) -> Request | None:
+        """Return who is next of those that meet a condition (looks at all that wait)."""
+        rows = self._live(self._short + self._long if with_long else self._short)
+        rows = [row for row in rows if condition(row[2])]
+        return min(rows)[2] if rows else None
+
     def _top(self, heap: list[_Row]) -> _Row | None:
         while heap:
             row = heap[0]

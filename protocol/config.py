@@ -111,7 +111,7 @@ class CacheConfig(_Section):
         int,
         Meta(
             ge=0,
-            lt=2**50,
+            lt=2**46,
             description="Host memory for the KV of preempted requests, where copying is quicker "
             "than computing again; 0: always compute again.",
         ),

@@ -24,7 +24,15 @@ ALLOWED = {
 }
 PURE = {
     "core_proc": [
-        *("block_pool", "engine", "event_log", "event_recorder", "invariants", "kv_cache"),
+        *(
+            "admission",
+            "block_pool",
+            "engine",
+            "event_log",
+            "event_recorder",
+            "invariants",
+            "kv_cache",
+        ),
         *("options", "outputs", "partial_prefills", "pausing", "policy", "request", "results"),
         *("roster", "scheduler", "step", "swap", "victims", "waiting", "workers"),
     ],

@@ -18,14 +18,14 @@ from worker_proc import kv_tensors
 from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
-from worker_proc.errors import CheckpointError
+from worker_proc.errors import CheckpointError, InsufficientMemory
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.fused import fuse_modules
 from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.kv_groups import KVLayout, lay_out
 from worker_proc.kv_pool import KVPool
 from worker_proc.loader import LoadedModel, Progress, load_model
-from worker_proc.memory import available_cache_bytes
+from worker_proc.memory import available_cache_bytes, free_host_bytes
 from worker_proc.mirror import Mirror
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
@@ -184,7 +184,7 @@ def build_runner(
             size.max_model_len,
             loaded.model_len,
         )
-    num_host_blocks = config.cache.swap_space_bytes // block_bytes
+    num_host_blocks = count_host_blocks(config.cache.swap_space_bytes, block_bytes)
     swap_cost_tokens = measure_swap_cost(loaded, backend, layout) if num_host_blocks else 0.0
     facts = ModelFacts(
         model=config.model.model,
@@ -201,6 +201,20 @@ def build_runner(
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     progress("allocate_cache", 1, 1)
     return ModelRunner(loaded, facts, backend, pool, swap_cost_tokens)
+
+
+def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks the host can keep.
+
+    Raises:
+        InsufficientMemory: the host does not have that much; names the setting and what there is.
+    """
+    free = free_host_bytes()
+    if swap_space_bytes > free:
+        raise InsufficientMemory(
+            f"swap_space_bytes {swap_space_bytes} is more than the {free} bytes of free memory"
+        )
+    return swap_space_bytes // block_bytes
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:

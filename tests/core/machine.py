@@ -71,6 +71,8 @@ class Machine:
         self._expected: list[tuple[list[int], FinishReason]] = []
         self._delivered: list[list[int]] = []
         self._ended: dict[int, FinishReason] = {}
+        self._begun: set[int] = set()
+        """Whoever has ever been admitted."""
         self._loading: dict[int, Request] = {}
         """Whose blocks somebody else may write, though the request may have ended."""
         self._arrived: list[Load] = []
@@ -260,7 +262,10 @@ class Machine:
         assert total or message.preempted_req_ids or message.finished_req_ids
         mode = self.scheduler.pause_mode
         assert total <= (0 if mode is PauseMode.PAUSED_ALL else budget)
-        assert mode is PauseMode.RUNNING or not message.scheduled_new_reqs
+        admitted = {new.req_id for new in message.scheduled_new_reqs}
+        if mode is PauseMode.PAUSED_NEW:
+            assert all(i in self._begun or self._delivered[i] for i in admitted)
+        self._begun |= admitted
         counts = message.num_scheduled_tokens.values()
         if not is_elastic and not options.long_prefill_token_threshold_adaptive:
             assert max(counts, default=0) <= (options.long_prefill_token_threshold or budget)

@@ -62,7 +62,7 @@ MUTATIONS = (
         "hash of a block without the blocks before it",
         "kv_cache.py",
         "            prefix.update(",
-        "            prefix = hashlib.sha256(_root(request))\n            prefix.update(",
+        "            prefix = hashlib.sha256(prefix_root(request))\n            prefix.update(",
     ),
     Mutation(
         "a hit block stays in the free queue",
@@ -103,7 +103,7 @@ MUTATIONS = (
     Mutation(
         "room for the whole input not reserved",
         "scheduler.py",
-        "num_reserved=request.num_tokens if options.scheduler_reserve_full_isl else 0",
+        "num_reserved=request.num_tokens if self._may_reserve else 0",
         "num_reserved=0",
     ),
     Mutation(

@@ -9,6 +9,7 @@ named by its seed and can be repeated alone: `--first-seed N --sequences 1`.
 
 import argparse
 import random
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +24,8 @@ from tests.core.machine import Machine
 MAX_DEPTH = 4
 BATCH = 500
 """Sequences that a process takes at a time."""
+TIME_LIMIT_S = 60
+"""For one sequence, which takes milliseconds: a loop without end fails too."""
 
 
 class SequenceFailed(AssertionError):
@@ -52,10 +55,16 @@ def run_sequence(seed: int, num_events: int, depth: int | None = None) -> Machin
     return machine
 
 
+def _time_is_up(*_: object) -> None:
+    raise TimeoutError(f"one sequence takes more than {TIME_LIMIT_S} s")
+
+
 def run_batch(seeds: range, num_events: int) -> Counter[str]:
     """Run a sequence for each seed and add up what happened in them."""
     counts: Counter[str] = Counter()
+    signal.signal(signal.SIGALRM, _time_is_up)
     for seed in seeds:
+        signal.alarm(TIME_LIMIT_S)
         machine = run_sequence(seed, num_events)
         scheduler = machine.scheduler
         counts["sequences"] += 1
@@ -65,6 +74,7 @@ def run_batch(seeds: range, num_events: int) -> Counter[str]:
         counts["preemptions"] += scheduler.num_preemptions
         counts["swaps"] += scheduler.swapper.num_swapped_out
         counts["loads"] += machine.num_loads
+    signal.alarm(0)
     return counts
 
 

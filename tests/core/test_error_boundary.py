@@ -71,3 +71,104 @@ def test_an_external_failure_ends_a_request_in_any_state() -> None:
     assert [(f.request.req_id, f.error) for f in failures] == [(0, "no grammar"), (1, "no grammar")]
     bench.run()
     assert bench.num_free == bench.scheduler.kv.pool.num_usable
+
+
+def _break_hashing(
+    bench: Harness, monkeypatch: pytest.MonkeyPatch, name: str, num_blocks: int
+) -> None:
+    """Make hashing fail for one request once it has so many full blocks."""
+    original = bench.scheduler.kv._extend_hashes
+
+    def broken(request: Request, num_full: int) -> None:
+        if num_full >= num_blocks and request is bench.requests[name]:
+            raise RuntimeError("broken on purpose")
+        original(request, num_full)
+
+    monkeypatch.setattr(bench.scheduler.kv, "_extend_hashes", broken)
+
+
+@pytest.mark.parametrize("max_tokens", range(10, 16))
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_fault_that_strikes_at_the_end_spoils_nothing(
+    depth: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are given back even if they cannot be hashed any more."""
+    bench = Harness(caching=True, depth=depth, budget=64)
+    bench.add("a", 20, 30)
+    bench.add("b", 20, max_tokens)
+    _break_hashing(bench, monkeypatch, "b", 2)
+    bench.overlap()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 30
+    assert bench.num_free == bench.scheduler.kv.pool.num_usable
+
+
+@pytest.mark.parametrize(("blocks", "lengths"), [(8, (29, 33, 30)), (7, (31, 20, 30))])
+def test_a_fault_that_strikes_at_a_preemption_hits_the_victim_alone(
+    blocks: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Harness(caching=True, depth=2, budget=200, blocks=blocks)
+    for name, length in zip("abc", lengths, strict=True):
+        bench.add(name, length, 30)
+    _break_hashing(bench, monkeypatch, "c", 2)
+    bench.overlap()
+    assert {f.request for f in bench.scheduler.take_failures()} <= {bench.requests["c"]}
+    assert bench.outputs["a"] == bench.outputs["b"] == [PLAIN_TOKEN] * 30
+
+
+def test_a_stretched_grant_is_guarded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Harness(caching=True, budget=64, max_num_scheduled_tokens=16, elastic_token_budget=True)
+    bench.add("a", 60, 4)
+    monkeypatch.setattr(bench.scheduler.kv, "may_read_cache", lambda request: False)
+    _break_hashing(bench, monkeypatch, "a", 2)
+    bench.run()
+    assert [f.request for f in bench.scheduler.take_failures()] == [bench.requests["a"]]
+
+
+def test_an_admission_that_fails_leaves_others_their_cached_blocks() -> None:
+    shared = list(range(10, 58))
+    bench = Harness(caching=True)
+    bench.add("a", [*shared, 1], 30)
+    bench.step()
+
+    def broken(request: Request) -> None:
+        if request is bench.requests["b"]:
+            raise RuntimeError("broken on purpose")
+
+    bench.scheduler.policy.admitted = broken  # type: ignore[method-assign]
+    bench.add("b", [*shared, 3], 30)
+    bench.step()
+    assert [f.request for f in bench.scheduler.take_failures()] == [bench.requests["b"]]
+    bench.run()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 30
+
+
+def test_broken_books_end_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is to blame, and the next core begins with right ones."""
+    bench = Harness()
+    bench.add("a", 20)
+
+    def broken(*args: object, **options: object) -> None:
+        raise AssertionError("block 3 was free already")
+
+    monkeypatch.setattr(bench.scheduler.kv, "admit", broken)
+    with pytest.raises(AssertionError, match="block 3"):
+        bench.step()
+
+
+def test_a_swapped_request_that_fails_on_its_way_back_leaves_no_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Harness(blocks=7, num_host_blocks=8)
+    for name in "abc":
+        bench.add(name, 30, 8)
+    bench.steps(4)
+    assert bench.requests["c"].swapped_out is not None
+
+    def broken(request: Request) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(bench.scheduler.policy, "admitted", broken)
+    bench.run()
+    assert [f.request for f in bench.scheduler.take_failures()] == [bench.requests["c"]]
+    assert all(not step.swap_in.device_block_ids for step in bench.sent)
+    assert bench.scheduler.swapper.num_free_blocks == 8

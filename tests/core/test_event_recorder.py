@@ -62,7 +62,7 @@ def test_events_tell_exactly_what_is_cached(seed: int) -> None:
         router.apply(events)
         assert router.keys == _cached(bench.scheduler)
         late.keys.clear()
-        late.apply(bench.scheduler.kv.snapshot_events())
+        late.apply(list(bench.scheduler.kv.snapshot_events()))
         assert late.keys == router.keys
 
 
@@ -86,4 +86,13 @@ def test_without_the_option_nothing_is_recorded() -> None:
     bench = Harness(caching=True)
     bench.add("a", 40, 1)
     bench.step()
-    assert bench.scheduler.kv.take_events() == bench.scheduler.kv.snapshot_events() == []
+    assert bench.scheduler.kv.take_events() == list(bench.scheduler.kv.snapshot_events()) == []
+
+
+def test_long_runs_are_told_in_few_events_whatever_the_number_of_groups() -> None:
+    for groups in ((KVGroup(),), (KVGroup(), KVGroup(), KVGroup(window=40, max_blocks=300))):
+        bench = _bench(kv_groups=groups)
+        bench.add("a", 128 * 16, 1)
+        bench.step()
+        events = bench.scheduler.kv.take_events()
+        assert len(events) == len(groups)

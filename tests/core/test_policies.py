@@ -5,6 +5,7 @@ import pytest
 from core_proc.options import SchedulerOptions
 from core_proc.policy import Fair, ShortestPrefill
 from core_proc.request import Request
+from core_proc.victims import VictimChoice
 from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 
@@ -237,3 +238,80 @@ def test_blocks_that_the_waiter_itself_hits_are_no_gain() -> None:
     assert bench.step() == {"keep": 1, "low": 1}
     assert bench.scheduler.num_preemptions == 0
     bench.run()
+
+
+def test_no_more_give_way_than_are_needed() -> None:
+    """One slot is wanted; the budget of all the others would only make the first chunk longer."""
+    bench = Harness(seqs=64, budget=256, policy="priority", preempt_for_priority=True)
+    for index in range(64):
+        bench.add(f"low{index}", 4, 50, priority=5)
+    bench.steps(2)
+    bench.add("urgent", 256, 4, priority=0)
+    granted = bench.step()
+    assert len(bench.preempted) == 1
+    assert granted["urgent"] == 256 - 63
+
+
+def test_a_waiter_gets_past_the_watermark_by_as_many_victims_as_it_takes() -> None:
+    bench = Harness(blocks=21, policy="priority", preempt_for_priority=True, watermark=0.2)
+    bench.add("a", 128, 50, priority=5)
+    bench.add("b", 112, 50, priority=5)
+    bench.steps(2)
+    bench.add("urgent", 160, 10, priority=0)
+    assert bench.step()["urgent"] == 160
+
+
+def test_victims_that_share_their_blocks_free_them_together() -> None:
+    shared = list(range(10, 10 + 16 * 7))
+    bench = Harness(blocks=11, caching=True, policy="priority", preempt_for_priority=True)
+    bench.add("a", [*shared, 1], 30, priority=5)
+    bench.add("b", [*shared, 3], 30, priority=5)
+    bench.steps(2)
+    bench.add("urgent", 64, 4, priority=0)
+    assert bench.step() == {"urgent": 64}
+    assert sorted(bench.preempted) == ["a", "b"]
+
+
+def test_whoever_was_preempted_often_is_spared() -> None:
+    bench = Harness(victim_choice="cheapest")
+    small, large = bench.add("small", 4, 50), bench.add("large", 40, 50)
+    bench.step()
+    assert bench.scheduler.victims.choose(bench.scheduler.running) is small
+    small.num_preemptions = VictimChoice.MAX_CHEAP_PREEMPTIONS
+    assert bench.scheduler.victims.choose(bench.scheduler.running) is large
+
+
+def test_what_never_ran_is_not_charged() -> None:
+    bench = Harness(policy="fair", seqs=1, budget=64)
+    bench.add("run", 4, 100, tenant="z")
+    bench.step()
+    for index in range(50):
+        bench.add(f"a{index}", 60, 8, tenant="a")
+        bench.abort(f"a{index}")
+    for index in range(20):
+        bench.add(f"b{index}", 60, 8, tenant="b")
+    bench.add("a", 60, 8, tenant="a")
+    assert bench.queue.index("a") <= 1
+
+
+def test_new_tenants_without_end_leave_a_bounded_number_of_accounts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Fair, "MAX_TENANTS", 2000)
+    bench = Harness(policy="fair")
+    for index in range(5000):
+        bench.add(f"r{index}", 4, 1, tenant=f"t{index}")
+        bench.step()
+    policy = bench.scheduler.policy
+    assert isinstance(policy, Fair)
+    assert len(policy._line_ends) <= 2001
+
+
+def test_a_prompt_whose_copy_was_lost_counts_whole_again() -> None:
+    bench = Harness(policy="shortest", num_host_blocks=100)
+    bench.add("long", 400, 50)
+    bench.steps(3)
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    bench.add("short", 100, 50)
+    assert bench.queue == ["short", "long"]
+    assert bench.scheduler.swapper.num_swapped_out == 0

@@ -2,7 +2,9 @@
 
 import pytest
 
+from core_proc import step
 from core_proc.options import SchedulerOptions
+from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 
 
@@ -124,3 +126,34 @@ def test_samples_stay_in_the_mirrors_order_when_a_step_is_stretched(depth: int) 
         bench.add(name, length, 4)
     bench.overlap()
     assert bench.outputs == {name: [ord(name)] * 4 for name in "abc"}
+
+
+def test_a_request_stays_as_long_as_its_prompt_is() -> None:
+    """Outputs that come late do not make a short prompt a long one."""
+    bench = Harness(
+        depth=3, budget=20, long_prefill_token_threshold=12, max_long_partial_prefills=1
+    )
+    first = bench.add("x", 12, 40)
+    bench.schedule()
+    bench.schedule()
+    bench.add("y", 200, 4)
+    bench.schedule()
+    bench.scheduler.preempt(first)
+    for _ in range(3):
+        bench.update()
+    bench.step()
+    assert bench.requests["x"] in bench.scheduler.running
+    bench.overlap()
+
+
+def test_a_withdrawn_grant_gives_its_share_of_scored_tokens_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "_MAX_SCORED_TOKENS", 40)
+    scored = step.ScheduledStep(100, 0)
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    request = Harness().add("a", 60, params=params)
+    scored.grant(request, 30)
+    assert scored.limit(request, 60) == 10
+    scored.withdraw(request)
+    assert scored.limit(request, 60) == 40

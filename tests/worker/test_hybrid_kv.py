@@ -22,7 +22,9 @@ from tests.worker.test_parity import (
     Serve,
     make_runner,
 )
+from worker_proc.errors import InsufficientMemory
 from worker_proc.mirror import MirrorError
+from worker_proc.model_runner import count_host_blocks
 
 WINDOWED = [a for a in ARCHITECTURES if a.name in {"mistral_window", "gemma2", "gemma3"}]
 LLAMA, GEMMA3 = ARCHITECTURES[0], WINDOWED[-1]
@@ -112,6 +114,11 @@ def test_the_hosts_blocks_are_counted_from_the_bytes(serve: Serve) -> None:
     assert make_runner(directory, ROOMY).facts.num_host_blocks == 0
     one_layer_per_group = make_runner(serve(GEMMA3).directory, ROOMY, swap_space_bytes=BLOCK_BYTES)
     assert one_layer_per_group.facts.num_host_blocks == 1
+
+
+def test_more_swap_space_than_there_is_memory_is_refused_by_name() -> None:
+    with pytest.raises(InsufficientMemory, match="swap_space_bytes 70368744177663"):
+        count_host_blocks(2**46 - 1, 4096)
 
 
 def test_the_cost_of_a_swap_is_measured_where_there_is_a_host_pool(serve: Serve) -> None:

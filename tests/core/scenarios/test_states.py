@@ -136,3 +136,19 @@ def test_sleep_gives_up_all_kv_and_resume_computes_it_again() -> None:
     bench.scheduler.unblock(bench.requests["b"].req_id)
     bench.run()
     assert bench.outputs == dict.fromkeys("ab", [PLAIN_TOKEN] * 8)
+
+
+def test_a_pause_of_new_ones_lets_in_whoever_has_run_before() -> None:
+    """Preempted, lost with the worker, or begun in an earlier life: all of these run, not wait."""
+    bench = Harness(policy="priority")
+    bench.add("a", 10, priority=5)
+    bench.step()
+    bench.scheduler.pause(PauseMode.PAUSED_NEW)
+    bench.add("new", 10, priority=0)
+    bench.add("resent", 10, outputs=[7, 7], priority=9)
+    assert bench.step() == {"a": 1, "resent": 12}
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert bench.step() == {"a": 12, "resent": 13}
+    bench.lose_worker()
+    assert bench.step() == {"a": 13, "resent": 14}
+    assert bench.queue == ["new"]
