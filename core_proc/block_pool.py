@@ -71,25 +71,28 @@ class BlockPool:
         """
         self.num_frees += 1
         hashes, ref_counts = self._hashes, self._ref_counts
-        plain: list[int] = []
+        following, preceding = self._next, self._prev
+        front, last_plain = following[NULL_BLOCK], NULL_BLOCK
+        num_plain = 0
         cached: list[int] = []
         for block_id in reversed(block_ids):
             count = ref_counts[block_id] = ref_counts[block_id] - 1
-            if count == 0:
-                (plain if hashes[block_id] is None else cached).append(block_id)
-            assert count >= 0, f"block {block_id} was free already"
-        self._insert_after(NULL_BLOCK, plain)
-        self._insert_after(self._prev[NULL_BLOCK], cached)
-
-    def _insert_after(self, before: int, block_ids: list[int]) -> None:
-        """Link blocks into the free queue, the first of them behind `before`."""
-        following, preceding = self._next, self._prev
-        after = following[before]
-        for block_id in block_ids:
-            following[before], preceding[block_id] = block_id, before
-            before = block_id
-        following[before], preceding[after] = after, before
-        self.num_free += len(block_ids)
+            if count > 0:
+                continue
+            assert count == 0, f"block {block_id} was free already"
+            if hashes[block_id] is None:
+                following[last_plain], preceding[block_id] = block_id, last_plain
+                last_plain = block_id
+                num_plain += 1
+            else:
+                cached.append(block_id)
+        following[last_plain], preceding[front] = front, last_plain
+        last = preceding[NULL_BLOCK]
+        for block_id in cached:
+            following[last], preceding[block_id] = block_id, last
+            last = block_id
+        following[last], preceding[NULL_BLOCK] = NULL_BLOCK, last
+        self.num_free += num_plain + len(cached)
 
     def cached_run(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Find blocks with these contents, one for each, up to the first that is not cached."""
