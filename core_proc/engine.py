@@ -6,7 +6,7 @@ client's outputs.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
@@ -184,6 +184,8 @@ class EngineCore:
             self._abort(ids, request_id)
         if self._pausing is not None:
             self._pausing.forget(client)
+        # What it was to be told is about requests that it may send again.
+        self._mail = [(peer, message) for peer, message in self._mail if peer != client]
         return num_open
 
     def _abort(self, ids: dict[int, int], request_id: int) -> None:
@@ -325,9 +327,9 @@ class EngineCore:
         """What has happened to the prefix cache since the last call."""
         return [] if self._scheduler is None else self._scheduler.kv.take_events()
 
-    def snapshot_kv_events(self) -> list[KVEvent]:
-        """Events that tell an empty cache what is cached now."""
-        return [] if self._scheduler is None else self._scheduler.kv.snapshot_events()
+    def snapshot_kv_events(self) -> Iterator[KVEvent]:
+        """Events that tell an empty cache what is cached now; made when they are asked for."""
+        return iter(()) if self._scheduler is None else self._scheduler.kv.snapshot_events()
 
     # Reports ------------------------------------------------------------------------------------
 

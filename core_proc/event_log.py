@@ -7,7 +7,7 @@ bytes that are sent: that takes a fraction of the memory, and each is encoded on
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import cast
 
 import msgspec
@@ -23,6 +23,8 @@ MAX_BATCH_BYTES = 2**20
 """A batch ends with the event that reaches so many."""
 
 _SEQS_PER_LIFE = 2**32
+_NOT_KEPT = 0
+"""No event has this number."""
 
 Snapshot = Callable[[], Iterable[KVEvent]]
 
@@ -64,11 +66,8 @@ class EventLog:
 
     def subscribe(self, client: Client, next_seq: int | None) -> None:
         """Tell a client all from `next_seq` on, or a snapshot and all after it."""
-        self._subscribers[client] = subscriber = _Subscriber(self._next_seq)
-        if next_seq is not None and self._keeps(next_seq):
-            subscriber.next_seq = next_seq
-        else:
-            self._begin_snapshot(subscriber)
+        # What is not kept becomes a snapshot with the first batch.
+        self._subscribers[client] = _Subscriber(_NOT_KEPT if next_seq is None else next_seq)
 
     def unsubscribe(self, client: Client) -> None:
         """Tell a client nothing more."""
@@ -79,14 +78,15 @@ class EventLog:
 
     def _begin_snapshot(self, subscriber: _Subscriber) -> None:
         subscriber.next_seq = self._next_seq
-        subscriber.snapshot = iter([AllBlocksCleared(), *self._snapshot()])
+        cleared: list[KVEvent] = [AllBlocksCleared()]
+        subscriber.snapshot = chain(cleared, self._snapshot())
 
     def waiting(self) -> list[Client]:
         """Return the subscribers that have not got all yet."""
         return [
             client
             for client, subscriber in self._subscribers.items()
-            if subscriber.snapshot is not None or subscriber.next_seq < self._next_seq
+            if subscriber.snapshot is not None or subscriber.next_seq != self._next_seq
         ]
 
     def take_batch(self, client: Client) -> KVEventBatch:
@@ -100,10 +100,17 @@ class EventLog:
                 return _message(None, bodies)
             subscriber.snapshot = None
         first = subscriber.next_seq
-        index = len(self._kept) - (self._next_seq - first)
-        bodies = _batch(islice(self._kept, index, None))
+        bodies = _batch(self._kept_from(first))
         subscriber.next_seq = first + len(bodies)
         return _message(first, bodies)
+
+    def _kept_from(self, seq: int) -> Iterator[bytes]:
+        """Begin at the nearer end of the log: a walk through all of it would take long."""
+        num_missed = self._next_seq - seq
+        index = len(self._kept) - num_missed
+        if index < num_missed:
+            return islice(self._kept, index, None)
+        return reversed(list(islice(reversed(self._kept), num_missed)))
 
 
 def _batch(bodies: Iterator[bytes]) -> list[bytes]:

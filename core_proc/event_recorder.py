@@ -27,6 +27,9 @@ class _Content(NamedTuple):
     adapter_id: int
 
 
+_MAX_UNTAKEN = 100_000
+"""Of what has happened since the last `take`, unless more is stored."""
+
 _Happening = _Content | BlocksRemoved | AllBlocksCleared
 
 
@@ -53,13 +56,19 @@ class EventRecorder:
             request.adapter_id,
         )
         self._stored[group_key(hashes[index], group)] = content
-        self._happened.append(content)
+        self._note(content)
 
     def removed(self, key: bytes) -> None:
         """No block has this content any more."""
         del self._stored[key]
         group = key[HASH_BYTES] if len(key) > HASH_BYTES else 0
-        self._happened.append(BlocksRemoved([key[:HASH_BYTES]], group))
+        self._note(BlocksRemoved([key[:HASH_BYTES]], group))
+
+    def _note(self, happening: _Happening) -> None:
+        self._happened.append(happening)
+        if len(self._happened) > max(_MAX_UNTAKEN, 2 * len(self._stored)):
+            # Nobody has asked for long: a new beginning is shorter than all of it.
+            self._happened = [AllBlocksCleared(), *self._stored.values()]
 
     def cleared(self) -> None:
         """The cache is empty."""

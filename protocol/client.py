@@ -208,8 +208,11 @@ class AsyncEngineClient:
         Raises:
             TimeoutError: no answer within `timeout_s`; whether it was obeyed is not known.
             RequestFailed: the client is not open.
+            ValueError: `mode` is no pause.
         """
-        return (await self._control(timeout_s, ControlAction.PAUSE, mode)).ok
+        if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
+            raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
+        return (await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """End any pause or sleep, whoever asked for it; errors as `pause`."""
@@ -249,18 +252,22 @@ class AsyncEngineClient:
         *,
         reset_running_requests: bool = False,
     ) -> ControlDone:
-        if not self._link.is_open:
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, "the client is not open"))
-        control = self._controls.ask(action, mode, reset_running_requests=reset_running_requests)
+        self._require_open()
+        reset = bool(reset_running_requests)  # whatever is sent again must be encodable
+        control = self._controls.ask(action, mode, reset_running_requests=reset)
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
-        self._link.send(encode(control))
         try:
+            self._link.send(encode(control))
             async with asyncio.timeout(timeout_s):
                 return await answer
         finally:
             del self._answers[control.number]
             self._controls.give_up(control.number)
+
+    def _require_open(self) -> None:
+        if not self._link.is_open:
+            raise RequestFailed(RequestError(ErrorCode.INTERNAL, "the client is not open"))
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow what the prefix cache holds: iterate over (number, event); one feed at a time.
@@ -269,8 +276,13 @@ class AsyncEngineClient:
         no numbers; another snapshot comes whenever events were missed, as with a new core.
 
         Raises:
+            ValueError: `next_seq` is no number of an event.
+            RequestFailed: the client is not open.
             RuntimeError: there is such a feed already.
         """
+        self._require_open()
+        if next_seq is not None and not 0 <= next_seq < 2**63:
+            raise ValueError(f"next_seq {next_seq} must be at least 0 and below 2**63")
         if self._feed is not None:
             raise RuntimeError("there is a feed of KV events already: cancel it first")
 

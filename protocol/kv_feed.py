@@ -16,8 +16,9 @@ from protocol.kv_events import (
     UnsubscribeKVEvents,
 )
 
-MAX_UNREAD_EVENTS = 100_000
-"""Past it a reader that lags begins anew, with a snapshot, once it has caught up."""
+MAX_UNREAD_BLOCKS = 100_000
+"""Past it a reader that lags begins anew, with a snapshot, once it has caught up. A snapshot itself
+is as large as the cache, and is told whole."""
 
 Send = Callable[[SubscribeKVEvents | UnsubscribeKVEvents], None]
 
@@ -42,6 +43,7 @@ class KVEventFeed:
         self._send = send
         self._end = end
         self._unread: deque[tuple[int | None, KVEvent]] = deque()
+        self._num_unread_blocks = 0
         self._is_asked = False
         """Whether the core was asked, and has not begun to tell."""
         self._in_snapshot = False
@@ -71,7 +73,9 @@ class KVEventFeed:
                 self._is_lagging = False
                 self.subscribe()
             await self._wait()
-        return self._unread.popleft()
+        seq, event = self._unread.popleft()
+        self._num_unread_blocks -= _num_blocks(event)
+        return seq, event
 
     @property
     def num_unread(self) -> int:
@@ -83,6 +87,7 @@ class KVEventFeed:
         if not self._is_cancelled and self._error is None:
             self._is_cancelled = True
             self._unread.clear()
+            self._num_unread_blocks = 0
             self._send(UnsubscribeKVEvents())
             self._end()
             self._wake()
@@ -104,7 +109,8 @@ class KVEventFeed:
         else:
             self._unread.extend(enumerate(batch.events, batch.first_seq))
             self._next_seq = batch.first_seq + len(batch.events)
-        if len(self._unread) > MAX_UNREAD_EVENTS:
+        self._num_unread_blocks += sum(map(_num_blocks, batch.events))
+        if self._num_unread_blocks > MAX_UNREAD_BLOCKS and not self._in_snapshot:
             self._lag()
         self._wake()
 
@@ -141,3 +147,7 @@ class KVEventFeed:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _num_blocks(event: KVEvent) -> int:
+    return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)

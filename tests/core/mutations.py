@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "budget not returned when a grant is withdrawn",
         "step.py",
-        "        self.budget += num_tokens\n        return num_tokens",
-        "        return num_tokens",
+        "        self.grown.pop(request.req_id, None)\n        self.budget += num_tokens\n",
+        "        self.grown.pop(request.req_id, None)\n",
     ),
     Mutation(
         "the first of running is the victim",
@@ -78,15 +78,15 @@ MUTATIONS = (
     ),
     Mutation(
         "watermark ignored",
-        "scheduler.py",
-        "self._watermark_blocks if self.running else 0",
-        "0",
+        "admission.py",
+        "headroom=self._watermark_blocks if num_running else 0,",
+        "headroom=0,",
     ),
     Mutation(
         "admission in a step that ran out of blocks",
         "scheduler.py",
-        "if mode is PauseMode.RUNNING and not step.ran_out_of_blocks:",
-        "if mode is PauseMode.RUNNING:",
+        "if mode is not PauseMode.PAUSED_ALL and not step.ran_out_of_blocks:",
+        "if mode is not PauseMode.PAUSED_ALL:",
     ),
     Mutation(
         "computed tokens not reset on preemption",
@@ -102,9 +102,9 @@ MUTATIONS = (
     ),
     Mutation(
         "room for the whole input not reserved",
-        "scheduler.py",
-        "num_reserved=request.num_tokens if self._may_reserve else 0",
-        "num_reserved=0",
+        "admission.py",
+        "return request.num_tokens if self._options.scheduler_reserve_full_isl else 0",
+        "return 0",
     ),
     Mutation(
         "a window gives its blocks back one too early",

@@ -159,7 +159,7 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bound is reached many times."""
     monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 40)
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 3)
-    monkeypatch.setattr(kv_feed, "MAX_UNREAD_EVENTS", 30)
+    monkeypatch.setattr(kv_feed, "MAX_UNREAD_BLOCKS", 30)
 
 
 GROUPS = [[KVGroup()], [KVGroup(), KVGroup(8, 4)]]
@@ -274,3 +274,31 @@ def test_the_log_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     log.append(map(stored, range(1000)))
     assert sum(map(len, log._kept)) <= 1000
     assert sum(map(len, log._kept)) == log._num_kept_bytes
+
+
+def test_repeated_subscriptions_cost_no_snapshot_until_something_is_sent() -> None:
+    num_snapshots = 0
+
+    def snapshot() -> list[KVEvent]:
+        nonlocal num_snapshots
+        num_snapshots += 1
+        return []
+
+    log = EventLog(1, snapshot)
+    for _ in range(64):
+        log.subscribe(b"a", None)
+    assert num_snapshots == 0
+    assert log.waiting() == [b"a"]
+    log.take_batch(b"a")
+    assert num_snapshots == 1
+
+
+@pytest.mark.parametrize("num_missed", [1, 10, 90, 100])
+def test_what_was_missed_is_told_in_order_from_either_end_of_the_log(num_missed: int) -> None:
+    log = EventLog(1, lambda: [])
+    log.append(BlocksRemoved([bytes([i])], 0) for i in range(100))
+    log.subscribe(b"a", 2**32 + 101 - num_missed)
+    batch = decode_from_core(encode(log.take_batch(b"a")))
+    assert isinstance(batch, KVEventBatch)
+    hashes = [event.block_hashes[0] for event in batch.events if isinstance(event, BlocksRemoved)]
+    assert hashes == [bytes([i]) for i in range(100 - num_missed, 100)]

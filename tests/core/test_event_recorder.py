@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from core_proc import event_recorder
 from core_proc.event_recorder import group_key
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import KVGroup
@@ -96,3 +97,17 @@ def test_long_runs_are_told_in_few_events_whatever_the_number_of_groups() -> Non
         bench.step()
         events = bench.scheduler.kv.take_events()
         assert len(events) == len(groups)
+
+
+def test_whoever_takes_nothing_for_long_gets_a_new_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_recorder, "_MAX_UNTAKEN", 50)
+    bench = _bench(blocks=12)
+    for index in range(40):
+        bench.add(f"r{index}", 60, 1)
+        bench.step()
+    assert len(bench.scheduler.kv._recorder._happened) <= 51  # type: ignore[union-attr]
+    router = Router()
+    router.apply(bench.scheduler.kv.take_events())
+    assert router.keys == _cached(bench.scheduler)

@@ -217,3 +217,28 @@ def test_closing_the_client_ends_the_wait_for_an_answer(core: FakeCore) -> None:
             await client.pause()
 
     run_connected(core, play)
+
+
+@pytest.mark.parametrize("mode", ["new", RUNNING, None])
+def test_a_mode_that_is_no_pause_is_refused_at_the_call(core: FakeCore, mode: PauseMode) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        with pytest.raises(ValueError, match="mode"):
+            await client.pause(mode)
+        core.pump()
+        assert core.controls == []
+
+    run_connected(core, play)
+
+
+def test_an_odd_truth_value_is_sent_as_a_bool(core: FakeCore) -> None:
+    """What could not be encoded would stand in the way of every later recovery."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        odd: bool = [1]  # type: ignore[assignment]
+        task = asyncio.create_task(client.reset_prefix_cache(odd))
+        await core.until(lambda: core.controls)
+        assert core.controls[-1] == Control(1, RESET, ALL, True)
+        core.done(RUNNING, ok=True)
+        assert await task
+
+    run_connected(core, play)

@@ -16,6 +16,7 @@ from protocol.kv_events import (
     UnsubscribeKVEvents,
 )
 from protocol.kv_feed import KVEventFeed
+from protocol.ledger import RequestFailed
 from tests.protocol.fake_core import FakeCore, run_connected
 
 CLEARED = AllBlocksCleared()
@@ -99,7 +100,7 @@ def test_a_gap_is_asked_for_once_and_nothing_is_told_twice(core: FakeCore) -> No
 def test_a_reader_that_lags_gets_a_snapshot_when_it_has_caught_up(
     core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_feed, "MAX_UNREAD_EVENTS", 3)
+    monkeypatch.setattr(kv_feed, "MAX_UNREAD_BLOCKS", 3)
 
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events(1)
@@ -161,3 +162,41 @@ def test_closing_the_client_fails_the_feed(core: FakeCore) -> None:
             await waiting
 
     run_connected(core, play)
+
+
+def test_a_snapshot_of_any_size_is_told_whole(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as large as the cache, and a slow reader would else never get to its end."""
+    monkeypatch.setattr(kv_feed, "MAX_UNREAD_BLOCKS", 3)
+
+    async def play(client: AsyncEngineClient) -> None:
+        feed = client.kv_events()
+        await core.until(lambda: core.subscriptions)
+        core.say(snapshot(*range(20)))
+        await core.until(lambda: feed.num_unread == 21)
+        assert core.subscriptions == [SubscribeKVEvents(None)]
+
+    run_connected(core, play)
+
+
+@pytest.mark.parametrize("number", [-1, 2**63])
+def test_a_number_of_no_event_is_refused_at_the_call(core: FakeCore, number: int) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        with pytest.raises(ValueError, match="next_seq"):
+            client.kv_events(number)
+        core.pump()
+        assert core.subscriptions == []
+
+    run_connected(core, play)
+
+
+def test_a_closed_client_has_no_feed(core: FakeCore) -> None:
+    closed: list[AsyncEngineClient] = []
+
+    async def play(client: AsyncEngineClient) -> None:
+        closed.append(client)
+
+    run_connected(core, play)
+    with pytest.raises(RequestFailed, match="not open"):
+        closed[0].kv_events()

@@ -1,4 +1,4 @@
-"""Too little memory, every switch of the scheduler on, and kill -9: no token is lost or repeated."""
+"""Too little memory, all switches of the scheduler, kill -9: no token is lost or repeated."""
 
 import asyncio
 import tempfile
