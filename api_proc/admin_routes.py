@@ -18,8 +18,8 @@ async def pause(state: ApiState, connection: Connection) -> None:
     """POST /pause?mode=new|all: admit nobody, or compute nothing at all, which is the default.
 
     Raises:
-        ApiError: 400 for another mode; 503 while this server starts or drains, or if the engine
-            does not answer.
+        ApiError: 400 for another mode or parameter; 409 if the engine has begun to drain; 503 while
+            it starts, this server drains, or it does not answer; 500 if this server is closing.
     """
     state.require_facts()
     name = _query(connection, "mode", "all")
@@ -30,8 +30,14 @@ async def pause(state: ApiState, connection: Connection) -> None:
 
 
 async def resume(state: ApiState, connection: Connection) -> None:
-    """POST /resume, and /wake_up: go on."""
-    await _obeyed(state.client.resume(), "the engine is starting")
+    """POST /resume, and /wake_up: go on.
+
+    Raises:
+        ApiError: as `pause`.
+    """
+    state.require_facts()
+    _query(connection)
+    await _obeyed(state.client.resume(), "the engine cannot go on now")
     await connection.send_json(200, encode({"status": "resumed"}))
 
 
@@ -39,15 +45,17 @@ async def sleep(state: ApiState, connection: Connection) -> None:
     """POST /sleep: compute nothing, and give back the memory of the KV cache.
 
     Raises:
-        ApiError: 409 if it was resumed meanwhile; 503 as `pause`.
+        ApiError: 409 if it was resumed meanwhile, drains, or loads KV; others as `pause`.
     """
     state.require_facts()
+    _query(connection)
     await _obeyed(state.client.sleep(), "the engine cannot sleep now")
     await connection.send_json(200, encode({"status": "sleeping"}))
 
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
-    """GET /is_sleeping."""
+    """GET /is_sleeping: whether it was asked to, and has not been resumed."""
+    _query(connection)
     status = state.client.status
     asleep = status is not None and status.is_sleeping
     await connection.send_json(200, encode({"is_sleeping": asleep}))
@@ -55,6 +63,7 @@ async def is_sleeping(state: ApiState, connection: Connection) -> None:
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
     """GET /is_paused."""
+    _query(connection)
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode
     body = {"is_paused": mode is not PauseMode.RUNNING, "pause_mode": mode}
@@ -65,8 +74,10 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
     """POST /reset_prefix_cache?reset_running_requests=true|false.
 
     Raises:
-        ApiError: 409 while blocks are in use and `reset_running_requests` is false.
+        ApiError: 409 while blocks are in use and `reset_running_requests` is false, or while KV is
+            being loaded; others as `pause`.
     """
+    state.require_facts()
     text = _query(connection, "reset_running_requests", "false")
     if text.lower() not in _FLAGS:
         raise invalid("reset_running_requests", "must be true or false")
@@ -75,8 +86,8 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
     await connection.send_json(200, encode({"status": "reset"}))
 
 
-def _query(connection: Connection, name: str, default: str) -> str:
-    """Return one parameter of the URL.
+def _query(connection: Connection, name: str = "", default: str = "") -> str:
+    """Return one parameter of the URL, if the route has one.
 
     Raises:
         ApiError: 400 where there is another one, which is most likely a slip.
@@ -85,7 +96,8 @@ def _query(connection: Connection, name: str, default: str) -> str:
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     for given, _ in pairs:
         if given != name:
-            raise invalid(given[:64], f"is not known here, only {name} is")
+            known = f"only {name} is" if name else "nothing is"
+            raise invalid(given[:64], f"is not known here: {known}")
     return dict(pairs).get(name, default)
 
 

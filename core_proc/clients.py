@@ -17,8 +17,10 @@ from protocol.api_core import (
     ClientToCore,
     Connect,
     Control,
+    ControlDone,
     CoreToClient,
     ErrorCode,
+    KVEventsTaken,
     Refused,
     RequestError,
     Status,
@@ -27,12 +29,11 @@ from protocol.api_core import (
 )
 from protocol.channel import MAX_FRAME_BYTES, PeerGone, Received, RouterChannel
 from protocol.kv_events import KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
-from protocol.message import ProtocolError, encode
+from protocol.message import MAX_TEXT, ProtocolError, encode
 
 DRAIN_LIMIT = 64
 OUTBOX_LIMIT = 8192
 """Messages kept for a client that does not read; past it the client counts as gone."""
-_MAX_TEXT = 4096
 
 log = logging.getLogger("troika.core")
 
@@ -69,15 +70,24 @@ class Clients:
             message = decode_from_client(body)
         except ProtocolError as problem:
             self._link.count_bad_frame(peer, str(problem))
-            error = RequestError(ErrorCode.INVALID, str(problem)[:_MAX_TEXT])
+            error = RequestError(ErrorCode.INVALID, str(problem)[:MAX_TEXT])
             self.tell(peer, Refused(None, error, header.seq))
             return
         try:
             self._obey(peer, header.epoch, message)
         except Exception:
             log.exception("%s of a client failed", type(message).__name__)
-            if isinstance(message, AddRequest):
-                self._give_up(peer, message.request_id, "the request could not be taken in")
+            self._answer_failed(peer, message)
+
+    def _answer_failed(self, peer: bytes, message: ClientToCore) -> None:
+        """An error of ours leaves nobody waiting for an answer."""
+        if isinstance(message, AddRequest):
+            self._give_up(peer, message.request_id, "the request could not be taken in")
+        elif isinstance(message, Control):
+            self.tell(peer, ControlDone(message.number, False, self._engine.pause_mode))
+        elif isinstance(message, SubscribeKVEvents):
+            self._events.unsubscribe(peer)
+            self.tell(peer, KVEventsRefused("the subscription failed"))
 
     def _obey(self, peer: bytes, epoch: int, message: ClientToCore) -> None:
         if isinstance(message, Connect):
@@ -96,10 +106,11 @@ class Clients:
             self._subscribe(peer, message)
         elif isinstance(message, UnsubscribeKVEvents):
             self._events.unsubscribe(peer)
+        elif isinstance(message, KVEventsTaken):
+            self._events.taken(peer)
 
     def _subscribe(self, peer: bytes, message: SubscribeKVEvents) -> None:
         if self._engine.has_kv_events:
-            self._events.append(self._engine.take_kv_events())  # a snapshot has them too
             self._events.subscribe(peer, message.next_seq)
         else:
             self.tell(peer, KVEventsRefused("the engine was started without enable_kv_events"))
@@ -109,7 +120,7 @@ class Clients:
         num_aborted = self._engine.drop_client(peer)
         if num_aborted:
             log.info("client begins anew: %d requests aborted", num_aborted)
-        self._events.unsubscribe(peer)
+        self._events.forget(peer)
         self._outboxes[peer] = deque()
         self._watch.add(peer, message.pid)
         self.tell(peer, self._engine.status())
@@ -124,7 +135,7 @@ class Clients:
             return
         self._watch.remove(peer)
         self._link.forget(peer)
-        self._events.unsubscribe(peer)
+        self._events.forget(peer)
         num_aborted = self._engine.drop_client(peer)
         log.info("client %s: %d requests aborted", why, num_aborted)
 
@@ -135,7 +146,17 @@ class Clients:
         self._events.append(self._engine.take_kv_events())
         for peer in self._events.waiting():
             if not self._outboxes[peer]:
-                self.tell(peer, self._events.take_batch(peer))
+                self._tell_events(peer)
+
+    def _tell_events(self, peer: bytes) -> None:
+        try:
+            batch = self._events.take_batch(peer)
+        except Exception:
+            log.exception("events for a client failed")
+            self._events.unsubscribe(peer)
+            self.tell(peer, KVEventsRefused("the events could not be told"))
+        else:
+            self.tell(peer, batch)
 
     def tell(self, peer: bytes, message: CoreToClient) -> None:
         """Send a message now or as soon as there is room; to a client that is gone, never."""

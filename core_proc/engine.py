@@ -34,8 +34,7 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.kv_events import KVEvent
-
-_MAX_TEXT = 4096
+from protocol.message import MAX_TEXT
 
 log = logging.getLogger("troika.core")
 
@@ -297,7 +296,7 @@ class EngineCore:
         ids = self._ids.get(owner.client, {})
         if ids.get(owner.request_id) == request.req_id:
             del ids[owner.request_id]
-            error = RequestError(ErrorCode.INTERNAL, why[:_MAX_TEXT])
+            error = RequestError(ErrorCode.INTERNAL, why[:MAX_TEXT])
             self._tell(owner.client, Refused(owner.request_id, error))
 
     def _check(self, output: ModelRunnerOutput) -> None:

@@ -1,13 +1,13 @@
 """The KV events of one life of the core: numbered, kept for replay, cut into batches. No sockets.
 
-Every subscriber has a place in the log and is sent what follows, a bounded part in each turn: a
-large snapshot never holds up the loop, and who does not read costs nothing. Events are kept as the
+Every subscriber has a place in the log and is sent what follows, a bounded part in each turn and
+no more than it has said to have room for: a large snapshot never holds up the loop, and who does
+not read costs nothing. Events are kept as the
 bytes that are sent: that takes a fraction of the memory, and each is encoded once for all.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import cast
 
 import msgspec
@@ -21,6 +21,9 @@ MAX_KEPT_BYTES = 64 * 2**20
 MAX_BATCH_EVENTS = 1000
 MAX_BATCH_BYTES = 2**20
 """A batch ends with the event that reaches so many."""
+
+MAX_UNTAKEN_BATCHES = 2
+"""Sent to one client and not taken yet, also over several subscriptions."""
 
 _SEQS_PER_LIFE = 2**32
 _NOT_KEPT = 0
@@ -50,9 +53,10 @@ class EventLog:
         """
         self._next_seq = epoch * _SEQS_PER_LIFE + 1
         self._snapshot = snapshot
-        self._kept: deque[bytes] = deque()
+        self._kept: list[bytes] = []
         self._num_kept_bytes = 0
         self._subscribers: dict[Client, _Subscriber] = {}
+        self._num_untaken: dict[Client, int] = {}
 
     def append(self, events: Iterable[KVEvent]) -> None:
         """Number events, and forget the oldest past the bounds."""
@@ -61,8 +65,11 @@ class EventLog:
             self._kept.append(body)
             self._num_kept_bytes += len(body)
             self._next_seq += 1
-        while len(self._kept) > MAX_KEPT_EVENTS or self._num_kept_bytes > MAX_KEPT_BYTES:
-            self._num_kept_bytes -= len(self._kept.popleft())
+        excess = 0
+        while len(self._kept) - excess > MAX_KEPT_EVENTS or self._num_kept_bytes > MAX_KEPT_BYTES:
+            self._num_kept_bytes -= len(self._kept[excess])
+            excess += 1
+        del self._kept[:excess]
 
     def subscribe(self, client: Client, next_seq: int | None) -> None:
         """Tell a client all from `next_seq` on, or a snapshot and all after it."""
@@ -73,6 +80,15 @@ class EventLog:
         """Tell a client nothing more."""
         self._subscribers.pop(client, None)
 
+    def taken(self, client: Client) -> None:
+        """A client has room for another batch."""
+        self._num_untaken[client] = max(0, self._num_untaken.get(client, 0) - 1)
+
+    def forget(self, client: Client) -> None:
+        """A client is gone, or begins anew: what it was sent is no longer on its way."""
+        self._subscribers.pop(client, None)
+        self._num_untaken.pop(client, None)
+
     def _keeps(self, seq: int) -> bool:
         return self._next_seq - len(self._kept) <= seq <= self._next_seq
 
@@ -82,35 +98,34 @@ class EventLog:
         subscriber.snapshot = chain(cleared, self._snapshot())
 
     def waiting(self) -> list[Client]:
-        """Return the subscribers that have not got all yet."""
+        """Return the subscribers that have room, and have not got all yet."""
         return [
             client
             for client, subscriber in self._subscribers.items()
-            if subscriber.snapshot is not None or subscriber.next_seq != self._next_seq
+            if (subscriber.snapshot is not None or subscriber.next_seq != self._next_seq)
+            and self._num_untaken.get(client, 0) < MAX_UNTAKEN_BATCHES
         ]
 
     def take_batch(self, client: Client) -> KVEventBatch:
         """Return what is to be sent next to one of those that wait; once in a turn is enough."""
+        self._num_untaken[client] = self._num_untaken.get(client, 0) + 1
         subscriber = self._subscribers[client]
-        if not self._keeps(subscriber.next_seq):
+        # A snapshot is told to its end, however far the log has gone on meanwhile.
+        if subscriber.snapshot is None and not self._keeps(subscriber.next_seq):
             self._begin_snapshot(subscriber)
         if subscriber.snapshot is not None:
             bodies = _batch(map(encode, subscriber.snapshot))
             if bodies:
                 return _message(None, bodies)
             subscriber.snapshot = None
+            if not self._keeps(subscriber.next_seq):
+                self._begin_snapshot(subscriber)
+                return _message(None, _batch(map(encode, subscriber.snapshot)))
         first = subscriber.next_seq
-        bodies = _batch(self._kept_from(first))
+        index = len(self._kept) - (self._next_seq - first)
+        bodies = _batch(iter(self._kept[index : index + MAX_BATCH_EVENTS]))
         subscriber.next_seq = first + len(bodies)
         return _message(first, bodies)
-
-    def _kept_from(self, seq: int) -> Iterator[bytes]:
-        """Begin at the nearer end of the log: a walk through all of it would take long."""
-        num_missed = self._next_seq - seq
-        index = len(self._kept) - num_missed
-        if index < num_missed:
-            return islice(self._kept, index, None)
-        return reversed(list(islice(reversed(self._kept), num_missed)))
 
 
 def _batch(bodies: Iterator[bytes]) -> list[bytes]:

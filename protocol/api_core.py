@@ -41,7 +41,7 @@ class PauseMode(enum.StrEnum):
 
     RUNNING = "running"
     PAUSED_NEW = "paused_new"
-    """Whoever runs goes on; nobody is admitted."""
+    """Nobody is admitted who has not run before."""
     PAUSED_ALL = "paused_all"
     """Nothing is computed."""
 
@@ -138,6 +138,13 @@ class ControlDone(Message):
     """In force from now on."""
 
 
+class KVEventsTaken(Message):
+    """Client → core: one `KVEventBatch` was read, or dropped; there is room for another.
+
+    So a reader is never sent more than it can hold, and one that is slow is told less, not late.
+    """
+
+
 class RequestOutput(Record):
     """New tokens of one request, and its end."""
 
@@ -211,11 +218,18 @@ class Status(Message):
     stats: EngineStats
     pause_mode: PauseMode = PauseMode.RUNNING
     is_sleeping: bool = False
-    """The workers have no memory for a KV cache now; RESUME ends it."""
+    """SLEEP was asked for, and nobody has resumed. The workers give the memory of the KV cache back
+    as soon as they have done what was sent to them before."""
 
 
 ClientToCore = (
-    Connect | AddRequest | AbortRequests | Control | SubscribeKVEvents | UnsubscribeKVEvents
+    Connect
+    | AddRequest
+    | AbortRequests
+    | Control
+    | SubscribeKVEvents
+    | UnsubscribeKVEvents
+    | KVEventsTaken
 )
 CoreToClient = StepOutputs | Refused | Status | ControlDone | KVEventBatch | KVEventsRefused
 

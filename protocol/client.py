@@ -19,12 +19,14 @@ from protocol.api_core import (
     ControlDone,
     EngineState,
     ErrorCode,
+    KVEventsTaken,
     PauseMode,
     Refused,
     RequestError,
     RequestOutput,
     Status,
     StepOutputs,
+    decode_from_client,
 )
 from protocol.channel import MAX_FRAME_BYTES
 from protocol.controls import Controls
@@ -33,7 +35,7 @@ from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.kv_feed import KVEventFeed
 from protocol.ledger import Ledger, RequestFailed, check_request
-from protocol.message import encode
+from protocol.message import ProtocolError, encode
 from protocol.request_stream import RequestStream
 from protocol.sampling import SamplingParams
 
@@ -273,7 +275,8 @@ class AsyncEngineClient:
         """Follow what the prefix cache holds: iterate over (number, event); one feed at a time.
 
         It begins with number `next_seq`, or with AllBlocksCleared and a snapshot, whose events have
-        no numbers; another snapshot comes whenever events were missed, as with a new core.
+        no numbers; another snapshot comes whenever events were missed, as with a new core. It fails
+        with ConnectionError where no engine has served for `stall_timeout_s`.
 
         Raises:
             ValueError: `next_seq` is no number of an event.
@@ -281,12 +284,15 @@ class AsyncEngineClient:
             RuntimeError: there is such a feed already.
         """
         self._require_open()
-        if next_seq is not None and not 0 <= next_seq < 2**63:
-            raise ValueError(f"next_seq {next_seq} must be at least 0 and below 2**63")
+        try:
+            decode_from_client(encode(SubscribeKVEvents(next_seq)))
+        except (TypeError, OverflowError, ProtocolError) as problem:
+            bounds = "None, or an integer of at least 0 and below 2**63"
+            raise ValueError(f"next_seq {next_seq!r} must be {bounds}") from problem
         if self._feed is not None:
             raise RuntimeError("there is a feed of KV events already: cancel it first")
 
-        def send(message: SubscribeKVEvents | UnsubscribeKVEvents) -> None:
+        def send(message: SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken) -> None:
             self._link.send(encode(message))
 
         def end() -> None:
@@ -325,11 +331,13 @@ class AsyncEngineClient:
             answer = self._answers.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message)
-        elif self._feed is not None:
-            if isinstance(message, KVEventBatch):
-                self._feed.take(message)
+        elif isinstance(message, KVEventBatch):
+            if self._feed is None:  # it was cancelled while this was on its way
+                self._link.send(encode(KVEventsTaken()))
             else:
-                self._feed.refuse(message)
+                self._feed.take(message)
+        elif self._feed is not None:
+            self._feed.refuse(message)
 
     def _on_refused(self, message: Refused) -> None:
         if message.request_id is None:
@@ -377,8 +385,10 @@ class AsyncEngineClient:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._stalled_s += TICK_S  # ticks and not the clock, as in the link
-        if self._stalled_s > self._stall_timeout_s and self._streams:
+        if self._stalled_s > self._stall_timeout_s:
             self._fail_all(RequestError(ErrorCode.INTERNAL, self._stall_text()))
+            if self._feed is not None:
+                self._feed.fail(ConnectionError(self._stall_text()))
         self._link.tick()
 
     def _stall_text(self) -> str:

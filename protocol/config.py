@@ -151,7 +151,8 @@ class SchedulerConfig(_Section):
     long_prefill_token_threshold_adaptive: Annotated[
         bool,
         Meta(
-            description="Raise that threshold to a fair share of the step while few requests run."
+            description="Make that threshold at least a fair share of the step, so that there is "
+            "one even if it is 0, and fewer requests mean larger pieces."
         ),
     ] = False
     max_num_partial_prefills: Annotated[
@@ -331,6 +332,8 @@ def validate(config: EngineConfig) -> EngineConfig:
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} must be at least "
             f"max_num_seqs {scheduler.max_num_seqs}"
         )
+    if config.cache.enable_kv_events and not config.cache.enable_prefix_caching:
+        raise ConfigError("enable_kv_events needs enable_prefix_caching: it tells what is cached")
     _validate_scheduler(scheduler)
     if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
         raise ConfigError("tensor_parallel_size above 1 works with the null model only")

@@ -1,12 +1,14 @@
 """A client's subscription to the core's KV events: no event twice, none missed, or a new beginning.
 
-No sockets here: batches go in; events to read and messages to send come out.
+No sockets here: batches go in; events to read and messages to send come out. The core sends few
+batches ahead of the reader, so that one who lags is bounded here, and keeps its place there.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from protocol.api_core import KVEventsTaken
 from protocol.kv_events import (
     AllBlocksCleared,
     KVEvent,
@@ -16,11 +18,7 @@ from protocol.kv_events import (
     UnsubscribeKVEvents,
 )
 
-MAX_UNREAD_BLOCKS = 100_000
-"""Past it a reader that lags begins anew, with a snapshot, once it has caught up. A snapshot itself
-is as large as the cache, and is told whole."""
-
-Send = Callable[[SubscribeKVEvents | UnsubscribeKVEvents], None]
+Send = Callable[[SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken], None]
 
 
 class KVEventFeed:
@@ -43,11 +41,11 @@ class KVEventFeed:
         self._send = send
         self._end = end
         self._unread: deque[tuple[int | None, KVEvent]] = deque()
-        self._num_unread_blocks = 0
+        self._num_untaken = 0
+        """Batches that the core has not been asked to follow up."""
         self._is_asked = False
         """Whether the core was asked, and has not begun to tell."""
         self._in_snapshot = False
-        self._is_lagging = False
         self._is_cancelled = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -56,9 +54,8 @@ class KVEventFeed:
     def subscribe(self) -> None:
         """Ask for what comes next; to be called again on every new connection."""
         self._in_snapshot = False
-        if not self._is_lagging:
-            self._is_asked = True
-            self._send(SubscribeKVEvents(self._next_seq))
+        self._is_asked = True
+        self._send(SubscribeKVEvents(self._next_seq))
 
     def __aiter__(self) -> AsyncIterator[tuple[int | None, KVEvent]]:
         return self
@@ -69,13 +66,11 @@ class KVEventFeed:
                 raise self._error
             if self._is_cancelled:
                 raise StopAsyncIteration
-            if self._is_lagging:
-                self._is_lagging = False
-                self.subscribe()
             await self._wait()
-        seq, event = self._unread.popleft()
-        self._num_unread_blocks -= _num_blocks(event)
-        return seq, event
+        item = self._unread.popleft()
+        if not self._unread:
+            self._ask_for_more()
+        return item
 
     @property
     def num_unread(self) -> int:
@@ -87,7 +82,7 @@ class KVEventFeed:
         if not self._is_cancelled and self._error is None:
             self._is_cancelled = True
             self._unread.clear()
-            self._num_unread_blocks = 0
+            self._ask_for_more()
             self._send(UnsubscribeKVEvents())
             self._end()
             self._wake()
@@ -101,18 +96,22 @@ class KVEventFeed:
 
     def take(self, batch: KVEventBatch) -> None:
         """Enter a batch, if it is the one that is due."""
-        if self._is_lagging or not self._is_due(batch):
-            return
-        self._is_asked = False
-        if batch.first_seq is None:
-            self._unread.extend((None, event) for event in batch.events)
-        else:
-            self._unread.extend(enumerate(batch.events, batch.first_seq))
-            self._next_seq = batch.first_seq + len(batch.events)
-        self._num_unread_blocks += sum(map(_num_blocks, batch.events))
-        if self._num_unread_blocks > MAX_UNREAD_BLOCKS and not self._in_snapshot:
-            self._lag()
-        self._wake()
+        self._num_untaken += 1
+        if self._is_due(batch):
+            self._is_asked = False
+            if batch.first_seq is None:
+                self._unread.extend((None, event) for event in batch.events)
+            else:
+                self._unread.extend(enumerate(batch.events, batch.first_seq))
+                self._next_seq = batch.first_seq + len(batch.events)
+            self._wake()
+        if not self._unread:
+            self._ask_for_more()
+
+    def _ask_for_more(self) -> None:
+        for _ in range(self._num_untaken):
+            self._send(KVEventsTaken())
+        self._num_untaken = 0
 
     def _is_due(self, batch: KVEventBatch) -> bool:
         """Compare with what was expected; a gap is asked for again, once."""
@@ -128,12 +127,6 @@ class KVEventFeed:
             self.subscribe()
         return False
 
-    def _lag(self) -> None:
-        self._is_lagging = True
-        self._in_snapshot = False
-        self._next_seq = None
-        self._send(UnsubscribeKVEvents())
-
     def refuse(self, refused: KVEventsRefused) -> None:
         """There are no events."""
         self.fail(ValueError(refused.message))
@@ -141,13 +134,10 @@ class KVEventFeed:
     def fail(self, error: Exception) -> None:
         """Nothing more will come; what is unread is still told."""
         self._error = error
+        self._ask_for_more()  # for a feed that may follow
         self._end()
         self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _num_blocks(event: KVEvent) -> int:
-    return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)

@@ -52,7 +52,9 @@ def _little_endian(ids: "array[int]") -> "array[int]":
 
 
 RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
+MAX_TEXT = 4096
+"""Characters of a `Text`; whoever sends a longer one cuts it."""
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Message(

@@ -181,7 +181,8 @@ class Mirror:
         num_blocks = self._facts.num_gpu_blocks
         for block_id in block_ids:
             if not lowest <= block_id < num_blocks:
-                raise MirrorError(f"{name} got block {block_id}, outside 1 to {num_blocks - 1}")
+                bounds = f"{lowest} to {num_blocks - 1}"
+                raise MirrorError(f"{name} got block {block_id}, outside {bounds}")
 
     def _check_copies(self, copies: BlockCopies, field: str) -> None:
         if len(copies.device_block_ids) != len(copies.host_block_ids):

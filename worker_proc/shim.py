@@ -12,9 +12,8 @@ from protocol.core_worker import (
     WorkerHello,
     WorkerToCore,
 )
+from protocol.message import MAX_TEXT
 from worker_proc.runner import Runner
-
-_MAX_ERROR = 4096
 
 
 class WorkerShim:
@@ -31,8 +30,7 @@ class WorkerShim:
         self.num_fenced_frames = 0
         """Messages under another epoch than the one in force, dropped."""
         self.failure: Exception | None = None
-
-    """What a step or a sleep raised; the process must exit after its reply, if any, is sent."""
+        """What a step or a sleep raised; the process must exit after its reply, if any, is sent."""
 
     def end_adoption(self) -> None:
         """The connection was made or lost: whatever was adopted before is over."""
@@ -84,5 +82,5 @@ class WorkerShim:
             output = self._runner.execute(step)
         except Exception as error:
             self.failure = error
-            return StepFailed(step.step_id, f"{type(error).__name__}: {error}"[:_MAX_ERROR])
+            return StepFailed(step.step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])
         return output if self._rank == 0 else None

@@ -74,6 +74,10 @@ def test_each_route_asks_for_its_own(
         ("/pause?mode=some", "mode"),
         ("/pause?mod=new", "mod"),
         ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests"),
+        ("/reset_prefix_cache?reset=true", "reset"),
+        ("/resume?mode=new", "mode"),
+        ("/sleep?level=2", "level"),
+        ("/wake_up?tags=kv_cache", "tags"),
     ],
 )
 def test_a_bad_parameter_is_named_and_nothing_is_asked(
@@ -83,6 +87,22 @@ def test_a_bad_parameter_is_named_and_nothing_is_asked(
     live = make_server(client, enable_admin_routes=True)
     response = httpx.post(live.url + path)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert client.controls == []
+
+
+@pytest.mark.parametrize("path", ["/is_paused?mode=new", "/is_sleeping?level=1"])
+def test_a_question_takes_no_parameter(make_server: MakeServer, path: str) -> None:
+    live = make_server(FakeClient(), enable_admin_routes=True)
+    assert httpx.get(live.url + path).status_code == 400
+
+
+def test_an_engine_that_starts_is_asked_nothing_and_nobody_waits(make_server: MakeServer) -> None:
+    client = FakeClient(facts=None)
+    live = make_server(client, enable_admin_routes=True)
+    for method, path in ROUTES:
+        if method == "POST":
+            response = httpx.post(live.url + path)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
     assert client.controls == []
 
 

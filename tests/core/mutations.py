@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("core_proc", "protocol", "scripts", "worker_proc", "tests", "docs", "pyproject.toml")
+COPIED = (
+    "core_proc",
+    "protocol",
+    "scripts",
+    "worker_proc",
+    "tests",
+    "docs",
+    "pyproject.toml",
+    "CONTRIBUTING.md",
+)
 TIME_LIMIT_S = 60
 """For one test: some faults make a loop endless."""
 PYTEST = (

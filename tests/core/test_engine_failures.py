@@ -149,7 +149,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "preempt_for_priority": True,
         "victim_choice": "cheapest",
         "enable_prefix_caching": False,
-        "enable_kv_events": True,
+        "enable_kv_events": False,
         "scheduler_reserve_full_isl": False,
         "watermark": 0.25,
     }
@@ -172,10 +172,12 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     unset = {"tenant_weights", "max_num_active_seqs"}
     names = set(SchedulerOptions.__struct_fields__) - unset
     assert {name: getattr(options, name) for name in names} == {n: expected[n] for n in names}
-    fair = EngineCore(configure(model="null", scheduling_policy="fair", tenant_weights="gold=4"))
+    others = {"tenant_weights": "gold=4", "enable_kv_events": True}
+    fair = EngineCore(configure(model="null", scheduling_policy="fair", **others))
     fair.adopt_workers(FACTS)
     assert fair._scheduler is not None
     assert fair._scheduler.options.tenant_weights == {"gold": 4.0}
+    assert fair._scheduler.options.enable_kv_events
 
 
 def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:

@@ -55,6 +55,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"max_model_len": 1}, "--max-model-len.*>= 2"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "at least max_num_seqs 16"),
         ({"max_num_scheduled_tokens": 2049}, "at most max_num_batched_tokens 2048"),
+        ({"enable_kv_events": True, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"max_model_len": 10, "long_prefill_token_threshold": 20}, "at most max_model_len 10"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_num_batched_tokens": None}, "must have a value"),
