@@ -15,7 +15,7 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 async def pause(state: ApiState, connection: Connection) -> None:
-    """POST /pause?mode=new|all: admit nobody, or compute nothing at all, which is the default.
+    """POST /pause?mode=new|all: admit nobody new, or compute nothing, which is the default.
 
     Raises:
         ApiError: 400 for another mode or parameter; 409 if the engine has begun to drain; 503 while

@@ -19,8 +19,8 @@ from protocol.message import encode
 MAX_KEPT_EVENTS = 65_536
 MAX_KEPT_BYTES = 64 * 2**20
 MAX_BATCH_EVENTS = 1000
-MAX_BATCH_BYTES = 2**20
-"""A batch ends with the event that reaches so many."""
+MAX_BATCH_BYTES = 2**17
+"""A batch ends with the event that reaches so many: about a millisecond of the loop."""
 
 MAX_UNTAKEN_BATCHES = 2
 """Sent to one client and not taken yet, also over several subscriptions."""
@@ -92,10 +92,23 @@ class EventLog:
     def _keeps(self, seq: int) -> bool:
         return self._next_seq - len(self._kept) <= seq <= self._next_seq
 
-    def _begin_snapshot(self, subscriber: _Subscriber) -> None:
+    def _snapshot_part(self, subscriber: _Subscriber) -> list[bytes]:
+        """Go on with a snapshot, or begin one where the log does not reach back; else empty.
+
+        It is told to its end, however far the log has gone on meanwhile: a slow reader would never
+        have a whole one.
+        """
+        if subscriber.snapshot is not None:
+            bodies = _batch(map(encode, subscriber.snapshot))
+            if bodies:
+                return bodies
+            subscriber.snapshot = None
+        if self._keeps(subscriber.next_seq):
+            return []
         subscriber.next_seq = self._next_seq
         cleared: list[KVEvent] = [AllBlocksCleared()]
-        subscriber.snapshot = chain(cleared, self._snapshot())
+        snapshot = subscriber.snapshot = chain(cleared, self._snapshot())
+        return _batch(map(encode, snapshot))
 
     def waiting(self) -> list[Client]:
         """Return the subscribers that have room, and have not got all yet."""
@@ -110,17 +123,9 @@ class EventLog:
         """Return what is to be sent next to one of those that wait; once in a turn is enough."""
         self._num_untaken[client] = self._num_untaken.get(client, 0) + 1
         subscriber = self._subscribers[client]
-        # A snapshot is told to its end, however far the log has gone on meanwhile.
-        if subscriber.snapshot is None and not self._keeps(subscriber.next_seq):
-            self._begin_snapshot(subscriber)
-        if subscriber.snapshot is not None:
-            bodies = _batch(map(encode, subscriber.snapshot))
-            if bodies:
-                return _message(None, bodies)
-            subscriber.snapshot = None
-            if not self._keeps(subscriber.next_seq):
-                self._begin_snapshot(subscriber)
-                return _message(None, _batch(map(encode, subscriber.snapshot)))
+        bodies = self._snapshot_part(subscriber)
+        if bodies:
+            return _message(None, bodies)
         first = subscriber.next_seq
         index = len(self._kept) - (self._next_seq - first)
         bodies = _batch(iter(self._kept[index : index + MAX_BATCH_EVENTS]))

@@ -41,7 +41,8 @@ class PauseMode(enum.StrEnum):
 
     RUNNING = "running"
     PAUSED_NEW = "paused_new"
-    """Nobody is admitted who has not run before."""
+    """Nobody is admitted who has not run before: who has, or comes with outputs, goes on, also
+    after a preemption, a lost worker or a new core."""
     PAUSED_ALL = "paused_all"
     """Nothing is computed."""
 
@@ -110,7 +111,9 @@ class ControlAction(enum.StrEnum):
     RESUME = "resume"
     """End a pause or a sleep."""
     SLEEP = "sleep"
-    """Pause everything, forget the prefix cache, and have the workers give its memory back."""
+    """Pause everything, forget the prefix cache, and have the workers give its memory back.
+
+    Answered when they were told, and done when they have come to that."""
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     """Forget the prefix cache; refused while any of its blocks is in use."""
 

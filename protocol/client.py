@@ -224,8 +224,8 @@ class AsyncEngineClient:
         """Pause everything and have the workers give back the KV cache's memory.
 
         Returns:
-            Whether they were told to; not while the engine drains, and not if someone has resumed
-            before it came to that. Requests keep their tokens, and compute their KV again.
+            Whether they were told to, and the memory is free soon; not while the engine drains, and
+            not if someone has resumed before. Requests keep their tokens, and compute KV again.
         """
         return (await self._control(timeout_s, ControlAction.SLEEP)).ok
 

@@ -21,14 +21,13 @@ from protocol.api_core import (
     validate_request,
 )
 from protocol.core_worker import ModelFacts, PromptLogprobs
-from protocol.message import ProtocolError, encode
+from protocol.message import MAX_TEXT, ProtocolError, encode
 from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
 """A request whose outputs still do not fit after so many repairs in a row fails."""
 _PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
 """Where in a body the decoder found fault: the place of a field, and of a field within that."""
-_MAX_TEXT = 4096
 
 
 class RequestFailed(Exception):
@@ -54,7 +53,7 @@ def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes
     try:
         body = encode(add)
     except (TypeError, ValueError, OverflowError, RecursionError) as problem:
-        message = f"request cannot be encoded: {problem}"[:_MAX_TEXT]
+        message = f"request cannot be encoded: {problem}"[:MAX_TEXT]
         raise RequestFailed(RequestError(ErrorCode.INVALID, message)) from problem
     try:
         checked = decode_from_client(body)
@@ -71,13 +70,13 @@ def _out_of_bounds(problem: str) -> RequestError:
     """Translate the decoder's complaint: places in arrays become names of fields."""
     match = _PATH.search(problem)
     if match is None:
-        return RequestError(ErrorCode.INVALID, problem[:_MAX_TEXT])
+        return RequestError(ErrorCode.INVALID, problem[:MAX_TEXT])
     name = AddRequest.__struct_fields__[int(match[1]) - 1]  # the message's own name comes first
     if name == "sampling_params" and match[2] is not None:
         name = SamplingParams.__struct_fields__[int(match[2])]
     param = "prompt" if name == "prompt_token_ids" else name
     text = f"{param}: {_PATH.sub('', problem)}"
-    return RequestError(ErrorCode.INVALID, text[:_MAX_TEXT], param)
+    return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
 
 
 class _Entry:

@@ -39,14 +39,13 @@ from protocol.lifecycle import (
     ToSupervisor,
     decode_from_supervisor,
 )
-from protocol.message import encode
+from protocol.message import MAX_TEXT, encode
 
 if TYPE_CHECKING:
     import asyncio
 
 EXIT_FATAL = 1
 EXIT_ORPHANED = 75
-_MAX_TEXT = 4096
 
 
 class ChildProcess:
@@ -130,7 +129,7 @@ class ChildProcess:
         """Report why this process cannot go on, and exit."""
         text = f"{type(error).__name__}: {error}"
         self.log.error("%s failed: %s", phase, text, exc_info=retry)
-        self._tell(Fatal(phase, text[:_MAX_TEXT], hint[:_MAX_TEXT], retry))
+        self._tell(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
         if self._lifecycle is not None:
             self._lifecycle.socket.setsockopt(zmq.LINGER, 1000)
             self.context.destroy()

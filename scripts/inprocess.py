@@ -109,7 +109,7 @@ class InprocEngine:
         return answers
 
     def pause(self, mode: PauseMode = PauseMode.PAUSED_ALL) -> bool:
-        """Let `step` admit nobody, or compute nothing."""
+        """Let `step` admit nobody who has not run before, or compute nothing."""
         return self._control(ControlAction.PAUSE, mode)
 
     def resume(self) -> bool:

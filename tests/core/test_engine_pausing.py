@@ -218,3 +218,11 @@ def test_a_pause_outlives_the_client_that_asked() -> None:
     ask(engine, PAUSE)
     engine.drop_client(CLIENT)
     assert engine.pause_mode is PauseMode.PAUSED_ALL
+
+
+def test_a_client_that_begins_anew_is_not_told_what_its_old_connection_had_asked_for() -> None:
+    engine = make_engine()
+    for client in (CLIENT, OTHER):
+        engine.control(client, Control(9, RESUME))
+    engine.drop_client(CLIENT)
+    assert [client for client, _ in engine.take_mail()] == [OTHER]

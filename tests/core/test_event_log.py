@@ -9,8 +9,7 @@ from core_proc import event_log
 from core_proc.engine import EngineCore
 from core_proc.event_log import EventLog
 from core_proc.event_recorder import HASH_BYTES
-from protocol import kv_feed
-from protocol.api_core import Control, ControlAction, decode_from_core
+from protocol.api_core import Control, ControlAction, KVEventsTaken, decode_from_core
 from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
 from protocol.kv_events import (
     AllBlocksCleared,
@@ -50,14 +49,16 @@ class Router:
         self.num_snapshots = 0
         self.feed = KVEventFeed(next_seq, self._send, lambda: None)
 
-    def _send(self, message: SubscribeKVEvents | UnsubscribeKVEvents) -> None:
+    def _send(self, message: SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken) -> None:
         if isinstance(message, SubscribeKVEvents):
             self.core.subscribe(self.name, message.next_seq)
+        elif isinstance(message, KVEventsTaken):
+            self.core.log.taken(self.name)
         else:
             self.core.log.unsubscribe(self.name)
 
     def reconnect(self) -> None:
-        self.core.log.unsubscribe(self.name)
+        self.core.log.forget(self.name)
         self.feed.subscribe()
 
     def receive(self) -> None:
@@ -91,10 +92,7 @@ class Router:
         for _ in range(10_000):
             self.read()
             if self.name not in self.core.log.waiting():
-                if not self.feed._is_lagging:
-                    return
-                self.feed._is_lagging = False
-                self.feed.subscribe()
+                return
             self.receive()
         raise AssertionError("it never catches up")
 
@@ -159,7 +157,6 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every bound is reached many times."""
     monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 40)
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 3)
-    monkeypatch.setattr(kv_feed, "MAX_UNREAD_BLOCKS", 30)
 
 
 GROUPS = [[KVGroup()], [KVGroup(), KVGroup(8, 4)]]
@@ -217,6 +214,7 @@ def drained(log: EventLog, client: bytes) -> list[KVEventBatch]:
     batches: list[KVEventBatch] = []
     while client in log.waiting():
         batches.append(log.take_batch(client))
+        log.taken(client)
     return batches
 
 
@@ -254,6 +252,7 @@ def test_events_that_come_during_a_snapshot_follow_it(monkeypatch: pytest.Monkey
     log = EventLog(0, lambda: map(stored, range(4)))
     log.subscribe(CLIENT, None)
     told = [log.take_batch(CLIENT)]
+    log.taken(CLIENT)
     log.append([stored(9)])
     assert flat(told + drained(log, CLIENT)) == [None] * 5 + [1]
 
@@ -291,6 +290,47 @@ def test_repeated_subscriptions_cost_no_snapshot_until_something_is_sent() -> No
     assert log.waiting() == [b"a"]
     log.take_batch(b"a")
     assert num_snapshots == 1
+
+
+def test_who_takes_nothing_is_sent_nothing_more_however_often_it_subscribes() -> None:
+    log = EventLog(1, lambda: map(stored, range(100_000)))
+    num_sent = 0
+    for _ in range(10):
+        log.subscribe(CLIENT, None)
+        while CLIENT in log.waiting():
+            log.take_batch(CLIENT)
+            num_sent += 1
+        log.unsubscribe(CLIENT)
+    assert num_sent == event_log.MAX_UNTAKEN_BATCHES
+    log.taken(CLIENT)
+    log.subscribe(CLIENT, None)
+    assert log.waiting() == [CLIENT]
+    log.take_batch(CLIENT)
+    log.forget(CLIENT)
+    assert log.waiting() == []
+    log.subscribe(CLIENT, None)
+    assert log.waiting() == [CLIENT], "what an old connection was sent counts no more"
+
+
+def test_a_snapshot_is_told_to_its_end_although_the_log_has_gone_on_past_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow reader would else begin again and again."""
+    monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 3)
+    monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 2)
+    log = EventLog(0, lambda: map(stored, range(9)))
+    log.subscribe(CLIENT, None)
+    events: list[KVEvent] = []
+    for _ in range(5):
+        batch = decode_from_core(encode(log.take_batch(CLIENT)))
+        assert isinstance(batch, KVEventBatch)
+        events += batch.events
+        log.taken(CLIENT)
+        log.append(map(stored, range(4)))
+    assert events == [AllBlocksCleared(), *map(stored, range(9))]
+    following = decode_from_core(encode(log.take_batch(CLIENT)))
+    assert isinstance(following, KVEventBatch)
+    assert following.events[0] == AllBlocksCleared()
 
 
 @pytest.mark.parametrize("num_missed", [1, 10, 90, 100])

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 from core_proc import loop
+from core_proc.event_log import MAX_UNTAKEN_BATCHES
 from protocol.api_core import (
     Control,
     ControlAction,
     ControlDone,
     EngineState,
     ErrorCode,
+    KVEventsTaken,
     PauseMode,
     Status,
 )
@@ -127,6 +129,15 @@ def test_a_request_that_the_scheduler_gives_up_is_refused_and_the_loop_goes_on(
 
 @pytest.fixture
 def events_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    real = FakeClient.read
+
+    def read(client: FakeClient) -> None:
+        before = len(batches(client))
+        real(client)
+        for _ in batches(client)[before:]:
+            client.send(CORE_EPOCH, KVEventsTaken())
+
+    monkeypatch.setattr(FakeClient, "read", read)
     monkeypatch.setattr(loop, "STATUS_INTERVAL_S", 0.1)
     with Bench(enable_kv_events=True) as running:
         yield running
@@ -213,3 +224,40 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up_and_goes_on_where_it_wa
         assert sum(b"KVEventBatch" in body for body in kept) <= 1
     is_stuck = False
     bench.until(lambda: num_stored(stuck) == 20)
+
+
+def test_what_is_on_its_way_to_a_subscriber_that_does_not_read_is_bounded(
+    events_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue of its socket would take thousands of messages."""
+    bench = events_bench
+    bench.worker()
+    stuck, client = bench.client(), bench.client()
+    monkeypatch.setattr(stuck, "read", lambda: None)
+    for request_id in range(1, 6):
+        stuck.send(CORE_EPOCH, SubscribeKVEvents())
+        client.add(request_id, max_tokens=64, cache_salt=str(request_id))
+        client.finish(request_id)
+    monkeypatch.undo()
+    FakeClient.read(stuck)
+    assert len(batches(stuck)) == MAX_UNTAKEN_BATCHES
+
+
+@pytest.mark.parametrize("message", [Control(5, ControlAction.RESUME), SubscribeKVEvents()])
+def test_a_message_whose_handling_fails_is_answered(
+    events_bench: Bench, monkeypatch: pytest.MonkeyPatch, message: Control | SubscribeKVEvents
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    bench = events_bench
+    bench.worker()
+    client = bench.client()
+    monkeypatch.setattr(bench.engine, "control", fail)
+    monkeypatch.setattr(bench.loop._clients._events, "_snapshot", fail)
+    client.send(CORE_EPOCH, message)
+    answers = (ControlDone, KVEventsRefused)
+    bench.until(lambda: any(isinstance(heard, answers) for heard in client.heard))
+    client.add(1)
+    client.finish(1)
+    assert not any(answer.ok for answer in done(client).values())

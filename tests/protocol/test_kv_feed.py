@@ -1,10 +1,11 @@
 """The feed of KV events: in order, each once, and a new beginning after whatever was missed."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from protocol import kv_feed
+from protocol.api_core import KVEventsTaken
 from protocol.client import AsyncEngineClient
 from protocol.kv_events import (
     AllBlocksCleared,
@@ -17,6 +18,7 @@ from protocol.kv_events import (
 )
 from protocol.kv_feed import KVEventFeed
 from protocol.ledger import RequestFailed
+from protocol.sampling import SamplingParams
 from tests.protocol.fake_core import FakeCore, run_connected
 
 CLEARED = AllBlocksCleared()
@@ -32,6 +34,10 @@ def batch(first_seq: int | None, *numbers: int) -> KVEventBatch:
 
 def snapshot(*numbers: int) -> KVEventBatch:
     return KVEventBatch(None, [CLEARED, *[removed(number) for number in numbers]])
+
+
+def num_taken(core: FakeCore) -> int:
+    return sum(isinstance(message, KVEventsTaken) for message in core.heard)
 
 
 async def take(feed: KVEventFeed, count: int) -> list[tuple[int | None, KVEvent]]:
@@ -97,28 +103,53 @@ def test_a_gap_is_asked_for_once_and_nothing_is_told_twice(core: FakeCore) -> No
     run_connected(core, play)
 
 
-def test_a_reader_that_lags_gets_a_snapshot_when_it_has_caught_up(
-    core: FakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_feed, "MAX_UNREAD_BLOCKS", 3)
-
+def test_the_core_is_asked_for_more_only_when_all_that_came_was_read(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events(1)
         await core.until(lambda: core.subscriptions)
-        for first in range(1, 9, 2):
-            core.say(batch(first, first, first + 1))
-        await core.until(lambda: len(core.subscriptions) == 2)
-        assert isinstance(core.subscriptions[-1], UnsubscribeKVEvents)
-        assert feed.num_unread == 4
-        await take(feed, 4)
-        reading = asyncio.create_task(take(feed, 1))
-        await core.until(lambda: len(core.subscriptions) == 3)
-        assert core.subscriptions[-1] == SubscribeKVEvents(None)
-        core.say(batch(9, 9))  # what was on its way
-        core.say(snapshot())
-        assert await reading == [(None, CLEARED)]
+        core.say(batch(1, 1, 2))
+        core.say(batch(3, 3))
+        await core.until(lambda: feed.num_unread == 3)
+        await take(feed, 2)
+        client.submit([7], SamplingParams()).cancel()
+        await core.until(lambda: core.aborted)  # whatever was said before has come too
+        assert num_taken(core) == 0
+        await take(feed, 1)
+        await core.until(lambda: num_taken(core) == 2)
+        core.say(batch(9, 9))  # a gap: not kept, so there is room at once
+        await core.until(lambda: num_taken(core) == 3)
 
     run_connected(core, play)
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "refused"])
+def test_a_feed_that_ends_unread_leaves_room_for_the_next(core: FakeCore, ending: str) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        feed = client.kv_events(1)
+        await core.until(lambda: core.subscriptions)
+        core.say(batch(1, 1))
+        await core.until(lambda: feed.num_unread)
+        if ending == "cancelled":
+            feed.cancel()
+        else:
+            core.say(KVEventsRefused("a bug"))
+        await core.until(lambda: num_taken(core) == 1)
+        core.say(batch(2, 2))  # was on its way
+        await core.until(lambda: num_taken(core) == 2)
+
+    run_connected(core, play)
+
+
+def test_without_an_engine_a_feed_ends_as_streams_do(core: FakeCore, fast_ticks: None) -> None:
+    core.answers = False
+
+    async def main() -> None:
+        client = AsyncEngineClient(core.address, stall_timeout_s=0.2)
+        async with asyncio.timeout(10), client:
+            with pytest.raises(ConnectionError, match="no engine has served"):
+                await take(client.kv_events(), 1)
+
+    asyncio.run(main())
 
 
 def test_a_refusal_is_raised_and_a_new_feed_may_be_tried(core: FakeCore) -> None:
@@ -164,24 +195,8 @@ def test_closing_the_client_fails_the_feed(core: FakeCore) -> None:
     run_connected(core, play)
 
 
-def test_a_snapshot_of_any_size_is_told_whole(
-    core: FakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is as large as the cache, and a slow reader would else never get to its end."""
-    monkeypatch.setattr(kv_feed, "MAX_UNREAD_BLOCKS", 3)
-
-    async def play(client: AsyncEngineClient) -> None:
-        feed = client.kv_events()
-        await core.until(lambda: core.subscriptions)
-        core.say(snapshot(*range(20)))
-        await core.until(lambda: feed.num_unread == 21)
-        assert core.subscriptions == [SubscribeKVEvents(None)]
-
-    run_connected(core, play)
-
-
-@pytest.mark.parametrize("number", [-1, 2**63])
-def test_a_number_of_no_event_is_refused_at_the_call(core: FakeCore, number: int) -> None:
+@pytest.mark.parametrize("number", [-1, 2**63, 1.5, "1"])
+def test_a_number_of_no_event_is_refused_at_the_call(core: FakeCore, number: Any) -> None:
     async def play(client: AsyncEngineClient) -> None:
         with pytest.raises(ValueError, match="next_seq"):
             client.kv_events(number)

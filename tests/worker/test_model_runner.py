@@ -33,9 +33,8 @@ def execute_in_chunks(
     """Run one prompt of tokens 10, 11, ... and then one decode step."""
     runner.reset()
     request = new(1, PROMPT_LEN + 2)
-    request = type(request)(
-        *(1, request.token_ids[:PROMPT_LEN], PROMPT_LEN, params, request.block_ids, 0, 0)
-    )
+    text = request.token_ids[: 4 * PROMPT_LEN]
+    request = type(request)(*(1, text, PROMPT_LEN, params, request.block_ids, 0, 0))
     outputs, news = [], [request]
     for number, first in enumerate(range(0, PROMPT_LEN, chunk)):
         count = min(chunk, PROMPT_LEN - first)
