@@ -5,6 +5,7 @@ steps. Tokens are the same either way.
 """
 
 from core_proc.block_pool import NULL_BLOCK
+from core_proc.kv_cache import live_blocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, SwappedOut
 from protocol.core_worker import BlockCopies
@@ -49,22 +50,19 @@ class Swapper:
         """Whether copying is possible, and cheaper than computing `num_lost_tokens` again."""
         if not self._num_blocks:
             return False
-        num_blocks = sum(map(len, self._computed(victim)))
+        end = self._num_entries(victim)
+        num_blocks = sum(len(live_blocks(table[:end])) for table in victim.block_tables)
         if num_blocks == 0 or num_blocks > self._num_usable:
             return False
         return num_blocks * self._cost_tokens < num_lost_tokens
 
-    def _computed(self, victim: Request) -> list[list[int]]:
-        """List the victim's blocks that hold computed KV, per group."""
-        end = -(-victim.num_computed_tokens // self._block_size)
-        return [
-            [block_id for block_id in table[:end] if block_id != NULL_BLOCK]
-            for table in victim.block_tables
-        ]
+    def _num_entries(self, victim: Request) -> int:
+        """Leading entries of the victim's tables whose blocks hold computed KV."""
+        return -(-victim.num_computed_tokens // self._block_size)
 
     def take_out(self, victim: Request) -> None:
         """Copy what the victim has computed; it still holds its blocks and gives them back next."""
-        end = -(-victim.num_computed_tokens // self._block_size)
+        end = self._num_entries(victim)
         host_tables = []
         for table in victim.block_tables:
             host_table = [NO_BLOCK] * end

@@ -23,6 +23,17 @@ def make_worker(options: SchedulerOptions, sample: SampleFn) -> FakeWorker:
     )
 
 
+def preempt_in_flight(bench: "Harness") -> None:
+    """In 8 blocks, at depth 2: run until a has preempted b, to whom a step still owes a token."""
+    bench.add("a", 46, 20)
+    bench.add("b", 46, 20)
+    bench.fill()
+    for _ in range(2):
+        bench.update()
+        bench.schedule()
+    assert bench.preempted == ["b"]
+
+
 class Harness:
     """Adds requests, runs steps, and keeps what was delivered."""
 

@@ -1,6 +1,5 @@
 """A core loop on real sockets in the test's own thread, with clients and workers beside it."""
 
-import argparse
 import subprocess
 import tempfile
 import time
@@ -31,12 +30,11 @@ from protocol.core_worker import (
     WorkerHello,
 )
 from protocol.core_worker import decode_from_core as decode_step
-from protocol.lifecycle import Drain, Role, Stop
+from protocol.lifecycle import Role
 from protocol.message import Message, encode
-from protocol.process import ChildProcess
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
 from tests.core.fake_worker import FakeWorker
+from tests.played_child import PlayedChild
 
 CORE_EPOCH = 3
 FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
@@ -47,23 +45,6 @@ T = TypeVar("T")
 def token_at(req_id: int, position: int) -> int:
     """What every fake worker samples: a function of the position, so that gaps show."""
     return 100 + position
-
-
-class _Child(ChildProcess):
-    """A core process without a supervisor; the test plays it."""
-
-    def __init__(self, run_dir: str, settings: dict[str, object], epoch: int) -> None:
-        arguments = argparse.Namespace(parent_fd=None, epoch=epoch, rank=0, listen_fd=None)
-        super().__init__(Role.CORE, arguments, configure(model="null", run_dir=run_dir, **settings))
-        self.inbox: list[Drain | Stop] = []
-        self.num_drained = 0
-
-    def messages(self) -> list[Drain | Stop]:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def drained(self) -> None:
-        self.num_drained += 1
 
 
 class _End:
@@ -209,7 +190,7 @@ class Bench:
         self._start_core(CORE_EPOCH)
 
     def _start_core(self, epoch: int) -> None:
-        self.child = _Child(self._run_dir.name, self._settings, epoch)
+        self.child = PlayedChild(Role.CORE, self._run_dir.name, epoch, **self._settings)
         self.engine = EngineCore(self.child.config)
         self.loop = CoreLoop(self.child, self.engine)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from core_proc.invariants import check_invariants
-from tests.core.harness import EOS, PLAIN_TOKEN, Harness
+from tests.core.harness import EOS, PLAIN_TOKEN, Harness, preempt_in_flight
 
 DEPTHS = (1, 2, 3, 4, 8)
 at_every_depth = pytest.mark.parametrize("depth", DEPTHS)
@@ -147,13 +147,7 @@ def test_after_the_loss_of_a_worker_all_is_computed_again_in_the_old_order(depth
 
 def test_a_lost_worker_owes_no_late_tokens() -> None:
     bench = Harness(blocks=8, depth=2)
-    bench.add("a", 46, 20)
-    bench.add("b", 46, 20)
-    bench.fill()
-    for _ in range(2):
-        bench.update()
-        bench.schedule()
-    assert bench.preempted == ["b"]
+    preempt_in_flight(bench)
     bench.lose_worker()
     assert bench.requests["b"].num_late_tokens == 0
     bench.overlap()

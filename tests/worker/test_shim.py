@@ -1,6 +1,5 @@
 """The worker's end of the link: whom it obeys, and how it comes to be adopted."""
 
-import argparse
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +23,7 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import Drain, Role, Stop
 from protocol.message import ProtocolError, encode
-from protocol.process import ChildProcess
-from protocol.settings import configure
+from tests.played_child import PlayedChild
 from worker_proc import loop
 from worker_proc.loop import WorkerLoop
 from worker_proc.shim import WorkerShim
@@ -155,26 +153,11 @@ def test_a_new_connection_may_belong_to_a_core_with_a_lower_link_epoch(shim: Wor
 # The loop ------------------------------------------------------------------------------------
 
 
-class _Child(ChildProcess):
-    def __init__(self, run_dir: str) -> None:
-        arguments = argparse.Namespace(parent_fd=None, epoch=OWN_EPOCH, rank=0, listen_fd=None)
-        super().__init__(Role.WORKER, arguments, configure(model="null", run_dir=run_dir))
-        self.inbox: list[Drain | Stop] = []
-        self.num_drained = 0
-
-    def messages(self) -> list[Drain | Stop]:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def drained(self) -> None:
-        self.num_drained += 1
-
-
 class Bench:
     """A worker's loop and the core's socket, in turns."""
 
     def __init__(self, run_dir: str, runner: FakeRunner) -> None:
-        self.child = _Child(run_dir)
+        self.child = PlayedChild(Role.WORKER, run_dir, OWN_EPOCH)
         self.core = self.bind()
         self.loop = WorkerLoop(self.child, runner)
         self.received: list[tuple[Received, WorkerToCore]] = []

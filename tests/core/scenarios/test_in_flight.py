@@ -7,7 +7,7 @@ that waits for them; the tokens computed in total are the same.
 import pytest
 
 from protocol.sampling import SamplingParams
-from tests.core.harness import EOS, PLAIN_TOKEN, Harness
+from tests.core.harness import EOS, PLAIN_TOKEN, Harness, preempt_in_flight
 
 
 def test_a_prompt_of_several_chunks_that_is_preempted_in_flight_is_owed_nothing() -> None:
@@ -97,13 +97,7 @@ def test_an_abort_frees_at_once_and_ignores_both_pending_tokens() -> None:
 
 def test_a_late_token_can_finish_a_preempted_request() -> None:
     bench = Harness(blocks=8, depth=2, script={"b": [42, 43, EOS]})
-    bench.add("a", 46, 20)
-    bench.add("b", 46, 20)
-    bench.fill()
-    for _ in range(2):
-        bench.update()
-        bench.schedule()
-    assert bench.preempted == ["b"]
+    preempt_in_flight(bench)
     bench.update()
     assert bench.finished == {"b": "stop"}
     assert bench.scheduler.num_waiting == 0

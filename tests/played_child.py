@@ -1,0 +1,24 @@
+"""A child process without a supervisor: the test plays it."""
+
+import argparse
+
+from protocol.lifecycle import Drain, Role, Stop
+from protocol.process import ChildProcess
+from protocol.settings import configure
+
+
+class PlayedChild(ChildProcess):
+    """Hears what the test puts into its inbox, and counts what it tells."""
+
+    def __init__(self, role: Role, run_dir: str, epoch: int, **settings: object) -> None:
+        arguments = argparse.Namespace(parent_fd=None, epoch=epoch, rank=0, listen_fd=None)
+        super().__init__(role, arguments, configure(model="null", run_dir=run_dir, **settings))
+        self.inbox: list[Drain | Stop] = []
+        self.num_drained = 0
+
+    def messages(self) -> list[Drain | Stop]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def drained(self) -> None:
+        self.num_drained += 1
