@@ -327,6 +327,8 @@ class KVCacheManager:
         """
         try:
             self._remember_full_blocks(request, request.num_computed_tokens)
+        except AssertionError:
+            raise  # the books are wrong, and that is nothing to go on with
         except Exception:
             # Nobody needs these hashes, and the blocks must come back.
             log.exception("blocks of request %d are not cached", request.req_id)

@@ -172,3 +172,18 @@ def test_a_swapped_request_that_fails_on_its_way_back_leaves_no_copies(
     assert [f.request for f in bench.scheduler.take_failures()] == [bench.requests["c"]]
     assert all(not step.swap_in.device_block_ids for step in bench.sent)
     assert bench.scheduler.swapper.num_free_blocks == 8
+
+
+def test_broken_books_are_not_hidden_where_blocks_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Harness(caching=True)
+    bench.add("a", 31, 2)
+    bench.step()
+
+    def broken(*args: object) -> None:
+        raise AssertionError("block 3 has two contents")
+
+    monkeypatch.setattr(bench.scheduler.kv, "_remember_full_blocks", broken)
+    with pytest.raises(AssertionError, match="block 3"):
+        bench.abort("a")
