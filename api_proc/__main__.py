@@ -7,14 +7,17 @@ import sys
 
 import uvloop
 
+from api_proc import chat, completions
+from api_proc.acceptor import raise_fd_limit
 from api_proc.app import openai_app
 from api_proc.server import HttpServer, adopt, listen, url_of
 from api_proc.state import ApiState
 from api_proc.text import TextProcessor
-from protocol.client import AsyncEngineClient
+from protocol.client import MAX_OPEN_TOKENS, AsyncEngineClient
 from protocol.config import ConfigError
-from protocol.ledger import RequestFailed
-from protocol.lifecycle import Drain, Role, Stop
+from protocol.errors import RequestFailed
+from protocol.failpoints import reach
+from protocol.lifecycle import Drain, Health, Role, Stop
 from protocol.process import ChildProcess
 
 _PROGRESS_INTERVAL_S = 10.0
@@ -30,6 +33,7 @@ def main() -> None:
         text = TextProcessor.load(child.config.model)
     except ConfigError as error:
         child.fatal("tokenizer", error, retry=False)
+    reach("api.load")
     uvloop.run(_serve(child, text))
 
 
@@ -43,13 +47,27 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         child.fatal(f"listening on {api.host}:{api.port}", error, retry=False)
     if child.listen_fd is None:
         child.log.info("listening at %s", url_of(listening))
-    async with AsyncEngineClient(child.core_client_address) as client:
+    raise_fd_limit()
+    async with _engine_client(child) as client:
         state = ApiState(client, child.config, text)
-        server = HttpServer(openai_app(state))
+        if state.sessions is not None:
+            state.sessions.start({chat.PATH: chat.reread, completions.PATH: completions.reread})
+        server = HttpServer(
+            openai_app(state),
+            slow_reader_timeout_s=api.slow_reader_timeout_s,
+            on_slow_reader=state.metrics.count_slow_reader,
+        )
         drains: list[asyncio.Task[None]] = []
 
-        def on_message(message: Drain | Stop) -> None:
+        def on_message(message: Drain | Stop | Health) -> None:
+            if isinstance(message, Health):
+                state.degraded_retry_after_s = (
+                    message.retry_after_s if message.is_degraded else None
+                )
+                return
             if isinstance(message, Stop):
+                if state.sessions is not None:
+                    state.sessions.close()
                 sys.stderr.flush()
                 os._exit(0)
             state.drain()
@@ -59,7 +77,19 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         reporting = asyncio.create_task(_report_ready(child, client))
         await server.serve(sockets=[listening])
         reporting.cancel()
+        if state.sessions is not None:
+            state.sessions.close()
     text.close()
+
+
+def _engine_client(child: ChildProcess) -> AsyncEngineClient:
+    config = child.config
+    return AsyncEngineClient(
+        child.core_client_address,
+        max_open_requests=config.api.max_open_requests,
+        max_open_tokens=max(MAX_OPEN_TOKENS, 2 * config.scheduler.max_waiting_tokens),
+        stall_timeout_s=config.recovery.stall_timeout_s,
+    )
 
 
 async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:

@@ -8,7 +8,7 @@ from api_proc.errors import ApiError, from_request_error, invalid, unavailable
 from api_proc.responses import encode
 from api_proc.state import ApiState
 from protocol.api_core import PauseMode
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 
 _MODES = {"new": PauseMode.PAUSED_NEW, "all": PauseMode.PAUSED_ALL}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}

@@ -5,10 +5,15 @@ from typing import Protocol
 
 from api_proc.connection import Connection
 from api_proc.errors import ApiError, from_request_error, internal
+from api_proc.event_ids import EventIds
 from api_proc.generation import Generation
 from api_proc.responses import DONE_FRAME, PromptTokensDetails, Usage
 from api_proc.sequence import Delta, OutputSequence
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
+from protocol.failpoints import reach
+
+_SEND_BYTES = 16 * 1024
+"""Of events, after which they are sent before more are rendered."""
 
 log = logging.getLogger("troika.api")
 
@@ -19,8 +24,11 @@ class Reply(Protocol):
     prompt_param: str
     """Name of the field that the prompt came in."""
 
-    def frames(self, sequence: OutputSequence, delta: Delta) -> bytes:
-        """Server-sent events for what is new, or nothing."""
+    def resume(self, begun: set[int]) -> None:
+        """These sequences have begun in an earlier answer."""
+
+    def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
+        """Server-sent events for what is new; all but the last stand for what was told before."""
 
     def usage_frame(self) -> bytes:
         """The event after the last choice, where it was asked for."""
@@ -54,6 +62,7 @@ async def answer(
     Raises:
         ApiError: the engine has given up before anything was sent.
     """
+    reach("api.after_accept")
     if is_streamed:
         await _answer_streamed(connection, generation, reply)
     else:
@@ -75,18 +84,41 @@ async def _answer_whole(connection: Connection, generation: Generation, reply: R
 async def _answer_streamed(connection: Connection, generation: Generation, reply: Reply) -> None:
     """Send what comes as server-sent events; all that one step brought goes in one piece."""
     connection.keep_alive()
+    generation.told = generation.told or [None] * len(generation.sequences)
+    told = generation.told
+    ids = EventIds(connection.request_id, list(told))
+    reply.resume({index for index, count in enumerate(told) if count is not None})
     try:
         async for step in generation.steps():
-            frames = b"".join([reply.frames(sequence, delta) for sequence, delta in step])
-            if frames:
-                await connection.send_frames(frames)
+            await _send_step(connection, reply, ids, step)
         if not generation.cancelled:
-            await connection.send_frames(reply.usage_frame() + DONE_FRAME, more=False)
+            usage = b"" if generation.is_usage_told else ids.tag_usage(reply.usage_frame())
+            await connection.send_frames(usage + DONE_FRAME, more=False)
     except RequestFailed as failure:
         await _fail(connection, from_request_error(failure.error, reply.prompt_param))
     except Exception:
         log.exception("request %s failed", connection.request_id)
         await _fail(connection, internal())
+
+
+async def _send_step(
+    connection: Connection, reply: Reply, ids: EventIds, step: list[tuple[OutputSequence, Delta]]
+) -> None:
+    """Render and send, no more at a time than a connection may hold."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    for sequence, delta in step:
+        events = reply.frames(sequence, delta)
+        events = ids.tag(events, sequence.index, len(delta.token_ids))
+        pieces += events
+        num_bytes += sum(map(len, events))
+        if num_bytes >= _SEND_BYTES:
+            reach("api.before_flush")
+            await connection.send_frames(b"".join(pieces))
+            pieces, num_bytes = [], 0
+    if pieces:
+        reach("api.before_flush")
+        await connection.send_frames(b"".join(pieces))
 
 
 async def _fail(connection: Connection, error: ApiError) -> None:

@@ -10,10 +10,15 @@ from api_proc.errors import from_request_error
 from api_proc.generation import Generation
 from api_proc.json_body import BodyDecoder
 from api_proc.params import resolve_max_tokens, sampling_params, tokens_to_keep
+from api_proc.resuming import find_session, resume
+from api_proc.sequence import Prompt
+from api_proc.sessions import Reread
 from api_proc.state import ApiState
+from protocol.api_core import AddRequest
 from protocol.core_worker import ModelFacts
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 
+PATH = "/v1/chat/completions"
 _decode = BodyDecoder(ChatBody)
 
 
@@ -24,18 +29,42 @@ async def chat_completions(state: ApiState, connection: Connection) -> None:
         ApiError: it is refused, or fails before anything was sent.
     """
     raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = state.require_facts()
+    session = find_session(state, connection, PATH, raw)
+    if session is not None:
+        content = Reread(session.body, session.prompts)
+        await resume(state, connection, session, lambda g: _reply(state, connection, content, g))
+        return
+    facts = await state.accepting()
     body = _decode(raw)
     check_chat(body)
     state.require_model(body.model)
-    with Generation(state, body) as generation:
-        connection.watch(generation.cancel)
-        prompt_token_ids = await _tokenize(state, body, facts)
+    with Generation(state, body, connection) as generation:
+        connection.watch(generation.cancel, lambda: generation.num_unread)
+        prompt = Prompt(await _tokenize(state, body, facts), None)
         if generation.cancelled:
             return
-        _submit(state, generation, body, prompt_token_ids, facts)
-        reply = ChatReply(state, connection.request_id, body, prompt_token_ids, generation)
+        generation.remember(PATH, raw, [prompt])
+        _submit(state, generation, body, prompt.token_ids, facts)
+        await generation.accepted()
+        reply = _reply(state, connection, Reread(body, [prompt]), generation)
         await answer(connection, generation, reply, is_streamed=bool(body.stream))
+
+
+def reread(raw: bytes, adds: list[AddRequest]) -> Reread:
+    """Make of a body and its sequences what they were when they were accepted.
+
+    Raises:
+        ApiError: it is no body of this route.
+    """
+    return Reread(_decode(raw), [Prompt(adds[0].prompt_token_ids, None)])
+
+
+def _reply(
+    state: ApiState, connection: Connection, content: Reread, generation: Generation
+) -> ChatReply:
+    body, prompts = content
+    assert isinstance(body, ChatBody)
+    return ChatReply(state, connection.request_id, body, prompts[0].token_ids, generation)
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Answers of /v1/chat/completions: whole bodies and server-sent events."""
 
-import time
-
 import msgspec
 
 from api_proc import responses
@@ -41,7 +39,7 @@ class ChatReply:
         self._generation = generation
         self._head = ChatChunk(
             id=f"chatcmpl-{request_id}",
-            created=int(time.time()),
+            created=generation.created,
             model=state.model_name,
             choices=[],
         )
@@ -57,23 +55,23 @@ class ChatReply:
         usage = b',"usage":null' if self._with_usage else b""
         self._plain_tail = b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
-    def frames(self, sequence: OutputSequence, delta: Delta) -> bytes:
+    def resume(self, begun: set[int]) -> None:
+        """These sequences have begun in an earlier answer."""
+        self._begun = begun
+
+    def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         """The role before anything else, then one event, or none without text."""
-        role = b""
+        events = []
         if sequence.index not in self._begun:
             self._begun.add(sequence.index)
-            role = self._role_frame(sequence)
+            events.append(self._role_frame(sequence))
         if delta.finish_reason is not None or delta.logprobs is not None or not self._is_plain:
-            return role + self._full_frame(sequence, delta)
-        if not delta.text:
-            return role
-        return b'%b%b%d,"delta":{"content":%b%b' % (
-            role,
-            self._plain_head,
-            sequence.index,
-            responses.encode(delta.text),
-            self._plain_tail,
-        )
+            events.append(self._full_frame(sequence, delta))
+        elif delta.text:
+            text = responses.encode(delta.text)
+            pieces = (self._plain_head, sequence.index, text, self._plain_tail)
+            events.append(b'%b%d,"delta":{"content":%b%b' % pieces)
+        return events
 
     def usage_frame(self) -> bytes:
         """The event with an empty list of choices."""

@@ -1,8 +1,5 @@
 """Answers of /v1/completions: whole bodies and server-sent events."""
 
-import time
-from typing import NamedTuple
-
 import msgspec
 
 from api_proc import responses
@@ -11,16 +8,9 @@ from api_proc.bodies import CompletionBody
 from api_proc.generation import Generation
 from api_proc.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
 from api_proc.responses import Completion, CompletionChoice, CompletionLogprobs
-from api_proc.sequence import Delta, OutputSequence, join
+from api_proc.sequence import Delta, OutputSequence, Prompt, join
 from api_proc.state import ApiState
 from protocol.core_worker import TokenLogprobs
-
-
-class Prompt(NamedTuple):
-    """One prompt of a request: its ids, and its text where it came as text."""
-
-    token_ids: list[int]
-    text: str | None
 
 
 class CompletionReply:
@@ -41,7 +31,7 @@ class CompletionReply:
         self._prompts = prompts
         self._generation = generation
         self._head = Completion(
-            id=f"cmpl-{request_id}", created=int(time.time()), model=state.model_name, choices=[]
+            id=f"cmpl-{request_id}", created=generation.created, model=state.model_name, choices=[]
         )
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)
@@ -57,18 +47,22 @@ class CompletionReply:
             b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + usage + b"}\n\n"
         )
 
-    def frames(self, sequence: OutputSequence, delta: Delta) -> bytes:
+    def resume(self, begun: set[int]) -> None:
+        """These sequences have begun in an earlier answer."""
+        self._begun = begun
+
+    def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         """One event, or none where the tokens make no text yet."""
         is_first = sequence.index not in self._begun
         if is_first:
             self._begun.add(sequence.index)
         needs_more = delta.finish_reason is not None or delta.logprobs is not None
         if needs_more or not self._is_plain or (is_first and self._body.echo):
-            return self._full_frame(sequence, delta, is_first=is_first)
+            return [self._full_frame(sequence, delta, is_first=is_first)]
         if not delta.text:
-            return b""
+            return []
         text = responses.encode(delta.text)
-        return b'%b%d,"text":%b%b' % (self._plain_head, sequence.index, text, self._plain_tail)
+        return [b'%b%d,"text":%b%b' % (self._plain_head, sequence.index, text, self._plain_tail)]
 
     def usage_frame(self) -> bytes:
         """The event with an empty list of choices."""

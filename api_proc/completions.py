@@ -4,17 +4,22 @@ from typing import NamedTuple
 
 from api_proc.answering import answer
 from api_proc.bodies import CompletionBody, check_completion
-from api_proc.completion_reply import CompletionReply, Prompt
+from api_proc.completion_reply import CompletionReply
 from api_proc.connection import Connection
 from api_proc.errors import from_request_error, invalid
 from api_proc.generation import Generation
 from api_proc.json_body import BodyDecoder
 from api_proc.params import resolve_max_tokens, sampling_params, tokens_to_keep
+from api_proc.resuming import find_session, resume
+from api_proc.sequence import Prompt
+from api_proc.sessions import Reread
 from api_proc.state import ApiState
 from api_proc.text import too_long
+from protocol.api_core import AddRequest
 from protocol.core_worker import ModelFacts
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 
+PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 2048
 """Prompts times n of one request."""
@@ -36,20 +41,48 @@ async def completions(state: ApiState, connection: Connection) -> None:
         ApiError: it is refused, or fails before anything was sent.
     """
     raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = state.require_facts()
+    session = find_session(state, connection, PATH, raw)
+    if session is not None:
+        content = Reread(session.body, session.prompts)
+        await resume(state, connection, session, lambda g: _reply(state, connection, content, g))
+        return
+    facts = await state.accepting()
     body = _decode(raw)
     check_completion(body)
     state.require_model(body.model)
     items = _items(body)
     _require_short(items.ids, body, facts)
-    with Generation(state, body) as generation:
-        connection.watch(generation.cancel)
+    with Generation(state, body, connection) as generation:
+        connection.watch(generation.cancel, lambda: generation.num_unread)
         prompts = await _tokenize(state, body, items, facts)
         if generation.cancelled:
             return
+        generation.remember(PATH, raw, prompts)
         _submit(state, generation, body, prompts, facts)
-        reply = CompletionReply(state, connection.request_id, body, prompts, generation)
+        await generation.accepted()
+        reply = _reply(state, connection, Reread(body, prompts), generation)
         await answer(connection, generation, reply, is_streamed=bool(body.stream))
+
+
+def reread(raw: bytes, adds: list[AddRequest]) -> Reread:
+    """Make of a body and its sequences what they were when they were accepted.
+
+    Raises:
+        ApiError: it is no body of this route.
+    """
+    body = _decode(raw)
+    texts: list[str | None] = [*_items(body).texts]
+    ids = [add.prompt_token_ids for add in adds[:: body.n or 1]]
+    pairs = zip(ids, texts or [None] * len(ids), strict=True)
+    return Reread(body, [Prompt(token_ids, text) for token_ids, text in pairs])
+
+
+def _reply(
+    state: ApiState, connection: Connection, content: Reread, generation: Generation
+) -> CompletionReply:
+    body, prompts = content
+    assert isinstance(body, CompletionBody)
+    return CompletionReply(state, connection.request_id, body, prompts, generation)
 
 
 def _items(body: CompletionBody) -> _Items:

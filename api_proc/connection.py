@@ -5,11 +5,17 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import Message, Receive, Scope, Send
 
+from api_proc.budget import Budget, Lease
 from api_proc.errors import ApiError
+from protocol.failpoints import reach
 
 BODY_TIMEOUT_S = 60.0
 KEEP_ALIVE_INTERVAL_S = 15.0
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
+GIVEN_ID_KEY = "troika.has_given_id"
+"""In the scope: whether the client has named its request."""
+UNREAD_KEY = "troika.num_unread"
+"""In the scope: a function that counts what waits to be sent, for the server."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -36,7 +42,10 @@ class Connection:
         receive: Receive,
         send: Send,
         keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget
+        self._lease: Lease | None = None
         self.scope = scope
         self.disconnected = False
         self.response_started = False
@@ -52,13 +61,20 @@ class Connection:
         """What the response's x-request-id says."""
         return str(self.scope["troika.request_id"])
 
+    @property
+    def has_given_id(self) -> bool:
+        """Whether the client has chosen it."""
+        return bool(self.scope.get(GIVEN_ID_KEY))
+
     async def read_body(self, max_bytes: int) -> bytes:
         """Read the whole body, and not a chunk more than `max_bytes`.
 
         Raises:
             ApiError: 413 where it is too large, 415 where it is compressed, 408 where it takes
-                too long, 400 where the client leaves in the middle.
+                too long, 400 where the client leaves in the middle, 429 where too much is open.
         """
+        if self._budget is not None:
+            self._lease = self._budget.open()
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")
@@ -82,13 +98,29 @@ class Connection:
                 self.disconnected = True
                 raise ApiError(400, "the client closed the connection", code="disconnected")
             chunks.append(message.get("body", b""))
+            if self._lease is not None:
+                self._lease.grow(len(chunks[-1]))
             num_bytes += len(chunks[-1])
             more = message.get("more_body", False)
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
 
-    def watch(self, on_disconnect: Callable[[], None]) -> None:
-        """Call `on_disconnect` as soon as the client is gone. The body must have been read."""
+    @property
+    def last_event_id(self) -> str | None:
+        """The last event that the client has seen, where it comes back for the rest."""
+        headers = dict(self.scope["headers"])
+        value = headers.get(b"last-event-id")
+        return None if value is None else value.decode("latin-1")
+
+    def watch(
+        self, on_disconnect: Callable[[], None], num_unread: Callable[[], int] | None = None
+    ) -> None:
+        """Call `on_disconnect` as soon as the client is gone. The body must have been read.
+
+        Args:
+            num_unread: counts the tokens that wait to be sent; too many end the connection.
+        """
+        self.scope[UNREAD_KEY] = num_unread
         self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
 
     def keep_alive(self) -> None:
@@ -96,7 +128,9 @@ class Connection:
         self._tasks.append(asyncio.create_task(self._keep_alive()))
 
     def close(self) -> None:
-        """End the watching."""
+        """End the watching, and give back what the request held."""
+        if self._lease is not None:
+            self._lease.close()
         for task in self._tasks:
             task.cancel()
 
@@ -138,6 +172,7 @@ class Connection:
 
     async def _watch(self, on_disconnect: Callable[[], None]) -> None:
         await self._wait_disconnected()
+        reach("api.before_abort")
         on_disconnect()
 
     async def _wait_disconnected(self) -> None:

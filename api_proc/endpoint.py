@@ -23,7 +23,9 @@ class Endpoint:
         self._keep_alive_interval_s = keep_alive_interval_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = Connection(scope, receive, send, self._keep_alive_interval_s)
+        connection = Connection(
+            scope, receive, send, self._keep_alive_interval_s, self._state.budget
+        )
         try:
             await self._answer(connection)
         finally:

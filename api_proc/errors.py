@@ -74,9 +74,9 @@ def unsupported(param: str, message: str = "is not supported") -> ApiError:
     return ApiError(400, f"{param} {message}", param=param, code="unsupported_parameter")
 
 
-def unavailable(message: str, code: str) -> ApiError:
+def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
     """No requests now, but later: 503."""
-    return ApiError(503, message, code=code, headers=_retry_after())
+    return ApiError(503, message, code=code, headers=_retry_after(retry_after_s))
 
 
 def overloaded(message: str) -> ApiError:
@@ -99,8 +99,10 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
         return overloaded(error.message)
     if error.code is ErrorCode.DRAINING:
         return unavailable(error.message, ErrorCode.DRAINING)
-    if error.code is ErrorCode.INTERNAL:
-        return ApiError(500, error.message, code=ErrorCode.INTERNAL)
+    if error.code is ErrorCode.ENGINE_FAILED:
+        return unavailable(error.message, ErrorCode.ENGINE_FAILED)
+    if error.code in (ErrorCode.INTERNAL, ErrorCode.QUARANTINED):
+        return ApiError(500, error.message, code=error.code)
     param = prompt_param if error.param == "prompt" else error.param
     return ApiError(400, error.message, param=param, code=error.code)
 
@@ -131,5 +133,5 @@ def _code(param: str, reason: str) -> str:
     return ErrorCode.INVALID
 
 
-def _retry_after() -> tuple[tuple[bytes, bytes], ...]:
-    return ((b"retry-after", str(RETRY_AFTER_S).encode()),)
+def _retry_after(seconds: int = RETRY_AFTER_S) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"retry-after", str(seconds).encode()),)

@@ -7,7 +7,7 @@ import secrets
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api_proc.connection import Connection
+from api_proc.connection import GIVEN_ID_KEY, Connection
 from api_proc.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
@@ -30,7 +30,8 @@ class Gate:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = headers.get(b"x-request-id", b"")
-        if not _REQUEST_ID.fullmatch(request_id):
+        scope[GIVEN_ID_KEY] = _REQUEST_ID.fullmatch(request_id) is not None
+        if not scope[GIVEN_ID_KEY]:
             request_id = secrets.token_hex(16).encode()
         scope["troika.request_id"] = request_id.decode()
 

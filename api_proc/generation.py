@@ -2,16 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
 from api_proc.bodies import SamplingBody
+from api_proc.connection import Connection
+from api_proc.history import HistoryReader
 from api_proc.params import nth_seed
-from api_proc.sequence import Delta, OutputSequence
+from api_proc.sequence import Delta, OutputSequence, Prompt, TokenStream
+from api_proc.sessions import Reread, Session, Sessions
 from api_proc.state import ApiState
-from protocol.api_core import ErrorCode, RequestError
-from protocol.ledger import RequestFailed
+from protocol.api_core import ErrorCode, RequestError, RequestOutput
+from protocol.errors import RequestFailed
 from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
 
@@ -19,27 +22,83 @@ Step = list[tuple[OutputSequence, Delta]]
 """What came together, in the order in which it came."""
 
 
-class Generation:
-    """All sequences of one HTTP request.
+_PIECE_TOKENS = 256
+_PIECE_LOGPROBS = 16
+"""Tokens that become text, or text and logprobs, at a time: what nobody reads stays ids."""
 
-    A context manager: whatever happens inside, nothing of it runs on afterwards.
+
+class Generation:
+    """All sequences of one HTTP request, or of its share in a session.
+
+    A context manager: whatever happens inside, nothing of it runs on afterwards, but for a session
+    whose client may come back.
     """
 
-    def __init__(self, state: ApiState, body: SamplingBody) -> None:
+    def __init__(
+        self,
+        state: ApiState,
+        body: SamplingBody,
+        connection: Connection,
+        session: Session | None = None,
+    ) -> None:
         self.sequences: list[OutputSequence] = []
         self.cancelled = False
+        self.created = int(time.time()) if session is None else session.accepted.created
+        self.told: list[int | None] = []
+        """Tokens of each sequence that an earlier answer has told; None: it has told nothing."""
+        self.is_usage_told = False
         self._state = state
+        self._connection = connection
+        self._session = session
+        self._readers: list[HistoryReader] = []
         self._body = body
         self._metrics = state.metrics
         self._arrival = time.monotonic()
 
     def __enter__(self) -> "Generation":
         self._state.opened()
+        if self._session is not None:
+            self._sessions.attach(self._session)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.cancel()
+        session = self._session
+        if session is not None:
+            if kind is not None and issubclass(kind, Exception):
+                self._sessions.forget(session)
+            connection = self._connection
+            is_stream = bool(self._body.stream) and connection.response_started
+            self._sessions.detach(session, is_known=is_stream or connection.has_given_id)
         self._state.closed()
+
+    @property
+    def _sessions(self) -> Sessions:
+        assert self._state.sessions is not None
+        return self._state.sessions
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of all sequences that have come and were not taken yet."""
+        return sum(sequence.stream.num_unread for sequence in self.sequences)
+
+    def remember(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
+        """Begin a session, where a client could come back: what is submitted outlives this.
+
+        Raises:
+            ApiError: 409 or 429, as `Sessions.begin`.
+        """
+        knows_id = bool(self._body.stream) or self._connection.has_given_id
+        if self._state.sessions is not None and knows_id:
+            request_id = self._connection.request_id
+            reread = Reread(self._body, prompts)
+            self._session = self._sessions.begin(request_id, path, raw, reread)
+            self._sessions.attach(self._session)
+
+    async def accepted(self) -> None:
+        """All was submitted: wait until a session is known to survive this process."""
+        if self._session is not None:
+            await self._sessions.accept(self._session)
 
     def submit(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
         """Send one prompt to the core, `n` times.
@@ -50,20 +109,39 @@ class Generation:
         num_sequences = self._body.n or 1
         for i in range(num_sequences):
             nth = msgspec.structs.replace(params, seed=nth_seed(params.seed, i)) if i else params
-            self._submit_one(prompt_token_ids, nth)
+            self._add(self._submit_one(prompt_token_ids, nth), prompt_token_ids, nth)
         self._metrics.params_n.observe(num_sequences)
         self._metrics.params_max_tokens.observe(params.max_tokens)
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
 
-    def _submit_one(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
+    def _submit_one(self, prompt_token_ids: TokenIds, params: SamplingParams) -> TokenStream:
+        if self._session is not None:
+            reader = self._sessions.submit(self._session, prompt_token_ids, params)
+            self._readers.append(reader)
+            return reader
         body = self._body
-        stream = self._state.client.submit(
+        return self._state.client.submit(
             prompt_token_ids,
             params,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             tenant=body.user or "",
         )
+
+    def resume(self, told: list[int | None], *, is_usage_told: bool) -> None:
+        """Read the session's sequences from here on instead of submitting any."""
+        assert self._session is not None
+        self.told, self.is_usage_told = told, is_usage_told
+        num_each = self._body.n or 1
+        for index, history in enumerate(self._session.histories):
+            reader = self._sessions.reader(self._session, history)
+            self._readers.append(reader)
+            prompt = self._session.prompts[index // num_each]
+            params = self._session.accepted.adds[index].sampling_params
+            self._add(reader, prompt.token_ids, params)
+
+    def _add(self, stream: TokenStream, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
+        body = self._body
         detokenizer = self._state.text.tokenizer.detokenizer(
             prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False
         )
@@ -79,13 +157,16 @@ class Generation:
         self.sequences.append(sequence)
 
     def cancel(self) -> None:
-        """Nobody waits any more: abort everything that runs."""
+        """Nobody waits here any more: abort everything that runs, and nothing of a session."""
         self.cancelled = True
+        for reader in self._readers:
+            reader.leave()
         for sequence in self.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.ABORT
-                sequence.stream.cancel()
                 self._metrics.num_finished[FinishReason.ABORT] += 1
+                if self._session is None:
+                    sequence.stream.cancel()
 
     async def steps(self) -> AsyncIterator[Step]:
         """Iterate over what comes, until all sequences have ended or the request is cancelled.
@@ -138,8 +219,8 @@ class Generation:
     async def _deltas(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
         metrics = self._metrics
         last = first = 0.0
+        skip = (self.told[sequence.index] or 0) if self.told else 0
         async for output in sequence.stream:
-            delta = sequence.push(output)
             if output.token_ids:
                 now = time.monotonic()
                 if last:
@@ -148,12 +229,17 @@ class Generation:
                     first = now
                     metrics.time_to_first_token.observe(now - self._arrival)
                 last = now
-            if delta.finish_reason is not None:
-                self._finish(sequence, first, last)
-                yield delta
-                return
-            if output.token_ids:
-                yield delta
+            for piece in _pieces(output, skip - sequence.num_output_tokens):
+                delta = sequence.push(piece)
+                if skip and sequence.num_output_tokens <= skip:  # an earlier answer has told it
+                    if delta.finish_reason is not None:
+                        return
+                elif delta.finish_reason is not None:
+                    self._finish(sequence, first, last)
+                    yield delta
+                    return
+                elif piece.token_ids:
+                    yield delta
 
     def _finish(self, sequence: OutputSequence, first: float, last: float) -> None:
         assert sequence.finish_reason is not None
@@ -166,3 +252,29 @@ class Generation:
         if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             message = f"the engine ended the request: {sequence.finish_reason}"
             raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+
+
+def _pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
+    """Cut an output where its first `num_first` tokens end, and then where it becomes too large."""
+    size = _PIECE_TOKENS if output.logprobs is None else _PIECE_LOGPROBS
+    num_tokens = len(output.token_ids)
+    if num_first <= 0 and num_tokens <= size:
+        yield output
+        return
+    start, end = 0, num_first if num_first > 0 else size
+    while start == 0 or start < num_tokens:
+        end = min(end, num_tokens)
+        is_last = end == num_tokens
+        yield RequestOutput(
+            output.request_id,
+            output.first_index + start,
+            output.token_ids[start:end],
+            output.finish_reason if is_last else None,
+            output.stop_token_id if is_last else None,
+            None if start else output.num_cached_tokens,
+            None if output.logprobs is None else output.logprobs[start:end],
+            None if start else output.prompt_logprobs,
+        )
+        if is_last:
+            return
+        start, end = end, end + size

@@ -73,11 +73,15 @@ def _model_card(state: ApiState) -> ModelCard:
 async def _send_readiness(state: ApiState, connection: Connection, *, is_good: bool) -> None:
     has_reported = state.client.status is not None
     age_s = time.monotonic() - state.client.last_status_time
+    facts = state.client.facts
     body = Readiness(
         ready=state.is_ready(),
-        state=str(state.engine_state()),
+        state=state.readiness(),
         draining=state.is_draining,
         status_age_s=round(age_s, 3) if has_reported else None,
+        journal=state.journal_state(),
+        exact_resume=None if facts is None else facts.exact_resume,
+        exact_resume_reason=None if facts is None else facts.exact_resume_reason,
     )
     headers = [] if is_good else [(b"retry-after", b"1")]
     await connection.send_json(200 if is_good else 503, encode(body), headers)

@@ -4,6 +4,7 @@ What the core counts comes with its Status messages; what only the API can see i
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -46,7 +47,42 @@ _COUNTERS = (
     ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"),
     ("engine_steps", "Steps dispatched to the worker.", "num_steps"),
     ("fenced_frames", "Frames of an old epoch, dropped.", "fenced_frames"),
+    ("quarantined_requests", "Requests found to kill workers.", "num_quarantined"),
+    ("spec_decode_num_drafts", "Times that guesses were verified.", "spec_decode_num_drafts"),
+    ("spec_decode_num_draft_tokens", "Guessed tokens.", "spec_decode_num_draft_tokens"),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Guessed tokens that were right.",
+        "spec_decode_num_accepted_tokens",
+    ),
     ("worker_restarts", "Workers replaced.", "worker_restarts"),
+)
+
+
+class Measurements(NamedTuple):
+    """What the API holds as of now."""
+
+    num_http_requests: int
+    num_http_bytes: int
+    num_open_requests: int
+    num_sessions: int
+    num_resumed: int
+    num_journal_bytes: int
+    num_journal_failures: int
+    is_journal_failed: bool
+
+
+_HELD_GAUGES = (
+    ("http_requests_open", "HTTP requests being read or answered.", "num_http_requests"),
+    ("http_request_bytes", "Bytes of their bodies.", "num_http_bytes"),
+    ("ledger_requests", "Sequences accepted and not ended.", "num_open_requests"),
+    ("sessions", "Requests whose clients may come back for the rest.", "num_sessions"),
+    ("journal_failed", "1 while the journal cannot be written.", "is_journal_failed"),
+)
+_HELD_COUNTERS = (
+    ("requests_resumed", "Requests whose clients have come back.", "num_resumed"),
+    ("journal_bytes", "Bytes handed to the journal.", "num_journal_bytes"),
+    ("journal_failures", "Times that the journal could not be written.", "num_journal_failures"),
 )
 
 
@@ -64,6 +100,12 @@ class Metrics:
         self.params_max_tokens = Histogram(_TOKENS)
         self.num_finished = dict.fromkeys(map(str, FinishReason), 0)
         """Finished sequences by reason."""
+        self.num_slow_readers = 0
+        """Connections dropped because their clients did not read."""
+
+    def count_slow_reader(self) -> None:
+        """One more was dropped."""
+        self.num_slow_readers += 1
 
     def histograms(self) -> Iterator[tuple[str, str, Histogram]]:
         """Name, help text and values of each histogram."""
@@ -85,8 +127,13 @@ class MetricsCollector(Collector):
     """Exposes `Metrics` and the core's last statistics."""
 
     def __init__(
-        self, model_name: str, metrics: Metrics, engine_stats: Callable[[], EngineStats]
+        self,
+        model_name: str,
+        metrics: Metrics,
+        engine_stats: Callable[[], EngineStats],
+        measure: Callable[[], Measurements],
     ) -> None:
+        self._measure = measure
         self._labels = [model_name]
         self._metrics = metrics
         self._engine_stats = engine_stats
@@ -103,22 +150,37 @@ class MetricsCollector(Collector):
         for reason, count in self._metrics.num_finished.items():
             finished.add_metric([*self._labels, reason], count)
         yield finished
+        yield from self._held_families(self._measure())
+        text = "Connections dropped because their clients did not read."
+        yield self._counter("slow_readers_dropped", text, self._metrics.num_slow_readers)
         for name, text, histogram in self._metrics.histograms():
             yield self._histogram(name, text, histogram.buckets(), histogram.sum)
 
     def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, field in _GAUGES:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric(self._labels, getattr(stats, field))
-            yield gauge
+            yield self._gauge(name, text, getattr(stats, field))
         for name, text, field in _COUNTERS:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric(self._labels, getattr(stats, field))
-            yield counter
+            yield self._counter(name, text, getattr(stats, field))
         counts = stats.loop_seconds_buckets or [0] * (len(LOOP_BUCKETS_S) + 1)
         buckets = cumulative(LOOP_BUCKETS_S, counts)
         text = "Iterations of the core's loop."
         yield self._histogram("core_loop_seconds", text, buckets, stats.loop_seconds_sum)
+
+    def _held_families(self, held: Measurements) -> Iterator[Metric]:
+        for name, text, field in _HELD_GAUGES:
+            yield self._gauge(name, text, getattr(held, field))
+        for name, text, field in _HELD_COUNTERS:
+            yield self._counter(name, text, getattr(held, field))
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
 
     def _histogram(
         self, name: str, text: str, buckets: list[tuple[str, float]], total: float

@@ -191,6 +191,12 @@ class Readiness(msgspec.Struct, kw_only=True):
     draining: bool
     status_age_s: float | None
     """Seconds since the core's last report."""
+    journal: str
+    """"off", "writing", or "failed": requests are kept in memory only."""
+    exact_resume: bool | None
+    """Whether requests that are computed again get the same tokens; None: no worker was there."""
+    exact_resume_reason: str | None
+    """Why not; empty if they do."""
 
 
 encode = msgspec.json.Encoder().encode

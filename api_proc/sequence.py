@@ -1,13 +1,35 @@
 """One output sequence of a request: tokens from the core become text, cut at stop strings."""
 
-from typing import NamedTuple
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
 
 from api_proc.detokenizer import Detokenizer
 from api_proc.stop import StopMatcher
 from protocol.api_core import RequestOutput
 from protocol.core_worker import TokenLogprobs
-from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason
+
+
+class Prompt(NamedTuple):
+    """One prompt of a request: its ids, and its text where it came as text."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class TokenStream(Protocol):
+    """Where the tokens of a sequence come from."""
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that have come and were not read yet."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    def cancel(self) -> None:
+        """Nobody needs what would follow."""
 
 
 class Delta(NamedTuple):
@@ -29,7 +51,7 @@ class OutputSequence:
     def __init__(
         self,
         index: int,
-        stream: RequestStream,
+        stream: TokenStream,
         detokenizer: Detokenizer,
         *,
         num_prompt_tokens: int,

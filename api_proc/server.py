@@ -1,26 +1,102 @@
-"""Runs the application under uvicorn inside this process, which keeps its signals to itself."""
+"""Runs the application under uvicorn inside this process, which keeps its signals to itself.
 
+Clients that do not read are this file's business too: what was written and not taken is bounded for
+each connection, and so is the time for which it is kept.
+"""
+
+import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from api_proc.acceptor import Acceptor, max_connections
+from api_proc.connection import UNREAD_KEY
 
 BACKLOG = 2048
+MAX_UNREAD_TOKENS = 8192
+"""Of a stream whose client does not read: 64 KiB as they lie in memory, rendered only when sent."""
+MAX_UNSENT_BYTES = 32 * 1024
+"""In a connection's buffer before its stream has to wait; no piece of a stream is larger."""
+_MAX_UNSENT_IN_KERNEL = 16 * 1024
+SLOW_READER_TIMEOUT_S = 60.0
+IDLE_WHEN_FULL_S = 5.0
+"""While no connection can be had, those without a request for so long are closed."""
+_SWEEP_S = 0.5
 _KEEP_ALIVE_S = 75
 _STOP_TIMEOUT_S = 5
+
+
+class _Protocol(HttpToolsProtocol):
+    """One connection, which knows how long it has been quiet, and how long nobody has read."""
+
+    last_received = 0.0
+    waits_since: float | None = None
+    """Since when there is something unsent that nobody takes."""
+    unsent = 0
+    on_lost: Callable[[], None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self.last_received = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        self.last_received = self.loop.time()
+        super().data_received(data)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def is_stuck(self, now: float, timeout_s: float) -> bool:
+        """Whether its client has stopped reading for too long, or has too much to read."""
+        unsent = self.transport.get_write_buffer_size()
+        is_waiting = unsent > 0 and (self.flow.write_paused or unsent == self.unsent)
+        self.unsent = unsent
+        if not is_waiting:
+            self.waits_since = None
+            return False
+        if self.waits_since is None:
+            self.waits_since = now
+        return now - self.waits_since >= timeout_s or self._num_unread() > MAX_UNREAD_TOKENS
+
+    def _num_unread(self) -> int:
+        count = None if self.cycle is None else self.cycle.scope.get(UNREAD_KEY)
+        return 0 if count is None else int(count())  # type: ignore[operator]
 
 
 class HttpServer(uvicorn.Server):
     """A uvicorn that installs no signal handlers: whoever owns the process stops it."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
+        on_slow_reader: Callable[[], None] | None = None,
+    ) -> None:
+        """Serve `app`.
+
+        Args:
+            slow_reader_timeout_s: connections whose client takes nothing for so long are dropped.
+            on_slow_reader: told about each of them.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -31,6 +107,10 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=_STOP_TIMEOUT_S,
             )
         )
+        self._slow_reader_timeout_s = slow_reader_timeout_s
+        self._on_slow_reader = on_slow_reader
+        self._acceptors: list[Acceptor] = []
+        self._sweep_timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -40,6 +120,57 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """Take no more connections, finish open ones, and return from `serve`."""
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept."""
+        await self.lifespan.startup()
+        self.servers = []
+        self._loop = asyncio.get_running_loop()
+        limit = max_connections()
+        for listening in sockets or []:
+            # Inherited by every connection: what is not sent waits here, where it is counted.
+            with contextlib.suppress(OSError):
+                lowat = socket.TCP_NOTSENT_LOWAT
+                listening.setsockopt(socket.IPPROTO_TCP, lowat, _MAX_UNSENT_IN_KERNEL)
+            acceptor = Acceptor(listening, self._make_protocol, self._num_open, limit)
+            self._acceptors.append(acceptor)
+            acceptor.resume()
+        self._sweep()
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and finish what is open."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+
+    def _num_open(self) -> int:
+        return len(self.server_state.connections)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol = _Protocol(self.config, self.server_state, self.lifespan.state, self._loop)
+        protocol.on_lost = self._on_lost
+        return protocol
+
+    def _on_lost(self) -> None:
+        for acceptor in self._acceptors:
+            self._loop.call_soon(acceptor.resume)  # its descriptor is closed by then
+
+    def _sweep(self) -> None:
+        """Close the connections of whoever does not read, and idle ones where none is left."""
+        self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep)
+        now = self._loop.time()
+        is_full = any(acceptor.is_full for acceptor in self._acceptors)
+        connections: list[Any] = list(self.server_state.connections)
+        for protocol in connections:
+            if protocol.is_stuck(now, self._slow_reader_timeout_s):
+                protocol.transport.abort()
+                if self._on_slow_reader is not None:
+                    self._on_slow_reader()
+            elif is_full and protocol.is_idle and now - protocol.last_received > IDLE_WHEN_FULL_S:
+                protocol.transport.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,19 +1,26 @@
 """What all routes share: the engine's client, the model's text side, metrics, open requests."""
 
 import asyncio
+import math
 import random
 import secrets
 import time
 from pathlib import PurePath
 
-from api_proc.errors import ApiError, unavailable
-from api_proc.metrics import Metrics, MetricsCollector, make_exposition
+from api_proc.budget import Budget
+from api_proc.errors import ApiError, overloaded, unavailable
+from api_proc.metrics import Measurements, Metrics, MetricsCollector, make_exposition
+from api_proc.sessions import Sessions
 from api_proc.text import TextProcessor
 from protocol.api_core import EngineState, EngineStats, ErrorCode
 from protocol.client import AsyncEngineClient
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 
+DEGRADED = "degraded"
+_FIRST_STATUS_S = 2.0
+"""A new server waits so long for the core's first word before it says that the engine starts."""
+_POLL_S = 0.01
 STATUS_FRESH_S = 5.0
 """The core reports about once a second; without a report for so long it is not well."""
 
@@ -31,9 +38,14 @@ class ApiState:
         self.created = int(time.time())
         self.metrics = Metrics()
         self.exposition = make_exposition(
-            MetricsCollector(self.model_name, self.metrics, self._engine_stats)
+            MetricsCollector(self.model_name, self.metrics, self._engine_stats, self._measurements)
         )
         self.is_draining = False
+        self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
+        self.sessions = None if config.api.journal_dir is None else Sessions(client, config.api)
+        self.degraded_retry_after_s: float | None = None
+        """While processes of the engine die again and again: when to ask again."""
+        self._started = time.monotonic()
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -63,14 +75,38 @@ class ApiState:
         if self._num_open == 0:
             self._idle.set()
 
-    def require_facts(self) -> ModelFacts:
-        """Return the model's facts, where requests are accepted.
+    async def accepting(self) -> ModelFacts:
+        """Return the model's facts, where new requests are accepted.
 
         Raises:
-            ApiError: 503 while the engine starts or drains.
+            ApiError: 503 while the engine starts, fails or drains; 429 where too many wait for it
+                to come back.
+        """
+        while self._is_new():
+            await asyncio.sleep(_POLL_S)
+        facts = self.require_facts()
+        limit = self.config.scheduler.max_num_waiting
+        if not self.client.connected and self.client.num_open_requests >= limit:
+            raise overloaded(f"{limit} requests wait for the engine to come back")
+        return facts
+
+    def _is_new(self) -> bool:
+        """Whether this process has just begun, and may learn of an engine that runs any moment."""
+        age_s = time.monotonic() - self._started
+        return self.client.status is None and age_s < _FIRST_STATUS_S
+
+    def require_facts(self) -> ModelFacts:
+        """Return the model's facts.
+
+        Raises:
+            ApiError: 503 while the engine starts, fails or drains.
         """
         if self.is_draining:
             raise unavailable("the server is shutting down", ErrorCode.DRAINING)
+        if self.degraded_retry_after_s is not None:
+            retry_after_s = max(1, math.ceil(self.degraded_retry_after_s))
+            message = "processes of the engine die again and again"
+            raise unavailable(message, "degraded", retry_after_s)
         facts = self.client.facts
         if facts is None:
             raise unavailable("the engine is starting", "starting")
@@ -95,9 +131,25 @@ class ApiState:
         return time.monotonic() - self.client.last_status_time < STATUS_FRESH_S
 
     def engine_state(self) -> EngineState:
-        """The core's last word, or STARTING where there was none."""
+        """The core's last word, STARTING where there was none, RECOVERING where it is gone."""
         status = self.client.status
-        return EngineState.STARTING if status is None else status.state
+        if status is None:
+            return EngineState.STARTING
+        if status.state is EngineState.READY and not (self.client.connected and self.is_fresh()):
+            return EngineState.RECOVERING
+        return status.state
+
+    def readiness(self) -> str:
+        """What /readyz says of the engine: its state, or "degraded"."""
+        if self.degraded_retry_after_s is not None:
+            return DEGRADED
+        return str(self.engine_state())
+
+    def journal_state(self) -> str:
+        """What /readyz says of the journal."""
+        if self.sessions is None:
+            return "off"
+        return "failed" if self.sessions.journaling.is_failed else "writing"
 
     def is_serving(self) -> bool:
         """Whether requests make progress, or will as soon as a lost worker is replaced."""
@@ -110,11 +162,25 @@ class ApiState:
     def is_ready(self) -> bool:
         """Whether new requests are welcome."""
         return (
-            self.is_serving()
+            self.client.facts is not None
+            and self.engine_state() is EngineState.READY
             and not self.is_draining
-            and self.engine_state() is not EngineState.DRAINING
+            and self.degraded_retry_after_s is None
         )
 
     def _engine_stats(self) -> EngineStats:
         status = self.client.status
         return EngineStats() if status is None else status.stats
+
+    def _measurements(self) -> Measurements:
+        sessions = self.sessions
+        return Measurements(
+            num_http_requests=self.budget.num_requests,
+            num_http_bytes=self.budget.num_bytes,
+            num_open_requests=self.client.num_open_requests,
+            num_sessions=0 if sessions is None else len(sessions),
+            num_resumed=0 if sessions is None else sessions.num_resumed,
+            num_journal_bytes=0 if sessions is None else sessions.journaling.num_bytes,
+            num_journal_failures=0 if sessions is None else sessions.journaling.num_failures,
+            is_journal_failed=sessions is not None and sessions.journaling.is_failed,
+        )

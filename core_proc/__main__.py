@@ -6,6 +6,7 @@ import sys
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.loop import CoreLoop
+from protocol.failpoints import reach
 from protocol.lifecycle import Role
 from protocol.process import ChildProcess
 
@@ -15,6 +16,7 @@ CORE_NICENESS = -10
 def main() -> None:
     """Serve until told to stop."""
     child = ChildProcess.from_argv("core_proc", Role.CORE, sys.argv[1:])
+    reach("core.load")
     _raise_priority()
     loop = CoreLoop(child, EngineCore(child.config))
     child.ready()

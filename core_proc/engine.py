@@ -6,15 +6,19 @@ client's outputs.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
 
 from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
+from core_proc.output_check import check_output
 from core_proc.outputs import Client, Owner, output_row, owner_of, prompt_rows
 from core_proc.pausing import Pausing
+from core_proc.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
-from core_proc.stats import LoopHistogram
+from core_proc.stats import LoopHistogram, scheduler_stats
 from protocol.api_core import (
     AddRequest,
     Control,
@@ -36,11 +40,10 @@ from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.kv_events import KVEvent
 from protocol.message import MAX_TEXT
 
+CANARY_ID = 2**53 - 1
+"""Of a request of our own: far beyond what `_next_req_id` reaches."""
+
 log = logging.getLogger("troika.core")
-
-
-class WorkerMisbehaved(Exception):
-    """A worker's message contradicts what it was told; nothing of it was taken over."""
 
 
 class FactsChanged(Exception):
@@ -54,6 +57,11 @@ class EngineCore:
         self._config = config
         self._scheduler: Scheduler | None = None
         self._pausing: Pausing | None = None
+        self._quarantine: Quarantine | None = None
+        self._inherited_marks: Sequence[int] = ()
+        self._told_marks: object = None
+        self.now = 0.0
+        """Monotonic seconds, as the loop tells it."""
         self._facts: ModelFacts | None = None
         self._has_workers = False
         self._draining = False
@@ -79,8 +87,12 @@ class EngineCore:
         """
         if self._facts is None:
             self._facts = facts
-            self._scheduler = Scheduler(self._options(facts, swap_cost_tokens))
+            self._scheduler = Scheduler(
+                SchedulerOptions.combine(self._config, facts, swap_cost_tokens)
+            )
             self._pausing = Pausing(self._scheduler, self._tell)
+            self._quarantine = Quarantine(self._scheduler, CANARY_ID)
+            self._quarantine.inherit(self._inherited_marks)
             if self._draining:
                 self._pausing.drain()
         elif facts != self._facts:
@@ -96,39 +108,32 @@ class EngineCore:
         if self._has_workers:
             assert self._scheduler is not None
             assert self._pausing is not None
+            assert self._quarantine is not None
+            self._quarantine.workers_lost()
             self._scheduler.recompute_all()
             self._pausing.workers_lost()
             self._has_workers = False
 
-    def _options(self, facts: ModelFacts, swap_cost_tokens: float) -> SchedulerOptions:
-        scheduler, cache = self._config.scheduler, self._config.cache
-        return SchedulerOptions(
-            num_blocks=facts.num_gpu_blocks,
-            block_size=facts.block_size,
-            kv_groups=tuple(facts.kv_groups),
-            num_host_blocks=facts.num_host_blocks,
-            swap_cost_tokens=swap_cost_tokens,
-            max_model_len=facts.max_model_len,
-            eos_token_ids=tuple(facts.eos_token_ids),
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens,
-            max_steps_in_flight=scheduler.max_steps_in_flight,
-            enable_chunked_prefill=scheduler.enable_chunked_prefill,
-            long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
-            long_prefill_token_threshold_adaptive=scheduler.long_prefill_token_threshold_adaptive,
-            max_num_partial_prefills=scheduler.max_num_partial_prefills,
-            max_long_partial_prefills=scheduler.max_long_partial_prefills,
-            elastic_token_budget=scheduler.elastic_token_budget,
-            policy=scheduler.scheduling_policy,
-            tenant_weights=scheduler.tenant_weights,
-            preempt_for_priority=scheduler.preempt_for_priority,
-            victim_choice=scheduler.victim_choice,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            enable_kv_events=cache.enable_kv_events,
-            scheduler_reserve_full_isl=scheduler.scheduler_reserve_full_isl,
-            watermark=scheduler.watermark,
-        )
+    def blame_requests(self) -> None:
+        """The workers that were lost last died of what they computed, not of something outside."""
+        if self._quarantine is None or self._scheduler is None:
+            return
+        guilty = self._quarantine.charge()
+        if guilty is not None:
+            self._scheduler.abort_request(guilty.req_id)
+            self._refuse(guilty, "the request has killed its worker twice", ErrorCode.QUARANTINED)
+            self._quarantine.convict(guilty, self.now)
+
+    def inherit_marks(self, marks: Sequence[int]) -> None:
+        """A core has died of what it was doing; before it did, `take_marks` had said this."""
+        self._inherited_marks = marks
+
+    def take_marks(self) -> list[int] | None:
+        """What a successor must know if this core dies of the next step; None: nothing new."""
+        if self._quarantine is None or self._told_marks == self._quarantine.progress:
+            return None
+        self._told_marks = self._quarantine.progress
+        return self._quarantine.marks()
 
     # Clients ------------------------------------------------------------------------------------
 
@@ -155,6 +160,8 @@ class EngineCore:
             self._scheduler.add_request(request)
         except ValueError as problem:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
+        assert self._quarantine is not None
+        self._quarantine.added(request)
         ids[add.request_id] = self._next_req_id
         self._next_req_id += 1
         return None
@@ -164,10 +171,26 @@ class EngineCore:
             return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
         if self._draining and not was_accepted:
             return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
-        limit = self._config.scheduler.max_num_waiting
-        if self._scheduler.num_waiting >= limit and not was_accepted:
-            return RequestError(ErrorCode.OVERLOADED, f"{limit} requests are waiting already")
+        if not was_accepted and (error := self._overload(len(add.prompt_token_ids))) is not None:
+            return error
+        assert self._quarantine is not None
+        if self._quarantine.refuses(add.prompt_token_ids, add.sampling_params, self.now):
+            text = "the same request has killed workers; it is refused for ten minutes"
+            return RequestError(ErrorCode.QUARANTINED, text)
         return validate_request(add, self._facts)
+
+    def _overload(self, num_prompt_tokens: int) -> RequestError | None:
+        """Why the queue has no room for one more, if so."""
+        assert self._scheduler is not None
+        scheduler, limits = self._scheduler, self._config.scheduler
+        num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
+        if num_waiting >= limits.max_num_waiting:
+            text = f"{limits.max_num_waiting} requests are waiting already"
+        elif num_waiting and num_tokens + num_prompt_tokens > limits.max_waiting_tokens:
+            text = f"prompts of {num_tokens} tokens are waiting already"
+        else:
+            return None
+        return RequestError(ErrorCode.OVERLOADED, text)
 
     def abort(self, client: Client, request_ids: Iterable[int]) -> None:
         """Stop requests that nobody waits for; unknown ids are ignored."""
@@ -221,6 +244,8 @@ class EngineCore:
         if not self._has_workers:
             return None
         assert self._scheduler is not None
+        assert self._quarantine is not None
+        self._quarantine.settle()
         step = self._scheduler.schedule()
         if step is not None:
             self._num_steps += 1
@@ -245,7 +270,15 @@ class EngineCore:
             WorkerMisbehaved: they do not answer the oldest step; nothing has changed.
         """
         assert self._scheduler is not None
-        self._check(output)
+        assert self._facts is not None
+        in_flight = self._scheduler.in_flight
+        check_output(
+            output,
+            in_flight[0] if in_flight else None,
+            self._facts.vocab_size,
+            self._config.scheduler.num_speculative_tokens,
+        )
+        assert self._quarantine is not None
         rows: dict[Client, list[RequestOutput]] = {}
         for part in output.prompt_logprobs:
             request = self._scheduler.requests.get(part.req_id)
@@ -258,7 +291,11 @@ class EngineCore:
                 continue
             if news:
                 rows.setdefault(owner_of(request).client, []).extend(news)
-        for result in self._scheduler.update_from_output(output):
+        results = self._scheduler.update_from_output(output)
+        self._quarantine.computed(result.request for result in results)
+        for result in results:
+            if self._quarantine.is_canary(result.request):
+                continue
             owner = owner_of(result.request)
             try:
                 row = output_row(result, owner, output)
@@ -290,30 +327,14 @@ class EngineCore:
             log.error("request %d failed: %s", failure.request.req_id, failure.error)
             self._refuse(failure.request, failure.error)
 
-    def _refuse(self, request: Request, why: str) -> None:
+    def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """Tell whoever still waits for a request that nothing more will come."""
         owner = owner_of(request)
         ids = self._ids.get(owner.client, {})
         if ids.get(owner.request_id) == request.req_id:
             del ids[owner.request_id]
-            error = RequestError(ErrorCode.INTERNAL, why[:MAX_TEXT])
+            error = RequestError(code, why[:MAX_TEXT])
             self._tell(owner.client, Refused(owner.request_id, error))
-
-    def _check(self, output: ModelRunnerOutput) -> None:
-        """Compare all of an output with what is due, before any of it is believed."""
-        assert self._scheduler is not None
-        assert self._facts is not None
-        steps, token_ids = self._scheduler.in_flight, output.sampled_token_ids
-        if not steps or steps[0][0] != output.step_id:
-            due = f"step {steps[0][0]} is" if steps else "none is"
-            raise WorkerMisbehaved(f"output of step {output.step_id} came, and {due} due")
-        num_sampling = len(steps[0][1])
-        if len(token_ids) != num_sampling:
-            raise WorkerMisbehaved(f"{len(token_ids)} tokens for {num_sampling} that sampled")
-        if token_ids and max(token_ids) >= self._facts.vocab_size:
-            raise WorkerMisbehaved(
-                f"token id {max(token_ids)} is outside the vocabulary of {self._facts.vocab_size}"
-            )
 
     # The prefix cache ---------------------------------------------------------------------------
 
@@ -363,21 +384,13 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges and counters as of now."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return EngineStats(fenced_frames=self.num_fenced_frames)
-        return EngineStats(
-            num_running_reqs=scheduler.num_running,
-            num_waiting_reqs=scheduler.num_waiting,
-            kv_cache_usage=scheduler.kv_cache_usage,
+        stats = EngineStats() if self._scheduler is None else scheduler_stats(self._scheduler)
+        return msgspec.structs.replace(
+            stats,
             num_steps=self._num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            generation_tokens=scheduler.num_generation_tokens,
-            prefix_cache_queries=scheduler.num_prefix_queries,
-            prefix_cache_hits=scheduler.num_prefix_hits,
             fenced_frames=self.num_fenced_frames,
             worker_restarts=self.num_worker_restarts,
+            num_quarantined=0 if self._quarantine is None else self._quarantine.num_convicted,
             loop_seconds_buckets=list(self.loop_histogram.counts),
             loop_seconds_sum=self.loop_histogram.sum_s,
         )

@@ -29,26 +29,32 @@ def check_invariants(scheduler: Scheduler) -> None:
     indices = [request.admission_index for request in running]
     assert indices == sorted(set(indices))
     for request in running:
+        num_quiet = request.due_at - scheduler.calendar.clock.now - 1
+        assert request.num_computed_tokens + num_quiet <= scheduler.kv.num_slots(request)
         _check_running(request, _num_owed(scheduler, request), scheduler.kv.block_size)
     for request in waiting:
         _check_waiting(request, _num_owed(scheduler, request))
     scheduler.swapper.check_invariants(waiting)
     scheduler.partial_prefills.check_invariants(running)
+    scheduler.calendar.check_invariants(running)
 
 
 def _check_running(request: Request, num_owed: int, block_size: int) -> None:
     assert request.status is RequestStatus.RUNNING
     assert request.num_late_tokens == 0
     assert request.swapped_out is None
-    assert request.num_pending_tokens == num_owed
-    assert request.num_tokens + num_owed <= request.max_num_tokens
-    assert request.num_computed_tokens < request.num_tokens + max(num_owed, 1)
+    num_drafts = request.num_drafts_in_flight
+    assert num_drafts == 0 or num_owed == 1
+    assert request.num_pending_tokens == num_owed + num_drafts
+    assert request.num_tokens + num_owed + num_drafts <= request.max_num_tokens
+    assert request.num_computed_tokens < request.num_tokens + num_drafts + max(num_owed, 1)
     assert request.num_computed_tokens <= len(request.block_tables[0]) * block_size
 
 
 def _check_waiting(request: Request, num_owed: int) -> None:
     assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED, *BLOCKED)
     assert request.num_late_tokens == num_owed
+    assert request.num_drafts_in_flight == request.num_draft_tokens == 0
     assert request.num_computed_tokens == 0
     is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KV
     assert bool(request.block_tables) == is_loading

@@ -206,7 +206,7 @@ class KVCacheManager:
             self._refusal = _Refusal(request, self.pool.num_frees, missing)
             return False
         self._take(request, hits, start, num_tokens)
-        self._remember_full_blocks(request, num_tokens)
+        self.remember_full_blocks(request, num_tokens)
         return True
 
     def _without_passed(self, group: KVGroup, hits: list[int], start: int) -> list[int]:
@@ -273,8 +273,13 @@ class KVCacheManager:
                 new_ids = pool.allocate(num_new)
                 table.extend(new_ids)
                 new.append(new_ids)
-        self._remember_full_blocks(request, num_tokens)
+        self.remember_full_blocks(request, num_tokens)
         return new
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request can grow to so many tokens."""
+        num_new = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
+        return num_new * len(request.block_tables) <= self.pool.num_free
 
     def _free_passed(self, request: Request) -> None:
         """Give back what no window reaches from the next token on.
@@ -291,9 +296,9 @@ class KVCacheManager:
                 self.pool.free(table[first:end])
                 table[first:end] = [NULL_BLOCK] * (end - first)
 
-    def quiet_until(self, request: Request) -> int:
-        """Number of computed tokens up to which single tokens need neither a block nor a hash."""
-        return len(request.block_tables[0]) * self.block_size - self.enable_prefix_caching
+    def num_slots(self, request: Request) -> int:
+        """Tokens that the request's blocks have room for."""
+        return len(request.block_tables[0]) * self.block_size
 
     def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
         """Blocks that nobody but these requests holds, and that are not wanted anyway."""
@@ -326,7 +331,7 @@ class KVCacheManager:
         Steps in flight may still write to these blocks: see `_free_passed`.
         """
         try:
-            self._remember_full_blocks(request, request.num_computed_tokens)
+            self.remember_full_blocks(request, request.num_computed_tokens)
         except AssertionError:
             raise  # the books are wrong, and that is nothing to go on with
         except Exception:
@@ -344,7 +349,7 @@ class KVCacheManager:
 
     # Hashes -------------------------------------------------------------------------------------
 
-    def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
+    def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the full blocks among the first tokens, as far as their ids are known.
 
         This happens when the step is scheduled: within one step the worker writes all KV before

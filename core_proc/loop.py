@@ -19,7 +19,8 @@ from core_proc.workers import WorkerGroup
 from protocol import garbage
 from protocol.api_core import EngineState, PauseMode
 from protocol.channel import HighWaterMark, RouterChannel
-from protocol.lifecycle import Drain, Stop
+from protocol.failpoints import reach
+from protocol.lifecycle import DeathCause, Drain, Stop, Suspect, WorkerDied
 from protocol.process import ChildProcess
 
 STATUS_INTERVAL_S = 1.0
@@ -33,6 +34,7 @@ class CoreLoop:
 
     def __init__(self, child: ChildProcess, engine: EngineCore) -> None:
         self._child = child
+        self._pulse = child.pulse
         self._engine = engine
         self._poller = zmq.Poller()
         clients_link = RouterChannel(
@@ -45,7 +47,13 @@ class CoreLoop:
         self._clients = Clients(clients_link, DeathWatch(self._poller), engine, child.epoch)
         group = WorkerGroup(child.config.parallel.tensor_parallel_size, child.epoch)
         self._workers = WorkerLink(
-            workers_link, DeathWatch(self._poller), group, engine, self._clients.tell
+            workers_link,
+            DeathWatch(self._poller),
+            group,
+            engine,
+            self._clients.tell,
+            page=self._pulse.page,
+            core_epoch=child.epoch,
         )
         for link in self._links:
             self._poller.register(link.socket, zmq.POLLIN)
@@ -53,7 +61,7 @@ class CoreLoop:
             self._poller.register(child.lifecycle_socket, zmq.POLLIN)
         now = time.monotonic()
         self._stats_line = StatsLine(child.config.run.log_stats_interval_s, now)
-        self._next_status = now
+        self._next_status = self._next_beat = now
         self._told_state: tuple[EngineState, PauseMode, bool] | None = None
         self._drained_told = False
         self._stopped = False
@@ -61,15 +69,30 @@ class CoreLoop:
     def run(self) -> None:
         """Serve until the supervisor says Stop."""
         garbage.settle()
+        self._hear_of_predecessor()
         while not self._stopped:
             self.turn(self._poll_ms())
 
+    def _hear_of_predecessor(self) -> None:
+        """How the last core ended, and which of its steps were under way."""
+        page = self._pulse.page
+        death = None if page is None else page.read_death()
+        if page is None or death is None:
+            return
+        steps = page.read_in_flight()
+        page.clear_in_flight()
+        self._workers.on_core_death(death.epoch, list(DeathCause)[death.cause], steps)
+
     def turn(self, timeout_ms: int) -> None:
         """Wait for something to happen, at most so long, and do what follows from it."""
+        self._pulse.idle()
         ready = dict(self._poller.poll(timeout_ms))
+        self._pulse.turn()
         started = time.perf_counter()
+        self._engine.now = time.monotonic()
         self._reclaim(ready)
         self._drain()
+        reach("core.after_drain")
         self._workers.dispatch()
         self._report()  # first, so that who hears that a pause holds finds it in the status too
         self._clients.tell_news()
@@ -83,7 +106,9 @@ class CoreLoop:
     def _poll_ms(self) -> int:
         if self._clients.is_behind:
             return _RETRY_MS
-        return max(0, int((self._next_status - time.monotonic()) * 1000) + 1)
+        until_status_ms = max(0, int((self._next_status - time.monotonic()) * 1000) + 1)
+        tick_ms = self._pulse.tick_ms
+        return until_status_ms if tick_ms is None else min(until_status_ms, tick_ms)
 
     def _reclaim(self, ready: Mapping[object, int]) -> None:
         """Take back what belonged to processes that died."""
@@ -101,6 +126,10 @@ class CoreLoop:
                 self._stopped = True
             elif isinstance(message, Drain):
                 self._engine.drain()
+            elif isinstance(message, Suspect):
+                self._workers.on_suspect(message)
+            elif isinstance(message, WorkerDied):
+                self._workers.on_worker_death(message)
 
     def _report(self) -> None:
         engine = self._engine
@@ -111,6 +140,10 @@ class CoreLoop:
         if now < self._next_status and state == self._told_state:
             return
         self._next_status = now + STATUS_INTERVAL_S
+        if now >= self._next_beat:
+            self._next_beat = now + STATUS_INTERVAL_S
+            for link in self._links:
+                link.beat()
         self._told_state = state
         status = engine.status()
         self._clients.report(status)

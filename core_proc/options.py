@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from protocol.core_worker import KVGroup
+from protocol.config import EngineConfig
+from protocol.core_worker import KVGroup, ModelFacts
 
 VICTIM_CHOICES = ("policy", "cheapest")
 
@@ -36,6 +37,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_scheduled_tokens: int | None = None
     """Replaces `max_num_batched_tokens` as the budget of a step."""
     max_steps_in_flight: int = 1
+    num_speculative_tokens: int = 0
+    """Most drafts of a request that the worker verifies in one step; 0: it guesses none."""
 
     # How prompts are cut.
     enable_chunked_prefill: bool = True
@@ -82,6 +85,41 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_long_partial_prefills and not self.long_prefill_token_threshold:
             raise ValueError("max_long_partial_prefills needs a long_prefill_token_threshold")
 
+    @classmethod
+    def combine(
+        cls, config: EngineConfig, facts: ModelFacts, swap_cost_tokens: float
+    ) -> "SchedulerOptions":
+        """Take the settings from `config`, and all else from what the workers say."""
+        scheduler, cache = config.scheduler, config.cache
+        return cls(
+            num_blocks=facts.num_gpu_blocks,
+            block_size=facts.block_size,
+            kv_groups=tuple(facts.kv_groups),
+            num_host_blocks=facts.num_host_blocks,
+            swap_cost_tokens=swap_cost_tokens,
+            max_model_len=facts.max_model_len,
+            eos_token_ids=tuple(facts.eos_token_ids),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens,
+            max_steps_in_flight=scheduler.max_steps_in_flight,
+            num_speculative_tokens=scheduler.num_speculative_tokens,
+            enable_chunked_prefill=scheduler.enable_chunked_prefill,
+            long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=scheduler.long_prefill_token_threshold_adaptive,
+            max_num_partial_prefills=scheduler.max_num_partial_prefills,
+            max_long_partial_prefills=scheduler.max_long_partial_prefills,
+            elastic_token_budget=scheduler.elastic_token_budget,
+            policy=scheduler.scheduling_policy,
+            tenant_weights=scheduler.tenant_weights,
+            preempt_for_priority=scheduler.preempt_for_priority,
+            victim_choice=scheduler.victim_choice,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            enable_kv_events=cache.enable_kv_events,
+            scheduler_reserve_full_isl=scheduler.scheduler_reserve_full_isl,
+            watermark=scheduler.watermark,
+        )
+
     @property
     def token_budget(self) -> int:
         """Tokens of one step."""
@@ -106,6 +144,7 @@ _LEAST = {
     "max_num_batched_tokens": 1,
     "max_num_scheduled_tokens": 1,
     "max_steps_in_flight": 1,
+    "num_speculative_tokens": 0,
     "long_prefill_token_threshold": 0,
     "max_num_partial_prefills": 0,
     "max_long_partial_prefills": 0,

@@ -66,5 +66,5 @@ def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> R
         result.finish_reason,
         result.stop_token_id,
         num_cached,
-        None if logprobs is None else [logprobs],
+        None if logprobs is None else logprobs[: len(token_ids)],
     )

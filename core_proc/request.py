@@ -24,6 +24,8 @@ class RequestStatus(enum.Enum):
     """Keeps its place in the queue until its grammar is compiled."""
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     """Keeps its place, and holds the blocks that its KV is being loaded into."""
+    WAITING_FOR_TRIAL = "waiting_for_trial"
+    """Keeps its place while it is found out which request kills workers."""
     RUNNING = "running"
     """Holds a sequence slot and KV blocks; the worker mirrors it."""
     PREEMPTED = "preempted"
@@ -43,21 +45,46 @@ FINISHED_STATUS = {
 
 _FINISHED = frozenset(FINISHED_STATUS.values())
 _GIVEN_UP = frozenset({RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR})
-BLOCKED = frozenset({RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_REMOTE_KV})
+BLOCKED = frozenset(
+    {
+        RequestStatus.WAITING_FOR_GRAMMAR,
+        RequestStatus.WAITING_FOR_REMOTE_KV,
+        RequestStatus.WAITING_FOR_TRIAL,
+    }
+)
 """Not to be admitted before something else has happened."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: (
-        frozenset({RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV}) | _GIVEN_UP
+        frozenset(
+            {
+                RequestStatus.RUNNING,
+                RequestStatus.WAITING_FOR_REMOTE_KV,
+                RequestStatus.WAITING_FOR_TRIAL,
+            }
+        )
+        | _GIVEN_UP
     ),
     RequestStatus.WAITING_FOR_GRAMMAR: frozenset({RequestStatus.WAITING}) | _GIVEN_UP,
     RequestStatus.WAITING_FOR_REMOTE_KV: frozenset({RequestStatus.WAITING}) | _GIVEN_UP,
     RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED}) | _FINISHED,
     # A preempted request may still stop: a token of a step in flight arrives late.
-    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING}) | _FINISHED,
+    RequestStatus.PREEMPTED: (
+        frozenset({RequestStatus.RUNNING, RequestStatus.WAITING_FOR_TRIAL}) | _FINISHED
+    ),
+    RequestStatus.WAITING_FOR_TRIAL: frozenset({RequestStatus.WAITING}) | _FINISHED,
     **dict.fromkeys(_FINISHED, frozenset()),
 }
 """From each status to the ones that may follow it."""
+
+
+class StepClock:
+    """Counts steps; whoever follows it computes one token in each, unless it is corrected."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
 
 
 class SwappedOut(NamedTuple):
@@ -73,6 +100,8 @@ class Request:
     """One request, from its arrival until it finishes; compared by identity."""
 
     __slots__ = (
+        "_clock",
+        "_num_computed",
         "adapter_id",
         "admission_index",
         "arrival_clock",
@@ -81,11 +110,14 @@ class Request:
         "block_hashes",
         "block_tables",
         "cache_salt",
+        "due_at",
+        "fingerprint",
         "finish_reason",
         "max_num_tokens",
         "num_arrived_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
+        "num_draft_tokens",
+        "num_drafts_in_flight",
         "num_hashed_blocks",
         "num_late_tokens",
         "num_preemptions",
@@ -93,7 +125,6 @@ class Request:
         "owner",
         "prefix_hash",
         "priority",
-        "quiet_until",
         "req_id",
         "sampling_params",
         "status",
@@ -144,6 +175,9 @@ class Request:
         """Prompt tokens found in the prefix cache when first admitted; None until then."""
         self.num_preemptions = 0
 
+        self.fingerprint: int | None = None
+        """What the quarantine knows the same request by; None until it is asked for."""
+
         # The scheduler's.
         self.arrival_index = 0
         """Counts the requests in the order in which the scheduler got them."""
@@ -153,18 +187,26 @@ class Request:
         """Where it begins in the time of the fair policy."""
         self.admission_index = 0
         """Counts admissions: the running requests, and the worker's mirror, are in this order."""
-        self.num_computed_tokens = 0
-        """Positions whose KV exists once every step sent so far has run."""
+        self._num_computed = 0
+        self._clock: StepClock | None = None
+        """While it runs, its computed tokens are `_num_computed` ahead of this clock."""
+        self.due_at = 0
+        """Step of the calendar that must look at it; 0: none."""
         self.num_late_tokens = 0
         """Of a preempted request: outputs that steps in flight still owe."""
-        self.quiet_until = 0
-        """While fewer tokens are computed, one more needs no block, no hash and no limit check."""
+        self.num_draft_tokens = 0
+        """Guesses that the worker has for the next step."""
+        self.num_drafts_in_flight = 0
+        """Guesses among the computed tokens, which a step in flight verifies."""
         self.max_num_tokens = 0
         """Prompt and outputs at which the request ends."""
         self.stop_token_ids: frozenset[int] = frozenset()
         """EOS, unless ignored, and the request's own stop tokens."""
 
-        # The KV manager's.
+        self._init_kv()
+
+    def _init_kv(self) -> None:
+        """Set what belongs to the KV manager: it holds nothing yet."""
         self.block_tables: list[list[int]] = []
         """One per KV group, all equally long; none while it holds no blocks. Entry i holds the KV
         of positions from i x block_size on; NULL_BLOCK where the group's window has passed."""
@@ -175,6 +217,28 @@ class Request:
         self.num_hashed_blocks = 0
         """Leading blocks of the tables that the prefix cache knows."""
         self.swapped_out: SwappedOut | None = None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose KV exists once every step sent so far has run."""
+        clock = self._clock
+        return self._num_computed if clock is None else self._num_computed + clock.now
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, value: int) -> None:
+        clock = self._clock
+        self._num_computed = value if clock is None else value - clock.now
+
+    def follow(self, clock: StepClock) -> None:
+        """Compute one token from now on whenever the clock ticks."""
+        self._num_computed = self.num_computed_tokens - clock.now
+        self._clock = clock
+
+    def stand_still(self) -> None:
+        """Follow no clock any more, and be due in no step."""
+        self._num_computed = self.num_computed_tokens
+        self._clock = None
+        self.due_at = 0
 
     @property
     def num_tokens(self) -> int:
@@ -209,6 +273,10 @@ class Request:
     def is_finished(self) -> bool:
         """Whether the request has ended, for whatever reason."""
         return self.finish_reason is not None
+
+    def has_begun(self) -> bool:
+        """Whether it has been admitted before, here or in an earlier life."""
+        return self.num_cached_tokens is not None or self.num_output_tokens > 0
 
     def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
         """Work out which tokens and which length end the request.

@@ -17,6 +17,21 @@ class StepResult(msgspec.Struct, gc=False):
     stop_token_id: int | None = None
     """The request's own stop token that ended it; None for EOS and all other reasons."""
 
+    def check_stop(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Note whether this token, its last one, ends the request, and return why.
+
+        Stop tokens are tested before the length.
+        """
+        request, params = self.request, self.request.sampling_params
+        may_stop = request.num_output_tokens >= params.min_tokens
+        if may_stop and token_id in request.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            if params.ignore_eos or token_id not in eos_token_ids:
+                self.stop_token_id = token_id
+        elif request.num_tokens >= request.max_num_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason
+
 
 class Failure(NamedTuple):
     """A request that ended because something went wrong with it alone."""

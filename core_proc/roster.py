@@ -12,7 +12,9 @@ from core_proc.partial_prefills import PartialPrefills
 from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.results import Failure
+from core_proc.speculation import forget_drafts
 from core_proc.step import longest_sequence
+from core_proc.step_calendar import StepCalendar
 from core_proc.swap import Swapper
 from core_proc.victims import VictimChoice
 from core_proc.waiting import WaitingQueue
@@ -42,6 +44,7 @@ class Roster:
         self.running: list[Request] = []
         """In admission order. Whoever leaves early leaves by a new list: a pass of the scheduler
         may be on its way through the old one."""
+        self.calendar = StepCalendar()
         self._finished_req_ids: list[int] = []
         self._preempted_req_ids: list[int] = []
         self._arrivals = count()
@@ -102,6 +105,15 @@ class Roster:
             request.become(RequestStatus.WAITING)
             self.waiting.push(request)
 
+    def hold(self, request: Request) -> bool:
+        """Keep a waiting request from being admitted until `unblock`; False if it does not wait."""
+        if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            return False
+        self.waiting.remove(request)
+        request.become(RequestStatus.WAITING_FOR_TRIAL)
+        self.waiting.push(request)
+        return True
+
     def begin_remote_load(self, req_id: int, num_tokens: int) -> Tables | None:
         """Give a waiting request blocks for KV that somebody else brings; it is blocked meanwhile.
 
@@ -151,6 +163,7 @@ class Roster:
         self.num_ended += 1
         if request.block_tables and request.req_id not in self._loading:
             self._give_back(request, reason)
+        request.stand_still()
         self.swapper.drop(request)
         self.partial_prefills.drop(request)
         self.policy.left(request)
@@ -202,6 +215,7 @@ class Roster:
         request.admission_index = next(self._admissions)
         self.running.append(request)
         request.num_computed_tokens = num_computed
+        request.follow(self.calendar.clock)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
             self.num_prompt_tokens += request.num_prompt_tokens
@@ -212,6 +226,7 @@ class Roster:
     def preempt(self, victim: Request) -> None:
         """Take the blocks of a running request; it waits again, with its outputs kept."""
         self._leave_running(victim)
+        forget_drafts(victim)
         if self.victims.is_swapped(victim):
             self.swapper.take_out(victim)
         self._evict(victim)
@@ -220,6 +235,7 @@ class Roster:
         """Take the blocks of all that run, as all KV is to be forgotten; their order stays."""
         victims, self.running = self.running, []
         for victim in victims:
+            forget_drafts(victim)
             self._evict(victim)
 
     def _evict(self, victim: Request) -> None:
@@ -234,8 +250,8 @@ class Roster:
         self.kv.free(request)
         self.partial_prefills.drop(request)
         request.become(RequestStatus.PREEMPTED)
+        request.stand_still()
         request.num_computed_tokens = 0
-        request.quiet_until = 0
         self.waiting.push(request)
 
     # The KV is lost -----------------------------------------------------------------------------
@@ -243,6 +259,7 @@ class Roster:
     def forget_worker(self) -> None:
         """The worker is gone, with all KV and everything that it was to be told."""
         for request in self.running:
+            forget_drafts(request)
             self._requeue(request)
         self.running = []
         for request in self.requests.values():
@@ -310,6 +327,10 @@ class Roster:
     def kv_cache_usage(self) -> float:
         """Held share of the KV blocks, 0 to 1."""
         return self.kv.usage
+
+    def num_common_prefix_blocks(self) -> int:
+        """Leading blocks that all running requests share, for cascade attention."""
+        return self.kv.num_common_prefix_blocks(self.running)
 
     def holders(self) -> list[Request]:
         """List all requests that hold blocks."""

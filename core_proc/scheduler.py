@@ -13,17 +13,21 @@ once: whoever gets them next writes after the steps in flight.
 """
 
 import logging
+import math
+from bisect import bisect_right
 from collections import deque
+from itertools import islice
+from operator import attrgetter
 
 from core_proc.admission import Admission, Room
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.results import StepResult
 from core_proc.roster import Roster
+from core_proc.speculation import Speculation
 from core_proc.step import ScheduledStep
 from protocol.api_core import PauseMode
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
-from protocol.sampling import FinishReason
 
 log = logging.getLogger("troika.core")
 
@@ -39,6 +43,7 @@ class Scheduler(Roster):
         self.next_step_id = 0
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Step id and who samples, for every step whose output is due, oldest first."""
+        self.speculation = Speculation(options)
         self._admission = Admission(options, self.kv, self.partial_prefills)
 
     # A step -------------------------------------------------------------------------------------
@@ -72,40 +77,54 @@ class Scheduler(Roster):
     def _schedule_running(self, step: ScheduledStep) -> None:
         """Serve whoever runs, in order of admission.
 
-        The inner loop runs once per request and step: in a steady decode it only moves a counter.
-        A preemption replaces `running`, and this loop goes on over the list it began with.
+        The clock counts one more token for all of them. Whoever is not due gets just that, in
+        stretches between those who are; what is different is corrected.
         """
-        visits = iter(self.running)
-        sampling = step.sampling
-        budget = step.budget
-        for request in visits if budget else ():
-            computed = request.num_computed_tokens
-            if computed < request.quiet_until:
-                request.num_computed_tokens = computed + 1
-                sampling.append(request)
-                budget -= 1
-            elif request.status is RequestStatus.RUNNING:
-                step.budget = budget
-                try:
-                    self._continue(request, step)
-                except Exception as error:
-                    self._fail(request, step, error)
-                budget = step.budget
-            if budget == 0:
+        if not self.running:
+            self.calendar.clear()
+        if not self.running or step.budget == 0:
+            step.granted.update((request.req_id, 0) for request in self.running)
+            return
+        running, first = self.running, 0
+        for request in self.calendar.tick():
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for somebody before it
+            position = running.index(request, first)
+            first += step.grant_one_each(running[first:position])
+            if step.budget == 0:
                 break
-        step.budget = budget
-        for request in visits:
-            if request.status is RequestStatus.RUNNING:
-                step.granted[request.req_id] = 0
+            step.reached = request.admission_index
+            request.num_computed_tokens -= 1
+            try:
+                self._continue(request, step)
+            except Exception as error:
+                self._fail(request, step, error)
+            first = position + 1
+            if running is not self.running:  # somebody has left
+                running = self.running
+                first = bisect_right(running, step.reached, key=attrgetter("admission_index"))
+        first += step.grant_one_each(running[first:])
+        for request in running[first:]:
+            self._hold_back(request, step)
+        step.reached = math.inf
+
+    def _hold_back(self, request: Request, step: ScheduledStep) -> None:
+        """Nothing of the step is left for a running request."""
+        request.num_computed_tokens -= 1
+        step.granted[request.req_id] = 0
+        self.calendar.postpone(request)
 
     def _continue(self, request: Request, step: ScheduledStep) -> None:
         """Grant a running request its next tokens, taking blocks from others if it must."""
         computed = request.num_computed_tokens
-        if computed + 1 >= request.max_num_tokens:
-            # The pending token is its last.
-            step.granted[request.req_id] = 0
-            return
         num_new = request.num_tokens - computed
+        if self.speculation.is_on and num_new == 1:
+            num_new += self.speculation.num_drafts(request, self.kv)
+        must_wait = self.speculation.is_on and num_new <= 0
+        if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
+            step.granted[request.req_id] = 0
+            self.calendar.enter(request, 0)
+            return
         num_new = 1 if num_new <= 1 else min(step.limit(request, num_new), step.budget)
         while not self._grow(request, num_new, step):
             step.ran_out_of_blocks = True
@@ -128,22 +147,33 @@ class Scheduler(Roster):
         """Move the computed tokens ahead; at the end of its tokens the request samples."""
         step.grant(request, num_new)
         computed = request.num_computed_tokens = request.num_computed_tokens + num_new
-        if computed >= request.num_tokens:
+        num_quiet, num_ahead = 0, computed - request.num_tokens
+        if num_ahead >= 0:
             step.sampling.append(request)
-            request.quiet_until = min(self.kv.quiet_until(request), request.max_num_tokens - 1)
+            if self.speculation.is_on:
+                self.speculation.granted(request, num_ahead)
+            else:
+                num_quiet = min(self.kv.num_slots(request), request.max_num_tokens - 1) - computed
+        self.calendar.enter(request, num_quiet)
         if self.partial_prefills.is_limited:
             self.partial_prefills.follow(request)
 
     def _preempt(self, victim: Request, step: ScheduledStep) -> None:
         """Take the blocks of a running request, and what this step had granted to it."""
+        if victim.admission_index > step.reached:
+            victim.num_computed_tokens -= 1
         withdrawn = step.withdraw(victim)
         if withdrawn:
+            victim.num_drafts_in_flight = 0
             victim.num_computed_tokens -= withdrawn
             self.kv.forget_uncomputed(victim)
         self.preempt(victim)
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit from the front of the queue until something is used up."""
+        if self.waiting and self.options.enable_prefix_caching:
+            for due in self.calendar.due_next():
+                self.kv.remember_full_blocks(due, due.num_computed_tokens)
         while (request := self._front()) is not None:
             try:
                 has_slot = step.budget > 0 and len(self.running) < self.options.max_num_running
@@ -161,7 +191,7 @@ class Scheduler(Roster):
         """
         with_long = self.partial_prefills.has_room_for_long
         if self.pause_mode is PauseMode.PAUSED_NEW:
-            request = self.waiting.front_of(_has_begun, with_long=with_long)
+            request = self.waiting.front_of(Request.has_begun, with_long=with_long)
         else:
             request = self.waiting.front(with_long=with_long)
         return None if request is None or request.num_late_tokens else request
@@ -277,6 +307,8 @@ class Scheduler(Roster):
         step_id, sampling = self.in_flight[0]
         assert output.step_id == step_id, f"output of step {output.step_id}, due is {step_id}"
         num_tokens = len(output.sampled_token_ids)
+        if self.speculation.is_on:
+            return self._update_speculated(output)
         assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
         self.in_flight.popleft()
         results: list[StepResult] = []
@@ -298,20 +330,38 @@ class Scheduler(Roster):
         self.num_generation_tokens += len(results)
         return results
 
+    def _update_speculated(self, output: ModelRunnerOutput) -> list[StepResult]:
+        """Do the same where a request may get several tokens; those after its end are cut."""
+        _, sampling = self.in_flight.popleft()
+        counts = output.num_sampled_tokens or [1] * len(sampling)
+        drafts = output.num_draft_tokens or [0] * len(sampling)
+        tokens = iter(output.sampled_token_ids)
+        results = []
+        for request, num_sampled, num_drafts in zip(sampling, counts, drafts, strict=True):
+            token_ids = list(islice(tokens, num_sampled))
+            if request.is_finished:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.speculation.verified(request, num_sampled, num_drafts)
+            else:
+                request.num_late_tokens -= 1
+            result = StepResult(request, [])
+            for token_id in token_ids:
+                request.token_ids.append(token_id)
+                result.new_token_ids.append(token_id)
+                if self._check_stop(result, token_id):
+                    break
+            results.append(result)
+            self.num_generation_tokens += len(result.new_token_ids)
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        return results
+
     def _check_stop(self, result: StepResult, token_id: int) -> bool:
-        """Finish the request if this token ends it. Stop tokens are tested before the length."""
-        request = result.request
-        params = request.sampling_params
-        may_stop = request.num_output_tokens >= params.min_tokens
-        if may_stop and token_id in request.stop_token_ids:
-            result.finish_reason = FinishReason.STOP
-            if params.ignore_eos or token_id not in self._eos_token_ids:
-                result.stop_token_id = token_id
-        elif request.num_tokens >= request.max_num_tokens:
-            result.finish_reason = FinishReason.LENGTH
-        else:
+        """Finish the request if this token ends it."""
+        reason = result.check_stop(token_id, self._eos_token_ids)
+        if reason is None:
             return False
-        self.finish(request, result.finish_reason, result.stop_token_id)
+        self.finish(result.request, reason, result.stop_token_id)
         return True
 
     # All requests -------------------------------------------------------------------------------
@@ -348,12 +398,3 @@ class Scheduler(Roster):
     def has_requests(self) -> bool:
         """Whether there is anything to compute: not where all of it is paused."""
         return self.has_unfinished and self.pause_mode is not PauseMode.PAUSED_ALL
-
-    def num_common_prefix_blocks(self) -> int:
-        """Leading blocks that all running requests share, for cascade attention."""
-        return self.kv.num_common_prefix_blocks(self.running)
-
-
-def _has_begun(request: Request) -> bool:
-    """Whether a request has been admitted before, here or in an earlier life."""
-    return request.num_cached_tokens is not None or request.num_output_tokens > 0

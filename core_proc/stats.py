@@ -2,6 +2,7 @@
 
 import bisect
 
+from core_proc.scheduler import Scheduler
 from protocol.api_core import LOOP_BUCKETS_S, EngineStats
 
 
@@ -16,6 +17,25 @@ class LoopHistogram:
         """Count one iteration."""
         self.counts[bisect.bisect_left(LOOP_BUCKETS_S, seconds)] += 1
         self.sum_s += seconds
+
+
+def scheduler_stats(scheduler: Scheduler) -> EngineStats:
+    """What a scheduler counts; the engine adds what it counts itself."""
+    speculation = scheduler.speculation
+    return EngineStats(
+        num_running_reqs=scheduler.num_running,
+        num_waiting_reqs=scheduler.num_waiting,
+        kv_cache_usage=scheduler.kv_cache_usage,
+        num_preemptions=scheduler.num_preemptions,
+        prompt_tokens=scheduler.num_prompt_tokens,
+        generation_tokens=scheduler.num_generation_tokens,
+        prefix_cache_queries=scheduler.num_prefix_queries,
+        prefix_cache_hits=scheduler.num_prefix_hits,
+        spec_decode_num_drafts=speculation.num_verifications,
+        spec_decode_num_draft_tokens=speculation.num_draft_tokens,
+        spec_decode_num_accepted_tokens=speculation.num_accepted_tokens,
+        spec_decode_num_accepted_tokens_per_pos=list(speculation.accepted_per_position),
+    )
 
 
 class StatsLine:

@@ -1,5 +1,6 @@
 """What one step grants, while the scheduler puts it together."""
 
+import math
 from collections.abc import Sequence
 
 from core_proc.kv_cache import Tables
@@ -33,6 +34,7 @@ class ScheduledStep:
         "grown",
         "new_reqs",
         "ran_out_of_blocks",
+        "reached",
         "sampling",
         "threshold",
     )
@@ -52,6 +54,8 @@ class ScheduledStep:
         self.new_reqs: list[NewRequestData] = []
         self.ran_out_of_blocks = False
         """Somebody was preempted for want of blocks, so nobody is admitted."""
+        self.reached: float = math.inf
+        """Whoever runs and was admitted later has not had its turn yet."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
 
@@ -77,6 +81,17 @@ class ScheduledStep:
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
         """Whether the message still holds a request with so many blocks in its tables."""
         return _num_ids(request, num_blocks) <= self._new_ids_left
+
+    def grant_one_each(self, requests: list[Request]) -> int:
+        """Hand out single tokens to requests that sample, as far as the budget reaches.
+
+        Returns:
+            How many of them have got theirs.
+        """
+        num_served = min(len(requests), self.budget)
+        self.sampling += requests if num_served == len(requests) else requests[:num_served]
+        self.budget -= num_served
+        return num_served
 
     def introduce(self, request: Request, num_computed_tokens: int, num_cached_tokens: int) -> None:
         """Name a request that the worker does not know, with all that it needs."""

@@ -27,6 +27,8 @@ class WaitingQueue:
         self._long: list[_Row] = []
         self._row_of: dict[Request, int] = {}
         self._blocked: set[Request] = set()
+        self.num_prompt_tokens = 0
+        """Of all that wait."""
 
     def __len__(self) -> int:
         return len(self._row_of) + len(self._blocked)
@@ -37,6 +39,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Enter a request at its place; if its status says that it is blocked, out of sight."""
         assert request not in self
+        self.num_prompt_tokens += request.num_prompt_tokens
         key = self._policy.order(request)
         if request.status in BLOCKED:
             self._blocked.add(request)
@@ -70,6 +73,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take out a request, wherever it stands."""
+        self.num_prompt_tokens -= request.num_prompt_tokens
         if request in self._blocked:
             self._blocked.remove(request)
             return

@@ -7,7 +7,8 @@ the requests wait for it.
 import logging
 from collections.abc import Callable, Iterable
 
-from core_proc.engine import EngineCore, WorkerMisbehaved
+from core_proc.engine import EngineCore
+from core_proc.output_check import WorkerMisbehaved
 from core_proc.outputs import Client
 from core_proc.watch import DeathWatch
 from core_proc.workers import WorkerGroup
@@ -23,9 +24,16 @@ from protocol.core_worker import (
     WorkerToCore,
     decode_from_worker,
 )
+from protocol.failpoints import reach
+from protocol.lifecycle import DeathCause, Suspect, WorkerDied
 from protocol.message import ProtocolError, encode
+from protocol.progress_page import ProgressPage, StepInFlight
 
 DRAIN_LIMIT = 16
+FAULTS = frozenset({DeathCause.SIGNAL, DeathCause.EXCEPTION, DeathCause.OOM, DeathCause.DEADLINE})
+"""Causes of death for which what was computed may be to blame."""
+_MARKS_SLOT = 0
+"""Of the page: who is in the steps under way, all together."""
 
 log = logging.getLogger("troika.core")
 
@@ -40,7 +48,11 @@ class WorkerLink:
         group: WorkerGroup,
         engine: EngineCore,
         tell_client: Callable[[Client, StepOutputs], None],
+        *,
+        page: ProgressPage | None = None,
+        core_epoch: int = 0,
     ) -> None:
+        """Begin without workers; who is in a step is kept in `page` before it is sent."""
         self._link = link
         self._watch = watch
         self._group = group
@@ -48,6 +60,12 @@ class WorkerLink:
         self._tell_client = tell_client
         self._adopted_epoch: int | None = None
         self._swap_cost_tokens = 0.0
+        self._page = page
+        self._core_epoch = core_epoch
+        self._last_lost: int | None = None
+        """Epoch of the worker that was lost last, until it is known why it died."""
+        self._suspects: set[int] = set()
+        """Epochs of workers that show no progress: they get no steps, and so nobody is admitted."""
 
     def drain(self) -> None:
         """Obey what has arrived, a bounded part of it."""
@@ -71,10 +89,13 @@ class WorkerLink:
         elif epoch != self._adopted_epoch or not self._group.is_leader(peer):
             self._engine.num_fenced_frames += 1
         elif isinstance(message, ModelRunnerOutput):
-            for client, outputs in self._engine.update(message).items():
+            news = self._engine.update(message)
+            reach("core.before_reply")
+            for client, outputs in news.items():
                 self._tell_client(client, outputs)
         elif isinstance(message, StepFailed):  # it exits by itself, and tells its supervisor why
             self._lose(peer, f"step {message.step_id} failed: {message.error}")
+            self._judge(epoch=self._last_lost, is_fault=True)
 
     def _on_hello(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         before = self._group.peers
@@ -94,8 +115,10 @@ class WorkerLink:
     def _adopt(self) -> None:
         first_step_id = self._engine.adopt_workers(self._group.facts, self._swap_cost_tokens)
         epoch = self._adopted_epoch = self._group.begin_epoch()
+        self._suspects &= self._group.epochs
         if self._tell_all(Adopt(first_step_id)):
             log.info("workers adopted, link epoch %d", epoch)
+            reach("core.after_adopt")
 
     def _end_adoption(self) -> None:
         self._adopted_epoch = None
@@ -113,8 +136,10 @@ class WorkerLink:
 
     def _lose(self, peer: bytes, why: str, *, kill: bool = False) -> None:
         """Give up a worker, if it is known; alive or not, it must say Hello to be used again."""
+        epoch = self._group.epoch_of(peer)
         if not self._group.leave(peer):
             return
+        self._last_lost = epoch
         log.warning("worker lost, running requests wait for its successor: %s", why)
         if kill:
             self._watch.kill(peer)
@@ -125,13 +150,56 @@ class WorkerLink:
         self._watch.remove(peer)
         self._link.forget(peer)
 
+    def on_suspect(self, message: Suspect) -> None:
+        """A worker shows no progress, or does again.
+
+        Meanwhile nobody new is put into a step that may be its last.
+        """
+        what = "seems to hang: no further steps" if message.is_suspect else "goes on"
+        log.warning("%s %d of epoch %d %s", message.role, message.rank, message.epoch, what)
+        if message.is_suspect:
+            self._suspects.add(message.epoch)
+        else:
+            self._suspects.discard(message.epoch)
+
+    def on_worker_death(self, death: WorkerDied) -> None:
+        """The supervisor's verdict; it may come before or after the loss was noticed here."""
+        step = "at rest" if death.step_id is None else f"in step {death.step_id}"
+        log.warning("worker %d of epoch %d died %s: %s", death.rank, death.epoch, step, death.cause)
+        peer = self._group.peer_of(death.epoch)
+        if peer is not None:
+            self.bury([peer])
+        self._judge(death.epoch, is_fault=death.cause in FAULTS and death.step_id is not None)
+
+    def _judge(self, epoch: int | None, *, is_fault: bool) -> None:
+        """It is known why a worker died; the first word on it counts."""
+        if epoch is None or epoch != self._last_lost:
+            return
+        self._last_lost = None
+        if is_fault:
+            self._engine.blame_requests()
+
+    def on_core_death(self, epoch: int, cause: DeathCause, steps: list[StepInFlight]) -> None:
+        """The last core's death, with what it had dispatched then."""
+        numbers = ", ".join(str(step.step_id) for step in steps) or "none"
+        log.warning("core of epoch %d died: %s; steps under way: %s", epoch, cause, numbers)
+        if cause in FAULTS and steps:
+            self._engine.inherit_marks(steps[-1].fingerprints)
+
     def dispatch(self) -> None:
         """Send all steps that can be decided now."""
+        if self._suspects and self._suspects & self._group.epochs:
+            return
         while self._adopted_epoch is not None:
             step = self._engine.schedule()
             if step is None:
                 break
+            marks = self._engine.take_marks()
+            if marks is not None and self._page is not None:
+                self._page.write_in_flight(self._core_epoch, _MARKS_SLOT, marks)
             self._tell_all(step)
+            reach("core.after_dispatch")
+            reach("core.after_preemption", when=bool(step.preempted_req_ids))
         if self._engine.is_sleep_due and self._tell_all(Sleep()):
             self._engine.sleep_sent()
 

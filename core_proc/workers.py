@@ -40,6 +40,11 @@ class WorkerGroup:
         return [worker.peer for worker in self._workers.values()]
 
     @property
+    def epochs(self) -> set[int]:
+        """The workers' own."""
+        return {worker.epoch for worker in self._workers.values()}
+
+    @property
     def facts(self) -> ModelFacts:
         """Of rank 0, which speaks for all."""
         return self._workers[0].facts
@@ -58,6 +63,14 @@ class WorkerGroup:
         self.leave(peer)  # one connection is one worker
         self._workers[hello.rank] = _Worker(peer, epoch, hello)
         return True
+
+    def peer_of(self, epoch: int) -> bytes | None:
+        """The connection of the worker of that epoch, if it is there."""
+        return next((w.peer for w in self._workers.values() if w.epoch == epoch), None)
+
+    def epoch_of(self, peer: bytes) -> int | None:
+        """The epoch of the worker behind a connection, if it is a rank."""
+        return next((w.epoch for w in self._workers.values() if w.peer == peer), None)
 
     def leave(self, peer: bytes) -> bool:
         """A connection is gone. Returns whether it belonged to a rank."""

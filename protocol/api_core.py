@@ -56,6 +56,10 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     INTERNAL = "internal_error"
+    QUARANTINED = "request_quarantined"
+    """It has killed workers, again and again, and is not tried any more."""
+    ENGINE_FAILED = "engine_failed"
+    """No engine has served for longer than a client waits."""
 
 
 class RequestError(Record):
@@ -203,6 +207,16 @@ class EngineStats(Record):
     loop_seconds_buckets: list[int] = []
     """Iterations of the core's loop by duration, not cumulative; bounds: `LOOP_BUCKETS_S`."""
     loop_seconds_sum: float = 0.0
+    spec_decode_num_drafts: Count = 0
+    """Times that guessed tokens of a request were verified."""
+    spec_decode_num_draft_tokens: Count = 0
+    """Tokens verified."""
+    spec_decode_num_accepted_tokens: Count = 0
+    """Tokens that were right."""
+    spec_decode_num_accepted_tokens_per_pos: list[int] = []
+    """How often the first, second, ... guess was right."""
+    num_quarantined: Count = 0
+    """Requests that were found to kill workers."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)

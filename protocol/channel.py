@@ -2,8 +2,13 @@
 
 Binding sides are ROUTERs, connecting sides DEALERs with a random identity per incarnation. Every
 socket has LINGER 0, a high-water mark and a largest message; nothing here ever blocks.
+
+What arrives is checked: frames that were harmed on the way, or come again, or after one that is
+missing, are dropped here (protocol/sequence.py), and the connecting end is told by `take_loss` that
+it must begin anew. Frames on the lifecycle link stand for themselves: there a gap is passed over.
 """
 
+import contextlib
 import enum
 import os
 import secrets
@@ -16,7 +21,8 @@ from typing import NamedTuple
 
 import zmq
 
-from protocol.message import Header, ProtocolError, pack_header, unpack_header
+from protocol.message import DamagedFrame, Header, ProtocolError, pack_header, unpack_header
+from protocol.sequence import Flag, FrameSequence, Verdict
 
 MAX_FRAME_BYTES = 16 * 2**20
 MAX_IPC_PATH_BYTES = 107
@@ -27,6 +33,8 @@ _MAX_PARTS = 4
 _RECONNECT_MS = 20
 _RECONNECT_MAX_MS = 500
 _HANDSHAKE_MS = 2000
+_NO_EPOCH = 0
+_MARKS = int(Flag.BEAT | Flag.LOST)
 _MONITOR_EVENT = struct.Struct("=Hi")
 """Event and value, as libzmq's monitor sockets send them."""
 
@@ -153,8 +161,13 @@ class _Channel:
     _names_peers: bool
     """Whether each message comes with its sender's identity in front."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
         self.socket = socket
+        self._takes_gaps = hwm is HighWaterMark.LIFECYCLE_LINK
+        self.num_read = 0
+        """Frames that have come, whatever became of them."""
+        self.num_dropped_frames = 0
+        """Those that were harmed on the way, came again, or came after a gap."""
         self.num_bad_frames = 0
         """Messages dropped because they could not be read."""
         self.last_bad_frame: BadFrame | None = None
@@ -170,13 +183,41 @@ class _Channel:
             parts = _receive(self.socket)
             if parts is None:
                 return
+            self.num_read += 1
             peer = parts.pop(0) if self._names_peers else b""
             try:
                 received = _unpack(peer, parts)
+            except DamagedFrame:
+                self.num_dropped_frames += 1
+                self._on_loss(peer)
             except ProtocolError as problem:
                 self.count_bad_frame(peer, str(problem))
             else:
-                yield received
+                if self._is_due(received):
+                    yield received
+
+    def _is_due(self, received: Received) -> bool:
+        """Whether it is a message, and neither comes again nor after a gap."""
+        verdict = self._sequence(received.peer).judge(received.header)
+        if verdict is Verdict.NEXT:
+            if received.header.flags & _MARKS:
+                self._on_mark(received.header)
+                return False
+            return True
+        self.num_dropped_frames += 1
+        if verdict is Verdict.AFTER_A_GAP:
+            self._on_loss(received.peer)
+        return False
+
+    def _sequence(self, peer: bytes) -> FrameSequence:
+        raise NotImplementedError
+
+    def _on_loss(self, peer: bytes) -> None:
+        """A frame was harmed, or is missing."""
+        raise NotImplementedError
+
+    def _on_mark(self, header: Header) -> None:
+        """A frame without a message has come."""
 
     def count_bad_frame(self, peer: bytes, reason: str) -> None:
         """Count a message that was dropped: by `drain`, or by whoever could not decode its body."""
@@ -190,8 +231,8 @@ class _Channel:
 
 def _unpack(peer: bytes, parts: list[bytes]) -> Received:
     if len(parts) != 2:
-        raise ProtocolError("message does not have the two parts header and body")
-    return Received(peer, unpack_header(parts[0]), parts[1])
+        raise DamagedFrame("message does not have the two parts header and body")
+    return Received(peer, unpack_header(parts[0], parts[1]), parts[1])
 
 
 class RouterChannel(_Channel):
@@ -206,8 +247,10 @@ class RouterChannel(_Channel):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         socket.bind(address)
-        super().__init__(socket)
-        self._next_seq: dict[bytes, int] = {}
+        super().__init__(socket, hwm)
+        self._sequences: dict[bytes, FrameSequence] = {}
+        self._first_seq = 0
+        """Of a new sequence: what goes to a peer that was forgotten does not look repeated."""
 
     def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
         """Send one message.
@@ -219,10 +262,16 @@ class RouterChannel(_Channel):
             PeerGone: the peer is not connected.
             FrameTooLarge: the peer could not receive it; nothing was sent.
         """
+        return self._send(peer, epoch, body)
+
+    def _send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
         _check_size(body)
-        seq = self._next_seq.get(peer, 0)
+        sequence = self._sequence(peer)
+        if sequence.owes_beginning:
+            flags |= Flag.BEGINS
+        header = pack_header(epoch, sequence.next_seq, body, flags)
         try:
-            self.socket.send_multipart([peer, pack_header(epoch, seq), body], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, header, body], zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -230,12 +279,34 @@ class RouterChannel(_Channel):
                 self.forget(peer)
                 raise PeerGone(peer.hex()) from error
             raise
-        self._next_seq[peer] = seq + 1
+        sequence.next_seq += 1
+        sequence.owes_beginning = False
         return True
 
+    def beat(self) -> None:
+        """To be called about once a second: what was lost last on a link shows in the answers."""
+        for peer in list(self._sequences):
+            self._send_mark(peer, Flag.BEAT)
+
     def forget(self, peer: bytes) -> None:
-        """Drop the counters of a peer that is gone."""
-        self._next_seq.pop(peer, None)
+        """Drop what is counted for a peer that is gone."""
+        if peer in self._sequences:
+            self._first_seq = max(self._first_seq, self._sequences.pop(peer).next_seq)
+
+    def _sequence(self, peer: bytes) -> FrameSequence:
+        sequence = self._sequences.get(peer)
+        if sequence is None:
+            sequence = FrameSequence(takes_gaps=self._takes_gaps, first_seq=self._first_seq)
+            self._sequences[peer] = sequence
+        return sequence
+
+    def _on_loss(self, peer: bytes) -> None:
+        if not self._takes_gaps:
+            self._send_mark(peer, Flag.LOST)
+
+    def _send_mark(self, peer: bytes, flag: Flag) -> None:
+        with contextlib.suppress(PeerGone):
+            self._send(peer, _NO_EPOCH, b"", flag)
 
 
 class DealerChannel(_Channel):
@@ -255,8 +326,10 @@ class DealerChannel(_Channel):
             zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
         )
         socket.connect(address)
-        super().__init__(socket)
-        self._next_seq = 0
+        super().__init__(socket, hwm)
+        self._frames = FrameSequence(takes_gaps=self._takes_gaps)
+        self._has_lost = False
+        self._is_new = True
 
     def link_events(self) -> list[LinkEvent]:
         """Connections made and lost since the last call, in order."""
@@ -264,22 +337,60 @@ class DealerChannel(_Channel):
         while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             what, _address = self.monitor.recv_multipart(zmq.NOBLOCK)
             connected = _MONITOR_EVENT.unpack(what)[0] == zmq.Event.HANDSHAKE_SUCCEEDED
+            self._leave_connection()
             events.append(LinkEvent.CONNECTED if connected else LinkEvent.DISCONNECTED)
         return events
 
-    def send(self, epoch: int, body: bytes) -> bool:
+    def _leave_connection(self) -> None:
+        """What is unread came over the last connection: over a new one nobody speaks unasked."""
+        while _receive(self.socket) is not None:
+            self.num_read += 1
+            self.num_dropped_frames += 1
+        self._frames.reconnected()
+        self._has_lost = False
+        self._is_new = True
+
+    def send(self, epoch: int, body: bytes, *, begins: bool = False) -> bool:
         """Send one message; False if nobody is connected or the queue is full.
+
+        Args:
+            begins: nothing before it is waited for any more, neither there nor here. The first
+                message of a connection always begins.
 
         Raises:
             FrameTooLarge: the other side could not receive it; nothing was sent.
         """
+        return self._send(epoch, body, Flag.BEGINS if begins else Flag.NONE)
+
+    def take_loss(self) -> bool:
+        """Whether a frame of either direction was lost since the last call: begin anew then."""
+        has_lost, self._has_lost = self._has_lost, False
+        return has_lost
+
+    def _send(self, epoch: int, body: bytes, flags: int) -> bool:
         _check_size(body)
+        if self._is_new:
+            flags |= Flag.BEGINS
+        header = pack_header(epoch, self._frames.next_seq, body, flags)
         try:
-            self.socket.send_multipart([pack_header(epoch, self._next_seq), body], zmq.NOBLOCK)
+            self.socket.send_multipart([header, body], zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._next_seq += 1
+        self._frames.next_seq += 1
+        self._is_new = False
         return True
+
+    def _sequence(self, peer: bytes) -> FrameSequence:
+        return self._frames
+
+    def _on_loss(self, peer: bytes) -> None:
+        self._has_lost = not self._takes_gaps
+
+    def _on_mark(self, header: Header) -> None:
+        if header.flags & Flag.LOST:
+            self._has_lost = True
+        else:
+            self._send(header.epoch, b"", Flag.BEAT)
 
     def close(self) -> None:
         """Close both sockets; queued messages are dropped."""

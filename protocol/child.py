@@ -1,5 +1,6 @@
 """The parent's side of a process: start by command, death by pidfd, stop with a deadline."""
 
+import contextlib
 import errno
 import os
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.config import EngineConfig
+from protocol.process import DUMP_SIGNAL
 
 _MAX_CONFIG_BYTES = 32 * 1024
 """Fits into a pipe's buffer, so that writing it never waits for the child."""
@@ -32,6 +34,7 @@ class Child:
         epoch: int,
         rank: int = 0,
         listen_fd: int | None = None,
+        progress_fd: int | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         """Start `python -m module`; the caller's signals, environment and loop stay untouched.
@@ -45,11 +48,14 @@ class Child:
             parent_read, parent_write = os.pipe()
             theirs.callback(os.close, parent_read)
             ours.callback(os.close, parent_write)
-            inherited = [config_read, parent_read, *([] if listen_fd is None else [listen_fd])]
+            inherited = [config_read, parent_read]
             command = [sys.executable, "-P", "-m", module, *arguments]
             command += ["--config-fd", str(config_read), "--parent-fd", str(parent_read)]
             command += ["--epoch", str(epoch), "--rank", str(rank)]
-            command += [] if listen_fd is None else ["--listen-fd", str(listen_fd)]
+            for flag, fd in (("--listen-fd", listen_fd), ("--progress-fd", progress_fd)):
+                if fd is not None:
+                    inherited.append(fd)
+                    command += [flag, str(fd)]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -82,6 +88,11 @@ class Child:
         if self.poll() is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
+    def dump_stacks(self) -> None:
+        """Have it print its stacks; only for a process that has reported in its progress page."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self.pidfd, DUMP_SIGNAL)
+
     def stop(self, grace_s: float) -> int | None:
         """End it: close its parent pipe, wait for `grace_s`, then kill.
 
@@ -97,8 +108,10 @@ class Child:
         return status
 
     def release(self) -> None:
-        """Let the child see EOF on its parent pipe."""
+        """Let the child see the end of its parent pipe."""
         if self._parent_write >= 0:
+            with contextlib.suppress(OSError):  # a fork of this process may keep EOF from it
+                os.write(self._parent_write, b"\0")
             os.close(self._parent_write)
             self._parent_write = -1
 

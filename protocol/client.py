@@ -12,8 +12,9 @@ and their streams go on. It touches no signals, environment, logging or foreign 
 import asyncio
 import time
 
+import msgspec
+
 from protocol.api_core import (
-    AbortRequests,
     AddRequest,
     ControlAction,
     ControlDone,
@@ -23,23 +24,24 @@ from protocol.api_core import (
     PauseMode,
     Refused,
     RequestError,
-    RequestOutput,
     Status,
     StepOutputs,
     decode_from_client,
 )
-from protocol.channel import MAX_FRAME_BYTES
 from protocol.controls import Controls
 from protocol.core_link import TICK_S, CoreLink, News
 from protocol.core_worker import ModelFacts
+from protocol.errors import failure_of
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.kv_feed import KVEventFeed
-from protocol.ledger import Ledger, RequestFailed, check_request
+from protocol.ledger import Ledger, check_request
 from protocol.message import ProtocolError, encode
+from protocol.open_requests import OpenRequests, Receiver
 from protocol.request_stream import RequestStream
 from protocol.sampling import SamplingParams
 
 MAX_OPEN_REQUESTS = 16384
+MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 _SERVING = (EngineState.READY, EngineState.DRAINING)
@@ -53,22 +55,23 @@ class AsyncEngineClient:
         address: str,
         *,
         max_open_requests: int = MAX_OPEN_REQUESTS,
+        max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         """Name the core's address (`protocol.channel.client_address`); nothing connects yet.
 
         Args:
             max_open_requests: past it `submit` refuses.
+            max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: without an engine that serves for so long, open requests fail.
         """
         self._stall_timeout_s = stall_timeout_s
         self._stalled_s = 0.0
-        self._ledger = Ledger(max_open_requests)
-        self._streams: dict[int, RequestStream] = {}
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
+        self._open = OpenRequests(Ledger(max_open_requests, max_open_tokens), self._link.send)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """What is known of the model; stays known while the engine recovers."""
@@ -81,6 +84,11 @@ class AsyncEngineClient:
     def connected(self) -> bool:
         """Whether the core is heard and takes messages; it may be recovering nevertheless."""
         return self._link.is_agreed
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._open)
 
     @property
     def num_fenced_frames(self) -> int:
@@ -111,10 +119,10 @@ class AsyncEngineClient:
             return
         self._timer.cancel()
         closed = RequestError(ErrorCode.INTERNAL, "the client was closed")
-        self._fail_all(closed)
+        self._open.fail_all(closed)
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(RequestFailed(closed))
+                answer.set_exception(failure_of(closed))
         if self._feed is not None:
             self._feed.fail(ConnectionError(closed.message))
         self._link.close()
@@ -155,16 +163,61 @@ class AsyncEngineClient:
             tenant: on whose account, under the fair policy.
 
         Raises:
-            RequestFailed: a value is out of its bounds, the model cannot serve the request, or the
-                engine takes none now.
+            InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
+            Overloaded: the engine takes none now.
+            EngineFailed: no engine has served for longer than `stall_timeout_s`.
         """
+        add, body = self._check(prompt_token_ids, params, priority, cache_salt, tenant)
+        stream = RequestStream(add.request_id, self.cancel)
+        self._open.accept(add, body, stream)
+        return stream
+
+    def submit_to(
+        self,
+        receiver: Receiver,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> AddRequest:
+        """As `submit`, for a receiver of one's own; returns the request as it was accepted."""
+        add, body = self._check(prompt_token_ids, params, priority, cache_salt, tenant)
+        self._open.accept(add, body, receiver)
+        return add
+
+    def adopt(self, add: AddRequest, receiver: Receiver) -> int:
+        """Go on with a request that an earlier incarnation of this client had accepted.
+
+        Args:
+            add: as it was accepted, with the outputs that are known; its number is replaced.
+            receiver: told what comes after those outputs.
+
+        Returns:
+            Its number, for `cancel`.
+
+        Raises:
+            Overloaded: too much is open already.
+        """
+        request_id = self._open.ledger.next_request_id()
+        self._open.adopt(msgspec.structs.replace(add, request_id=request_id, resent=True), receiver)
+        return request_id
+
+    def _check(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        tenant: str,
+    ) -> tuple[AddRequest, bytes]:
         error = self._why_not()
         if error is not None:
-            raise RequestFailed(error)
+            raise failure_of(error)
         assert self.facts is not None
-        request_id = self._ledger.next_request_id()
         add = AddRequest(
-            request_id,
+            self._open.ledger.next_request_id(),
             prompt_token_ids,
             params,
             priority=priority,
@@ -172,11 +225,7 @@ class AsyncEngineClient:
             cache_salt=cache_salt,
             tenant=tenant,
         )
-        add, body = check_request(add, self.facts)
-        self._ledger.accept(add)
-        stream = self._streams[request_id] = RequestStream(request_id, self.cancel)
-        self._link.send(body)
-        return stream
+        return check_request(add, self.facts)
 
     def _why_not(self) -> RequestError | None:
         if not self._link.is_open:
@@ -184,17 +233,14 @@ class AsyncEngineClient:
         if self.status is None or self.facts is None:
             return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
         if self._stalled_s > self._stall_timeout_s:
-            return RequestError(ErrorCode.OVERLOADED, self._stall_text())
+            return RequestError(ErrorCode.ENGINE_FAILED, self._stall_text())
         if self.status.state is EngineState.DRAINING:
             return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
         return None
 
     def cancel(self, request_id: int) -> None:
         """Abort a request, if it is open."""
-        self._streams.pop(request_id, None)
-        abort = self._ledger.cancel(request_id)
-        if abort is not None:
-            self._link.send(encode(abort))
+        self._open.cancel(request_id)
 
     async def pause(
         self,
@@ -269,7 +315,7 @@ class AsyncEngineClient:
 
     def _require_open(self) -> None:
         if not self._link.is_open:
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, "the client is not open"))
+            raise failure_of(RequestError(ErrorCode.INTERNAL, "the client is not open"))
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow what the prefix cache holds: iterate over (number, event); one feed at a time.
@@ -308,12 +354,11 @@ class AsyncEngineClient:
             self.facts = status.facts
         if status.state in _SERVING:
             self._stalled_s = 0.0
-        self._ledger.allow_repairs()
+        self._open.ledger.allow_repairs()
         if is_new_epoch:  # a core that knows nothing of this client gets everything open
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
-            for add in list(self._ledger.open_requests()):
-                self._resend(add)
+            self._open.send_all()
             if self._feed is not None:
                 self._feed.subscribe()
         elif status.facts is not None:  # a core that only starts is not the one agreed with
@@ -323,9 +368,9 @@ class AsyncEngineClient:
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
             for output in message.outputs:
-                self._on_output(output)
+                self._open.take(output)
         elif isinstance(message, Refused):
-            self._on_refused(message)
+            self._open.refuse(message)
         elif isinstance(message, ControlDone):
             self._controls.take(message)
             answer = self._answers.get(message.number)
@@ -339,54 +384,11 @@ class AsyncEngineClient:
         elif self._feed is not None:
             self._feed.refuse(message)
 
-    def _on_refused(self, message: Refused) -> None:
-        if message.request_id is None:
-            # What was sent obeys the bounds of this side's protocol, so the core has another one.
-            self._fail_all(message.error)
-        elif self._ledger.fail(message.request_id):
-            self._streams.pop(message.request_id).fail(RequestFailed(message.error))
-
-    def _on_output(self, output: RequestOutput) -> None:
-        try:
-            news = self._ledger.take(output)
-        except RequestFailed as failure:
-            self._give_up(output.request_id, failure.error)
-            return
-        if isinstance(news, AddRequest):
-            self._resend(news)
-        elif news is not None:
-            stream = self._streams[news.request_id]
-            if news.finish_reason is not None:
-                del self._streams[news.request_id]
-            stream.deliver(news)
-
-    def _resend(self, add: AddRequest) -> None:
-        body = encode(add)
-        if len(body) <= MAX_FRAME_BYTES:
-            self._link.send(body)
-            return
-        message = f"{len(body)} bytes to send again exceed the {MAX_FRAME_BYTES} of a frame"
-        self._give_up(add.request_id, RequestError(ErrorCode.TOO_LONG, message))
-
-    def _give_up(self, request_id: int, error: RequestError) -> None:
-        """Fail one request here and end it in the core."""
-        self._ledger.fail(request_id)
-        self._streams.pop(request_id).fail(RequestFailed(error))
-        self._link.send(encode(AbortRequests([request_id])))
-
-    def _fail_all(self, error: RequestError) -> None:
-        streams, self._streams = self._streams, {}
-        for request_id, stream in streams.items():
-            self._ledger.fail(request_id)
-            stream.fail(RequestFailed(error))
-        if streams:
-            self._link.send(encode(AbortRequests(list(streams))))
-
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._stalled_s += TICK_S  # ticks and not the clock, as in the link
         if self._stalled_s > self._stall_timeout_s:
-            self._fail_all(RequestError(ErrorCode.INTERNAL, self._stall_text()))
+            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text()))
             if self._feed is not None:
                 self._feed.fail(ConnectionError(self._stall_text()))
         self._link.tick()

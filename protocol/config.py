@@ -11,9 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A group of settings; field names are unique over all sections."""
+from protocol.scheduler_config import SchedulerConfig, Section
 
 
 class Dtype(enum.StrEnum):
@@ -29,10 +27,6 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
-TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
-Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
-
-
 class LogLevel(enum.StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -40,7 +34,7 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model is served, and how."""
 
     model: Annotated[
@@ -85,7 +79,7 @@ class ModelConfig(_Section):
     ] = 0
 
 
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """The KV cache."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
@@ -126,110 +120,7 @@ class CacheConfig(_Section):
     ] = False
 
 
-class SchedulerConfig(_Section):
-    """How a step is filled."""
-
-    max_num_seqs: Annotated[
-        int, Meta(ge=1, le=16384, description="Most requests computed in one step.")
-    ] = 64
-    max_num_batched_tokens: Annotated[
-        int, Meta(ge=1, le=2**20, description="Most tokens computed in one step.")
-    ] = 2048
-    max_num_scheduled_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=2**20)] | None,
-        Meta(description="Token budget of a step, if less than that."),
-    ] = None
-    long_prefill_token_threshold: Annotated[
-        int,
-        Meta(
-            ge=0, le=2**20, description="Most prompt tokens of one request per step; 0: no limit."
-        ),
-    ] = 0
-    enable_chunked_prefill: Annotated[
-        bool, Meta(description="Split prompts over steps where the budget ends.")
-    ] = True
-    long_prefill_token_threshold_adaptive: Annotated[
-        bool,
-        Meta(
-            description="Make that threshold at least a fair share of the step, so that there is "
-            "one even if it is 0, and fewer requests mean larger pieces."
-        ),
-    ] = False
-    max_num_partial_prefills: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=16384,
-            description="Most requests whose prompts are computed over several steps at a time; "
-            "0: any number.",
-        ),
-    ] = 0
-    max_long_partial_prefills: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=16384,
-            description="Of these, most that are longer than long_prefill_token_threshold: "
-            "shorter ones overtake; 0: any number.",
-        ),
-    ] = 0
-    elastic_token_budget: Annotated[
-        bool,
-        Meta(
-            description="While nobody waits, prompts take what a step has left, up to "
-            "max_num_batched_tokens.",
-        ),
-    ] = False
-    scheduling_policy: Annotated[
-        str,
-        Meta(
-            pattern="^(fcfs|priority|shortest|fair)$",
-            description="Order of admission: fcfs, priority (lower first), shortest (fewest tokens "
-            "to compute, with ageing) or fair (tenants share by tenant_weights).",
-        ),
-    ] = "fcfs"
-    tenant_weights: Annotated[
-        dict[TenantName, Weight],
-        Meta(
-            max_length=1024,
-            description="Shares of tenants under the fair policy, like gold=4,free=1 (in YAML a "
-            "mapping); 1 for whoever is not named.",
-        ),
-    ] = {}
-    preempt_for_priority: Annotated[
-        bool,
-        Meta(
-            description="Under the priority policy, preempt running requests for waiting ones that "
-            "are more important.",
-        ),
-    ] = False
-    victim_choice: Annotated[
-        str,
-        Meta(
-            pattern="^(policy|cheapest)$",
-            description="Who is preempted when KV blocks run out: policy (whom the scheduling "
-            "policy puts last) or cheapest (whose KV costs least for what it frees).",
-        ),
-    ] = "policy"
-    scheduler_reserve_full_isl: Annotated[
-        bool,
-        Meta(description="Admit a request only when the cache has room for all its tokens so far."),
-    ] = True
-    watermark: Annotated[
-        float,
-        Meta(ge=0.0, lt=1.0, description="Share of KV blocks kept free at admission."),
-    ] = 0.0
-    max_steps_in_flight: Annotated[
-        int,
-        Meta(ge=1, le=8, description="Steps dispatched to the worker before the first returns."),
-    ] = 2
-    max_num_waiting: Annotated[
-        int,
-        Meta(ge=1, le=10**6, description="Most requests in the queue; past it: refused with 429."),
-    ] = 10_000
-
-
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """How many workers share one model."""
 
     tensor_parallel_size: Annotated[
@@ -237,7 +128,7 @@ class ParallelConfig(_Section):
     ] = 1
 
 
-class WorkerConfig(_Section):
+class WorkerConfig(Section):
     """The computing process."""
 
     num_threads: Annotated[
@@ -249,7 +140,7 @@ class WorkerConfig(_Section):
     ] = 0.0
 
 
-class ApiConfig(_Section):
+class ApiConfig(Section):
     """The HTTP server."""
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
@@ -267,9 +158,50 @@ class ApiConfig(_Section):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=2**30, description="Largest request body accepted.")
     ] = 4 * 2**20
+    max_open_requests: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=10**6,
+            description="Most requests, and most sequences of them, that the server holds open; "
+            "past it: refused with 429.",
+        ),
+    ] = 16384
+    max_open_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=2**40,
+            description="Most bytes of their bodies together; past it: refused with 429.",
+        ),
+    ] = 256 * 2**20
+    slow_reader_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=3600.0,
+            description="A stream whose client takes nothing for so long is dropped.",
+        ),
+    ] = 60.0
+    journal_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Directory for a journal of open requests, so that clients can go on with "
+            "theirs after a lost connection or a restart of the server. Default: none is kept.",
+        ),
+    ] = None
+    resume_window_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=3600.0,
+            description="With a journal: how long a request goes on, or its answer is kept, while "
+            "no client is connected to it.",
+        ),
+    ] = 30.0
 
 
-class RecoveryConfig(_Section):
+class RecoveryConfig(Section):
     """Starting, stopping and replacing processes."""
 
     startup_timeout_s: Annotated[
@@ -282,9 +214,51 @@ class RecoveryConfig(_Section):
     restart_backoff_max_s: Annotated[
         float, Meta(ge=0.0, le=3600.0, description="Longest pause between two restarts.")
     ] = 30.0
+    hang_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.02,
+            le=3600.0,
+            description="A worker or core that shows no progress for so long is suspected to hang; "
+            "after twice as long it is killed. Steps that usually take longer get more time.",
+        ),
+    ] = 2.0
+    hang_step_factor: Annotated[
+        float,
+        Meta(
+            ge=1.0,
+            le=1000.0,
+            description="A step is suspected to hang after so many times what steps of its size "
+            "took lately, if that is more than hang_timeout_s.",
+        ),
+    ] = 20.0
+    first_step_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.02,
+            le=3600.0,
+            description="The same for steps of sizes that a worker has not computed yet: at most "
+            "so long.",
+        ),
+    ] = 60.0
+    stall_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=86_400.0,
+            description="Open requests fail when no engine has served for so long.",
+        ),
+    ] = 120.0
+    give_up_after_s: Annotated[
+        Annotated[float, Meta(gt=0.0, le=86_400.0)] | None,
+        Meta(
+            description="A process that has kept dying for so long ends the engine with a status "
+            "that is not 0. Default: it is tried for ever.",
+        ),
+    ] = None
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """What surrounds the processes."""
 
     run_dir: Annotated[

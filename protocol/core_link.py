@@ -148,12 +148,12 @@ class CoreLink:
         """Begin anew: the core drops what it has of this client, and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
-        self._try_send(encode(Connect(os.getpid())))
+        self._try_send(encode(Connect(os.getpid())), begins=True)
 
-    def _try_send(self, body: bytes) -> bool:
+    def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
         # The descriptor is edge-triggered: trying to send may swallow the sign of an arrival.
         self._loop.call_soon(self._on_readable)
-        return self._channel.send(self._epoch, body)
+        return self._channel.send(self._epoch, body, begins=begins)
 
     def _flush(self) -> None:
         while self._outbox and self._try_send(self._outbox[0]):
@@ -177,13 +177,15 @@ class CoreLink:
     def _on_readable(self) -> None:
         if not self.is_open:
             return
-        num_read = 0
+        channel = self._channel
+        num_read = channel.num_read
         try:
-            for received in self._channel.drain(_DRAIN_LIMIT):
-                num_read += 1
+            for received in channel.drain(_DRAIN_LIMIT):
                 self._on_frame(received)
+            if channel.take_loss() and self._is_linked and not self._awaits_status:
+                self._greet()
         finally:
-            if num_read:
+            if channel.num_read != num_read:
                 self._loop.call_soon(self._on_readable)
 
     def _on_frame(self, received: Received) -> None:

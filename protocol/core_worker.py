@@ -9,8 +9,10 @@ mirrored request computes one more token unless the message says otherwise. Rule
 3. `scheduled_cached_reqs` appends blocks to the tables of the requests that it names.
 4. Every mirrored request is scheduled for `num_scheduled_tokens.get(req_id, 1)` tokens (0: it sits
    this step out), from its number of computed tokens on, in mirror order.
-5. A request samples one token in every step that reaches the end of its known tokens; the worker
-   appends that token itself and feeds it forward.
+5. A request samples in every step that reaches the end of its known tokens; the worker appends
+   what it sampled itself and feeds it forward. That is one token, or more where the step went on
+   past the known tokens over drafts, and some of these were right; the KV of wrong ones does not
+   count as computed.
 """
 
 from typing import Annotated
@@ -61,6 +63,11 @@ class ModelFacts(Record):
     """A request has one block table for each; all take their blocks from one pool."""
     num_host_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Blocks in host memory, numbered from 0, for the KV of requests that are swapped out."""
+    exact_resume: bool = False
+    """A request that is computed again from its tokens, whatever beside and in whatever chunks,
+    gets the same logits bit for bit, and so the same tokens."""
+    exact_resume_reason: Text = ""
+    """Why not; empty if it is so."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of the pool that a request of so many tokens holds at once, at most."""
@@ -135,7 +142,8 @@ class SchedulerOutput(Message):
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
     num_scheduled_tokens: dict[RequestId, Annotated[int, Meta(ge=0)]]
-    """Only what differs from one token."""
+    """Only what differs from one token. What reaches past the known tokens are drafts to verify:
+    the first ones of those that the worker has announced for the request."""
     total_num_scheduled_tokens: Annotated[int, Meta(ge=0)]
     """Over the whole mirror; both ends add up and compare."""
     preempted_req_ids: list[RequestId]
@@ -179,9 +187,15 @@ class ModelRunnerOutput(Message):
 
     step_id: StepId
     sampled_token_ids: TokenIds
-    """One token for each request that sampled, in mirror order."""
-    logprobs: dict[RequestId, TokenLogprobs] = {}
-    """Of the requests that asked for them."""
+    """Tokens of each request that sampled, in mirror order."""
+    num_sampled_tokens: list[Annotated[int, Meta(ge=1)]] = []
+    """For each of them, how many of these tokens are its own: one, and one more for every draft
+    that was right. Empty: one each."""
+    num_draft_tokens: list[Annotated[int, Meta(ge=0)]] = []
+    """For each of them, how many tokens the worker guesses to come next, for the next step to
+    verify. Empty: none."""
+    logprobs: dict[RequestId, list[TokenLogprobs]] = {}
+    """Of the requests that asked for them, one for each token."""
     prompt_logprobs: list[PromptLogprobs] = []
     forward_ns: Annotated[int, Meta(ge=0)] = 0
     """From the step's arrival to its tokens."""

@@ -8,7 +8,9 @@ The host's signals, environment, event loop and logging stay untouched, and if t
 way, the engine's processes leave within 2 s.
 """
 
+import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +39,7 @@ def failure_file(run_dir: str, pid: int) -> Path:
 
 
 class EngineProcesses:
-    """A supervisor with a core and workers. Use it from one thread at a time."""
+    """A supervisor with a core and workers. Use it from one thread at a time; any may close it."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; `start` waits for them too.
@@ -54,6 +56,8 @@ class EngineProcesses:
         arguments = ["--no-api", *(["--temporary-run-dir"] if self._is_temporary else [])]
         self._link = StatusLink(self.run_dir)
         self._child: Child | None = None
+        self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
         try:
             self._child = Child(
                 _SUPERVISOR,
@@ -96,13 +100,17 @@ class EngineProcesses:
         return reply if reply is not None and _is_from(self._child.pid, reply) else None
 
     def close(self) -> None:
-        """End all processes, in less than 5 s in any state. Harmless when repeated."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        child.stop(CLOSE_GRACE_S)
-        failure_file(self.run_dir, child.pid).unlink(missing_ok=True)
-        self._clear()
+        """End all processes, in less than 5 s in any state. Harmless when repeated.
+
+        Nobody may call `status` meanwhile. Nothing happens in a fork of the process that began.
+        """
+        with self._lock:
+            if self._child is None or os.getpid() != self._owner_pid:
+                return
+            self._child.stop(CLOSE_GRACE_S)
+            failure_file(self.run_dir, self._child.pid).unlink(missing_ok=True)
+            self._child = None  # not before: whoever interrupts this may call it again
+            self._clear()
 
     def __enter__(self) -> "EngineProcesses":
         return self

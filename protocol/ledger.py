@@ -21,6 +21,7 @@ from protocol.api_core import (
     validate_request,
 )
 from protocol.core_worker import ModelFacts, PromptLogprobs
+from protocol.errors import failure_of
 from protocol.message import MAX_TEXT, ProtocolError, encode
 from protocol.sampling import SamplingParams
 
@@ -28,14 +29,6 @@ REPAIR_MESSAGES_MAX = 3
 """A request whose outputs still do not fit after so many repairs in a row fails."""
 _PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
 """Where in a body the decoder found fault: the place of a field, and of a field within that."""
-
-
-class RequestFailed(Exception):
-    """One request was refused or cannot go on."""
-
-    def __init__(self, error: RequestError) -> None:
-        super().__init__(f"{error.code}: {error.message}")
-        self.error = error
 
 
 def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
@@ -54,15 +47,15 @@ def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes
         body = encode(add)
     except (TypeError, ValueError, OverflowError, RecursionError) as problem:
         message = f"request cannot be encoded: {problem}"[:MAX_TEXT]
-        raise RequestFailed(RequestError(ErrorCode.INVALID, message)) from problem
+        raise failure_of(RequestError(ErrorCode.INVALID, message)) from problem
     try:
         checked = decode_from_client(body)
     except ProtocolError as problem:
-        raise RequestFailed(_out_of_bounds(str(problem))) from problem
+        raise failure_of(_out_of_bounds(str(problem))) from problem
     assert isinstance(checked, AddRequest)
     error = validate_request(checked, facts)
     if error is not None:
-        raise RequestFailed(error)
+        raise failure_of(error)
     return checked, body
 
 
@@ -110,8 +103,12 @@ class _Entry:
 class Ledger:
     """All open requests of one client, in the order in which they were accepted."""
 
-    def __init__(self, max_open: int) -> None:
+    def __init__(self, max_open: int, max_open_tokens: int | None = None) -> None:
+        """Take at most so many requests, and prompts of so many tokens together; None: any."""
         self._max_open = max_open
+        self._max_open_tokens = max_open_tokens
+        self.num_prompt_tokens = 0
+        """Of everything open."""
         self._entries: dict[int, _Entry] = {}
         self._repairing: set[int] = set()
         """Requests sent again for a gap since the last `allow_repairs`."""
@@ -132,23 +129,33 @@ class Ledger:
         """Take responsibility for a request.
 
         Raises:
-            RequestFailed: too many are open already.
+            Overloaded: too many are open already, or too many tokens.
         """
         assert add.request_id not in self._entries
         if len(self._entries) >= self._max_open:
             message = f"{self._max_open} requests are open, the most this client takes"
-            raise RequestFailed(RequestError(ErrorCode.OVERLOADED, message))
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+        num_tokens = self.num_prompt_tokens + len(add.prompt_token_ids)
+        limit = self._max_open_tokens
+        if limit is not None and num_tokens > limit and self._entries:
+            message = f"prompts of {limit} tokens are open, the most this client takes"
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+        self.num_prompt_tokens = num_tokens
         self._entries[add.request_id] = _Entry(add)
 
     def cancel(self, request_id: int) -> AbortRequests | None:
         """Forget a request; returns what to tell the core, if it was open."""
-        if self._entries.pop(request_id, None) is None:
+        if not self.fail(request_id):
             return None
         return AbortRequests([request_id])
 
     def fail(self, request_id: int) -> bool:
         """Forget a request that is not served; whether it was open."""
-        return self._entries.pop(request_id, None) is not None
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        self.num_prompt_tokens -= len(entry.add.prompt_token_ids)
+        return True
 
     def open_requests(self) -> Iterator[AddRequest]:
         """Everything open as a new core must see it, oldest first."""
@@ -188,7 +195,7 @@ class Ledger:
             self._repairing.discard(output.request_id)
         known += output.token_ids
         if output.finish_reason is not None:
-            del self._entries[output.request_id]
+            self.fail(output.request_id)
         return output
 
     def _take_overlapping(
@@ -196,9 +203,9 @@ class Ledger:
     ) -> RequestOutput | AddRequest | None:
         again = output.token_ids[:num_again]
         if entry.output_token_ids[output.first_index :][: len(again)] != again:
-            del self._entries[output.request_id]
+            self.fail(output.request_id)
             message = f"output {output.first_index} came again with other tokens"
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
         if len(output.token_ids) < num_again or (
             len(output.token_ids) == num_again and output.finish_reason is None
         ):
@@ -218,9 +225,9 @@ class Ledger:
         if request_id in self._repairing:
             return None
         if entry.num_repairs == REPAIR_MESSAGES_MAX:
-            del self._entries[request_id]
+            self.fail(request_id)
             message = f"outputs were missing after {REPAIR_MESSAGES_MAX} repairs"
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
         entry.num_repairs += 1
         self._repairing.add(request_id)
         return entry.resumed()

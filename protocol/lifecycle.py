@@ -19,6 +19,10 @@ class Role(enum.StrEnum):
     API = "api"
     CORE = "core"
     WORKER = "worker"
+    STANDBY = "standby"
+    """A worker that has loaded everything and waits for the death of another."""
+    ZYGOTE = "zygote"
+    """Forks workers."""
 
 
 class ProcessState(enum.StrEnum):
@@ -30,6 +34,23 @@ class ProcessState(enum.StrEnum):
     BACKOFF = "backoff"
     """Dead; its successor starts after a pause."""
     STOPPED = "stopped"
+
+
+class DeathCause(enum.StrEnum):
+    """Why a process ended, as its supervisor classes it."""
+
+    SIGNAL = "signal"
+    """Its own doing: SIGSEGV, SIGABRT, SIGBUS, SIGILL and the like."""
+    EXCEPTION = "exception"
+    """It gave up by itself, after an error that it could not handle."""
+    OOM = "oom"
+    """The kernel killed it for want of memory."""
+    DEADLINE = "deadline"
+    """It hung, and its supervisor killed it."""
+    KILLED = "killed"
+    """A signal from outside; that says nothing about what it computed."""
+    ENDED = "ended"
+    """It left in order, although nobody had asked it to, or could not be started."""
 
 
 class Hello(Message):
@@ -77,6 +98,41 @@ class Stop(Message):
     """Supervisor → child: exit now."""
 
 
+class Promote(Message):
+    """Supervisor → standby: be the worker, under this epoch; answered with `Ready` under it."""
+
+    epoch: Annotated[int, Meta(ge=1, lt=2**32)]
+
+
+class Suspect(Message):
+    """Supervisor → core: a process shows no progress, or does again. Until then it gets no work."""
+
+    role: Role
+    rank: Annotated[int, Meta(ge=0, lt=1024)]
+    epoch: Annotated[int, Meta(ge=0, lt=2**32)]
+    """The suspect's own."""
+    is_suspect: bool
+
+
+class WorkerDied(Message):
+    """Supervisor → core: a worker is dead and reaped. Those killed with it are not reported."""
+
+    rank: Annotated[int, Meta(ge=0, lt=1024)]
+    epoch: Annotated[int, Meta(ge=0, lt=2**32)]
+    """The worker's own."""
+    cause: DeathCause
+    step_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
+    """The step that it was computing; None: none, or nobody knows."""
+
+
+class Health(Message):
+    """Supervisor → API: whether processes of the engine die again and again."""
+
+    is_degraded: bool
+    retry_after_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    """When to ask again."""
+
+
 class StatusQuery(Message):
     """Anyone → supervisor: how are the processes?"""
 
@@ -107,7 +163,8 @@ class StatusReply(Message):
 
 
 ToSupervisor = Hello | Progress | Ready | Fatal | Drained | StatusQuery
-FromSupervisor = Drain | Stop | StatusReply
+Command = Drain | Stop | Promote | Suspect | WorkerDied | Health
+FromSupervisor = Command | StatusReply
 
 decode_to_supervisor: Decoder[ToSupervisor] = Decoder(ToSupervisor)
 decode_from_supervisor: Decoder[FromSupervisor] = Decoder(FromSupervisor)

@@ -1,25 +1,29 @@
 """The ground of the wire: base structs, frame header, typed encoding and decoding.
 
-A message on any link is two ZMQ frames: a fixed header (magic, version, epoch, sequence number) and
-a msgpack body. Bodies are positional (`array_like`) tagged structs: append fields at the end, with
-defaults, and never reorder them. docs/protocol.md describes the wire for other languages.
+A message on any link is two ZMQ frames: a fixed header (magic, version, epoch, sequence number,
+flags, checksum) and a msgpack body. Bodies are positional (`array_like`) tagged structs: append
+fields at the end, with defaults, and never reorder them. docs/protocol.md describes the wire for
+other languages.
 """
 
 import struct
 import sys
 from array import array
+from binascii import crc32
 from collections.abc import Iterable
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Goes up with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54
 """The bytes `TK`, little-endian."""
 
-_HEADER = struct.Struct("<HHIQ")
+_HEADER = struct.Struct("<HHIQI")
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=2**21)]
@@ -71,6 +75,10 @@ class ProtocolError(Exception):
     """A frame that cannot be read: wrong magic, version, shape or content."""
 
 
+class DamagedFrame(ProtocolError):
+    """A frame that is not as it was sent: its length or its checksum is wrong."""
+
+
 class Header(NamedTuple):
     """What stands in front of every body."""
 
@@ -78,27 +86,34 @@ class Header(NamedTuple):
     """Incarnation the sender believes in; receivers drop frames of any other."""
     seq: int
     """Counts the sender's frames on this link, from 0."""
+    flags: int = 0
+    """Of `protocol.sequence.Flag`."""
 
 
-def pack_header(epoch: int, seq: int) -> bytes:
-    """Return the 16 header bytes."""
-    return _HEADER.pack(MAGIC, PROTOCOL_VERSION, epoch, seq)
+def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:
+    """Return the 24 header bytes that belong to `body`."""
+    fields = _HEADER.pack(MAGIC, PROTOCOL_VERSION, epoch, seq, flags)
+    return fields + _CHECKSUM.pack(crc32(body, crc32(fields)))
 
 
-def unpack_header(frame: bytes) -> Header:
-    """Read a header frame.
+def unpack_header(frame: bytes, body: bytes) -> Header:
+    """Read a header frame, and make sure that both parts are as they were sent.
 
     Raises:
-        ProtocolError: wrong length, magic or protocol version.
+        DamagedFrame: wrong length or checksum.
+        ProtocolError: wrong magic or protocol version.
     """
-    if len(frame) != _HEADER.size:
-        raise ProtocolError(f"header has {len(frame)} bytes instead of {_HEADER.size}")
-    magic, version, epoch, seq = _HEADER.unpack(frame)
+    if len(frame) != HEADER_BYTES:
+        raise DamagedFrame(f"header has {len(frame)} bytes instead of {HEADER_BYTES}")
+    fields = frame[: _HEADER.size]
+    if crc32(body, crc32(fields)) != _CHECKSUM.unpack_from(frame, _HEADER.size)[0]:
+        raise DamagedFrame("frame does not have the checksum that its header tells")
+    magic, version, epoch, seq, flags = _HEADER.unpack(fields)
     if magic != MAGIC:
         raise ProtocolError(f"header starts with {magic:#06x} instead of {MAGIC:#06x}")
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"peer speaks protocol version {version}, this one {PROTOCOL_VERSION}")
-    return Header(epoch, seq)
+    return Header(epoch, seq, flags)
 
 
 encode = msgspec.msgpack.Encoder().encode

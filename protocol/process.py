@@ -2,13 +2,16 @@
 
 A process is started by command, `python -m core_proc ...`, by a supervisor or by hand. A supervisor
 hands over the configuration in a pipe (secrets stay out of argv and environment) and keeps the
-write end of a second one open: its EOF means that the parent is gone.
+write end of a second one open: its EOF means that the parent is gone. It may hand over a progress
+page, too, in which the process says what it does; SIGUSR2 then makes it print its stacks.
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -28,24 +31,31 @@ from protocol.channel import (
 )
 from protocol.config import EngineConfig
 from protocol.lifecycle import (
+    Command,
     Drain,
     Drained,
     Fatal,
+    Health,
     Hello,
     Progress,
     Ready,
     Role,
+    StatusReply,
     Stop,
     ToSupervisor,
     decode_from_supervisor,
 )
 from protocol.message import MAX_TEXT, encode
+from protocol.prctl import die_with_parent
+from protocol.pulse import Pulse
 
 if TYPE_CHECKING:
     import asyncio
 
 EXIT_FATAL = 1
 EXIT_ORPHANED = 75
+DUMP_SIGNAL = signal.SIGUSR2
+"""Makes a process with a progress page print the stacks of its threads to stderr."""
 
 
 class ChildProcess:
@@ -53,6 +63,7 @@ class ChildProcess:
 
     def __init__(self, role: Role, arguments: argparse.Namespace, config: EngineConfig) -> None:
         if arguments.parent_fd is not None:
+            die_with_parent()  # even one that is stopped, and cannot look at its pipe
             watch_parent(arguments.parent_fd)
         self.role = role
         self.config = config
@@ -62,6 +73,12 @@ class ChildProcess:
         self.run_dir = make_run_dir(config.run.run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.log = logging.getLogger(f"troika.{role}")
+        progress_fd: int | None = getattr(arguments, "progress_fd", None)
+        if progress_fd is not None:
+            show_stacks()
+        self.pulse = Pulse(progress_fd, self.epoch, config.recovery)
+        self.num_fenced_frames = 0
+        """Commands to an earlier incarnation, dropped."""
         self._lifecycle: DealerChannel | None = None
         self._deliver_soon: Callable[[], None] | None = None
         if arguments.parent_fd is not None:
@@ -82,6 +99,7 @@ class ChildProcess:
         group.add_argument("--config-fd", type=int, help="descriptor to read all settings from")
         group.add_argument("--parent-fd", type=int, help="descriptor whose EOF ends this process")
         group.add_argument("--listen-fd", type=int, help="listening socket to serve HTTP on")
+        group.add_argument("--progress-fd", type=int, help="shared page to report progress in")
         group.add_argument("--epoch", type=int, default=1, help="incarnation, ever increasing")
         group.add_argument("--rank", type=int, default=0, help="place among the workers")
         settings.add_flags(parser)
@@ -113,6 +131,7 @@ class ChildProcess:
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Report a step of the start; extends its deadline."""
+        self.pulse.load(phase, done)
         self._tell(Progress(phase, done, total))
 
     def ready(self, detail: str = "") -> None:
@@ -136,15 +155,21 @@ class ChildProcess:
         sys.stderr.flush()
         os._exit(EXIT_FATAL)
 
-    def messages(self) -> list[Drain | Stop]:
+    def messages(self) -> list[Command]:
         """Commands that have arrived from the supervisor."""
         if self._lifecycle is None:
             return []
-        decoded = [decode_from_supervisor(item.body) for item in self._lifecycle.drain(limit=16)]
-        return [message for message in decoded if isinstance(message, Drain | Stop)]
+        commands: list[Command] = []
+        for received in self._lifecycle.drain(limit=16):
+            message = decode_from_supervisor(received.body)
+            if received.header.epoch != self.epoch:
+                self.num_fenced_frames += 1
+            elif not isinstance(message, StatusReply):
+                commands.append(message)
+        return commands
 
     def attach_asyncio(
-        self, loop: "asyncio.AbstractEventLoop", on_message: Callable[[Drain | Stop], None]
+        self, loop: "asyncio.AbstractEventLoop", on_message: Callable[[Drain | Stop | Health], None]
     ) -> None:
         """Deliver the supervisor's commands through an event loop."""
         if self._lifecycle is None:
@@ -153,7 +178,8 @@ class ChildProcess:
         def deliver() -> None:
             messages = self.messages()
             for message in messages:
-                on_message(message)
+                if isinstance(message, Drain | Stop | Health):
+                    on_message(message)
             if messages:
                 deliver_soon()
 
@@ -192,6 +218,15 @@ def watch_parent(parent_fd: int) -> None:
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def show_stacks() -> None:
+    """Print the stacks of all threads when a signal asks for it, and at a crash.
+
+    It works while another thread holds the interpreter, for C code does it; the crash goes on.
+    """
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)
 
 
 def configure_logging(label: str, level: str) -> None:

@@ -6,7 +6,10 @@ from itertools import chain
 from typing import TypeVar
 
 from protocol.api_core import RequestOutput
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
+
+_MERGED_PAST = 64
+"""Outputs that nobody reads are merged from here on: their tokens are all that grows."""
 
 T = TypeVar("T")
 
@@ -23,9 +26,15 @@ class RequestStream:
         self.request_id = request_id
         self._cancel = cancel
         self._pending: list[RequestOutput] = []
+        self._num_unread = 0
         self._error: RequestFailed | None = None
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that have come and were not read yet."""
+        return self._num_unread
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -42,6 +51,7 @@ class RequestStream:
             finally:
                 self._waiter = None
         output, self._pending = merge(self._pending), []
+        self._num_unread = 0
         self._finished = self._finished or output.finish_reason is not None
         return output
 
@@ -49,6 +59,7 @@ class RequestStream:
         """Abort the request; iteration ends. Harmless at any time, also repeatedly."""
         self._finished = True
         self._pending = []
+        self._num_unread = 0
         self._cancel(self.request_id)
         self._wake()
 
@@ -56,6 +67,9 @@ class RequestStream:
         """Called by the client with what is new."""
         if not self._finished:
             self._pending.append(output)
+            self._num_unread += len(output.token_ids)
+            if len(self._pending) >= _MERGED_PAST:
+                self._pending = [merge(self._pending)]
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:

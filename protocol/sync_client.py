@@ -16,12 +16,15 @@ from typing import Any, TypeVar
 from protocol.api_core import ErrorCode, PauseMode, RequestError, RequestOutput, Status
 from protocol.client import CONTROL_TIMEOUT_S, AsyncEngineClient
 from protocol.core_worker import ModelFacts
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed, failure_of
 from protocol.request_stream import RequestStream, merge
 from protocol.sampling import SamplingParams
 
 _CALL_TIMEOUT_S = 5.0
 """For what the loop does at once."""
+_CLOSE_TIMEOUT_S = 3.0
+_JOIN_TIMEOUT_S = 1.0
+"""Together less than the 5 s in which everything closes."""
 
 T = TypeVar("T")
 
@@ -76,9 +79,7 @@ class EngineClient:
     def __init__(self, address: str) -> None:
         """Connect to the core at `address`."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="engine-client", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name="engine-client", daemon=True)
         self._lock = threading.Lock()
         self._is_open = True
         self._thread.start()
@@ -159,18 +160,21 @@ class EngineClient:
         return self._client.status
 
     def close(self) -> None:
-        """Disconnect and end the thread; what other threads wait for fails. Harmless repeated."""
+        """Disconnect and end the thread; what other threads wait for fails. Harmless repeated.
+
+        Raises:
+            TimeoutError: something holds the client's loop; its thread ends when that is over.
+        """
         with self._lock:
             if not self._is_open:
                 return
             self._is_open = False
             closing = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         try:
-            closing.result(_CALL_TIMEOUT_S)
+            closing.result(_CLOSE_TIMEOUT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CALL_TIMEOUT_S)
-            self._loop.close()
+            self._thread.join(_JOIN_TIMEOUT_S)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine in the client's loop and wait for it.
@@ -198,6 +202,12 @@ class EngineClient:
             if self._is_open:
                 self._loop.call_soon_threadsafe(function)
 
+    def _work(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
     async def _shut_down(self) -> None:
         await self._client.close()
         # Streams end by themselves now, in the tasks that read them; nobody may be left waiting.
@@ -209,4 +219,4 @@ class EngineClient:
 
 
 def _failure(message: str) -> RequestFailed:
-    return RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+    return failure_of(RequestError(ErrorCode.INTERNAL, message))

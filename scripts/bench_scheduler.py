@@ -21,10 +21,11 @@ from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol import garbage
 from protocol.api_core import AddRequest, decode_from_client
-from protocol.config import EngineConfig, SchedulerConfig
+from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput
 from protocol.message import encode
 from protocol.sampling import SamplingParams
+from protocol.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512

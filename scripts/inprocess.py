@@ -24,10 +24,11 @@ from protocol.api_core import (
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from protocol.errors import RequestFailed
 from protocol.kv_events import KVEvent
-from protocol.ledger import Ledger, RequestFailed, check_request
+from protocol.ledger import Ledger, check_request
 from protocol.sampling import FinishReason, SamplingParams
-from worker_proc.__main__ import make_runner
+from worker_proc.start import make_runner
 
 _CLIENT = b"inprocess"
 

@@ -5,6 +5,7 @@ disappears with it. The register is a directory of links, one per supervisor of 
 """
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +21,8 @@ _TEMPORARY = "temporary"
 _GIVEN = "given"
 _LOCK_TIMEOUT_S = 0.2
 _LOCK_POLL_S = 0.01
+
+log = logging.getLogger("troika.supervisor")
 
 
 class RunDirBusyError(Exception):
@@ -56,12 +59,30 @@ class RunDir:
         self._epoch = self._read_epoch()
 
     def next_epoch(self) -> int:
-        """A number greater than any that was handed out in this directory before."""
+        """A number greater than any that was handed out in this directory before.
+
+        It is on the disk when this returns. Where the disk is full, or broken, an engine that runs
+        goes on without: no other can use the directory while this process lives.
+        """
         self._epoch += 1
-        draft = self._file(f"{_EPOCH_FILE}.new")
-        draft.write_text(f"{self._epoch}\n")
-        draft.replace(self._file(_EPOCH_FILE))
+        try:
+            self._persist(self._epoch)
+        except OSError as error:
+            log.error("epoch %d cannot be saved: %s", self._epoch, error)
         return self._epoch
+
+    def _persist(self, epoch: int) -> None:
+        draft = self._file(f"{_EPOCH_FILE}.new")
+        with open(draft, "w") as file:
+            file.write(f"{epoch}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._file(_EPOCH_FILE))
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def raise_epoch(self, least: int) -> None:
         """Let the next epoch be greater than `least`."""

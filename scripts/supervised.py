@@ -1,8 +1,26 @@
 """What supervision handles: slots, processes, groups of ranks, and the actions it asks for."""
 
+import random
+import signal
 from dataclasses import dataclass
 
-from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Ready, Role, Stop
+from protocol.lifecycle import (
+    DeathCause,
+    Drain,
+    Fatal,
+    ProcessState,
+    Progress,
+    Ready,
+    Role,
+    Stop,
+    Suspect,
+    WorkerDied,
+)
+
+HEALTHY_S = 60.0
+"""A group ready for so long has its deaths forgotten."""
+_FIRST_BACKOFF_S = 0.1
+_MAX_DOUBLINGS = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,11 +50,28 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class DumpStacks:
+    """Have a process print what its threads are doing."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWord:
+    """Write into a slot's progress page how its last incarnation ended, for the next."""
+
+    slot: Slot
+    epoch: int
+    cause: DeathCause
+    step_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Send a message over the lifecycle link."""
 
     slot: Slot
-    message: Drain | Stop
+    message: Drain | Stop | Suspect | WorkerDied
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +102,7 @@ class Exit:
     status: int
 
 
-Action = Start | Kill | Tell | Show | Announce | Note | Exit
+Action = Start | Kill | DumpStacks | LeaveWord | Tell | Show | Announce | Note | Exit
 
 
 class Process:
@@ -79,6 +114,8 @@ class Process:
         "fatal",
         "is_alive",
         "is_doomed",
+        "is_overdue",
+        "last_progress",
         "num_restarts",
         "slot",
         "state",
@@ -92,8 +129,12 @@ class Process:
         self.is_alive = False
         self.is_doomed = False
         """SIGKILL was sent; its death is awaited."""
+        self.is_overdue = False
+        """It was sent because a deadline had passed."""
         self.deadline: float | None = None
         """When it is killed unless its start makes progress."""
+        self.last_progress: Progress | None = None
+        """In its start."""
         self.fatal: Fatal | None = None
         """Its last words."""
 
@@ -106,9 +147,19 @@ class Process:
         self.num_restarts += 1
         self.is_alive = True
         self.is_doomed = False
+        self.is_overdue = False
         self.deadline = deadline
+        self.last_progress = None
         self.fatal = None
         return Start(self.slot, epoch)
+
+    def moves_on(self, message: object) -> bool:
+        """Whether a start goes on, by what it says. Saying the same again does not count."""
+        if isinstance(message, Progress):
+            if message == self.last_progress:
+                return False
+            self.last_progress = message
+        return not self.is_doomed
 
     def kill(self) -> list[Action]:
         """Kill it if that is still needed."""
@@ -117,6 +168,12 @@ class Process:
         self.is_doomed = True
         self.deadline = None
         return [Kill(self.slot)]
+
+    def kill_overdue(self) -> list[Action]:
+        """Kill it because it hangs, which is then what it died of."""
+        kills = self.kill()
+        self.is_overdue |= bool(kills)
+        return kills
 
 
 class Group:
@@ -153,6 +210,21 @@ class Group:
 
     def kill(self) -> list[Action]:
         return [action for process in self.processes for action in process.kill()]
+
+    def count_death(self, status: int, now: float) -> None:
+        """One more in a row, unless the group was healthy meanwhile."""
+        if self.ready_since is not None and now - self.ready_since >= HEALTHY_S:
+            self.num_deaths = self.num_failures = 0
+        self.num_deaths += 1
+        if status not in (-signal.SIGKILL, -signal.SIGTERM):
+            self.num_failures += 1
+
+    def delay_s(self, longest_s: float, rng: random.Random) -> float:
+        """The pause before the next start: none, then one that doubles, with jitter."""
+        if self.num_deaths == 1:
+            return 0.0
+        doublings = min(self.num_deaths - 2, _MAX_DOUBLINGS)
+        return min(_FIRST_BACKOFF_S * 2.0**doublings, longest_s) * rng.uniform(0.5, 1.0)
 
 
 def phase_name(phase: str) -> str:

@@ -8,7 +8,6 @@ every death in a row. The first start is special: what would fail again ends the
 import enum
 import logging
 import random
-import signal
 from collections.abc import Callable, Mapping
 
 from protocol.config import RecoveryConfig
@@ -23,9 +22,12 @@ from protocol.lifecycle import (
     Role,
     Stop,
 )
+from protocol.progress_page import Mark
+from scripts.death_causes import Evidence, classify, story
 from scripts.supervised import (
     Action,
     Announce,
+    DumpStacks,
     Exit,
     Group,
     Note,
@@ -33,16 +35,15 @@ from scripts.supervised import (
     Show,
     Slot,
     Tell,
-    phase_name,
 )
+from scripts.testimony import Testimony
+from scripts.watcher import Judgement, Verdict, Watcher
 
-HEALTHY_S = 60.0
-"""A group ready for so long has its deaths forgotten."""
 STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""
 CRASH_LOOP_DEATHS = 5
-_FIRST_BACKOFF_S = 0.1
-_MAX_DOUBLINGS = 32
+_LONGEST_LOOK_S = 1.0
+_NO_EVIDENCE = Evidence()
 _STOP_ORDER = (Role.API, Role.CORE, Role.WORKER)
 _DRAIN_ORDER = (Role.API, Role.CORE)
 
@@ -76,6 +77,8 @@ class Supervision:
         self._stages = [role for role in _STOP_ORDER if role in self._groups]
         self._told: set[Role] = set()
         self._exit_status = 0
+        self._watcher = Watcher(min(_LONGEST_LOOK_S, recovery.hang_timeout_s / 2))
+        self._testimony = Testimony(self._groups.get(Role.CORE))
         self.failure: str | None = None
         """Why the engine gave up."""
 
@@ -106,6 +109,11 @@ class Supervision:
         times += [group.resume_at for group in self._groups.values() if group.is_gone]
         return min((time for time in times if time is not None), default=None)
 
+    @property
+    def next_look(self) -> float | None:
+        """When `look` is due at the latest; None: it was not called yet."""
+        return self._watcher.next_look
+
     # Events -------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Action]:
@@ -119,7 +127,7 @@ class Supervision:
         process = self.find(epoch)
         if process is None:
             return []
-        if process.state is ProcessState.STARTING and not process.is_doomed:
+        if process.state is ProcessState.STARTING and process.moves_on(message):
             process.deadline = now + self._recovery.startup_timeout_s
         match message:
             case Progress():
@@ -132,7 +140,9 @@ class Supervision:
                 return self._on_drained(process, now)
         return []
 
-    def on_death(self, slot: Slot, status: int, now: float) -> list[Action]:
+    def on_death(
+        self, slot: Slot, status: int, now: float, evidence: Evidence = _NO_EVIDENCE
+    ) -> list[Action]:
         """A child is dead and reaped; `status` is negative for a signal."""
         group = self._groups[slot.role]
         process = group.processes[slot.rank]
@@ -145,15 +155,19 @@ class Supervision:
         process.state = ProcessState.BACKOFF
         if group.is_failing:
             return self._resume(group, now)
-        story = _story(process, status)
-        self._count_death(group, status, now)
+        cause = classify(
+            status, process.fatal, is_overdue=process.is_overdue, is_oom=evidence.is_oom
+        )
+        text = story(process, status, cause, evidence.step_id)
+        group.count_death(status, now)
         if self._is_hopeless(group, process):
-            return self._give_up(process, story, now)
-        actions: list[Action] = [Note(logging.WARNING, story)]
+            return self._give_up(process, text, now)
+        actions: list[Action] = [Note(logging.WARNING, text)]
+        actions += self._testimony.death(process, cause, evidence.step_id)
         if self._phase is _Phase.DRAINING and slot.role is self._fronts[0]:
             return actions + self._begin_stop(now)
         group.is_failing = True
-        group.resume_at = now + self._delay_s(group)
+        group.resume_at = now + group.delay_s(self._recovery.restart_backoff_max_s, self._rng)
         return actions + group.kill() + self._resume(group, now)
 
     def on_signal(self, now: float) -> list[Action]:
@@ -179,7 +193,7 @@ class Supervision:
             if process.deadline is not None and process.deadline <= now:
                 limit_s = self._recovery.startup_timeout_s
                 text = f"{process.slot} has made no progress for {limit_s:g} s; it is killed"
-                actions += [Note(logging.ERROR, text), *process.kill()]
+                actions += [Note(logging.ERROR, text), *process.kill_overdue()]
         for group in self._groups.values():
             actions += self._resume(group, now)
         if self._deadline is None or now < self._deadline:
@@ -188,6 +202,28 @@ class Supervision:
             text = f"requests still run after {self._recovery.shutdown_timeout_s:g} s"
             return [*actions, Note(logging.WARNING, text), *self._begin_stop(now)]
         return actions + self._end_stop(now)
+
+    # Watching -----------------------------------------------------------------------------------
+
+    def look(self, marks: Mapping[Slot, Mark], now: float) -> list[Action]:
+        """Find out who hangs, from what could be read of the progress pages."""
+        living = {p.slot: p.epoch for p in self.processes if p.is_alive and not p.is_doomed}
+        verdicts = self._watcher.look(living, marks, now)
+        return [action for verdict in verdicts for action in self._act_on(verdict)]
+
+    def _act_on(self, verdict: Verdict) -> list[Action]:
+        slot, mark = verdict.slot, verdict.mark
+        process = self._groups[slot.role].processes[slot.rank]
+        step = "" if mark.step_id is None else f" {mark.step_id}"
+        what = f"{slot} ({mark.phase.name.lower()}{step})"
+        if verdict.judgement is Judgement.CLEARED:
+            note = Note(logging.WARNING, f"{what} goes on after {verdict.age_s:.1f} s")
+            return [note, *self._testimony.suspicion(process, False)]
+        text = f"{what} has shown no progress for {verdict.age_s:.1f} s"
+        if verdict.judgement is Judgement.SUSPECT:
+            suspicion = self._testimony.suspicion(process, True)
+            return [Note(logging.WARNING, text), DumpStacks(slot), *suspicion]
+        return [Note(logging.ERROR, f"{text}; it is killed"), *process.kill_overdue()]
 
     # Starting -----------------------------------------------------------------------------------
 
@@ -211,27 +247,13 @@ class Supervision:
         group = self._groups[process.slot.role]
         if group.is_ready:
             group.ready_since = now
-        actions: list[Action] = [Show(process.slot, message)]
+        actions: list[Action] = [Show(process.slot, message), *self._testimony.pending()]
         if self.is_ready and not self._was_ready:
             self._was_ready = True
             actions.append(Announce())
         return actions
 
     # Dying --------------------------------------------------------------------------------------
-
-    def _count_death(self, group: Group, status: int, now: float) -> None:
-        if group.ready_since is not None and now - group.ready_since >= HEALTHY_S:
-            group.num_deaths = group.num_failures = 0
-        group.num_deaths += 1
-        if status not in (-signal.SIGKILL, -signal.SIGTERM):
-            group.num_failures += 1
-
-    def _delay_s(self, group: Group) -> float:
-        if group.num_deaths == 1:
-            return 0.0
-        doublings = min(group.num_deaths - 2, _MAX_DOUBLINGS)
-        delay_s = min(_FIRST_BACKOFF_S * 2.0**doublings, self._recovery.restart_backoff_max_s)
-        return delay_s * self._rng.uniform(0.5, 1.0)
 
     def _is_hopeless(self, group: Group, process: Process) -> bool:
         """Only a first start is given up: afterwards there are requests to come back for."""
@@ -240,9 +262,9 @@ class Supervision:
         told = process.fatal is not None and not process.fatal.retry
         return told or group.num_failures >= CRASH_LOOP_DEATHS
 
-    def _give_up(self, process: Process, story: str, now: float) -> list[Action]:
+    def _give_up(self, process: Process, text: str, now: float) -> list[Action]:
         hint = process.fatal.hint if process.fatal is not None else ""
-        self.failure = story + (f"\nhint: {hint}" if hint else "")
+        self.failure = text + (f"\nhint: {hint}" if hint else "")
         self._exit_status = 1
         return self._begin_stop(now)
 
@@ -305,18 +327,3 @@ def _stop(process: Process) -> list[Action]:
     if process.state is ProcessState.STARTING:
         return process.kill()
     return [Tell(process.slot, Stop())]
-
-
-def _story(process: Process, status: int) -> str:
-    if process.fatal is not None:
-        return f"{process.slot} failed ({phase_name(process.fatal.phase)}): {process.fatal.error}"
-    if status < 0:
-        return f"{process.slot} died of {_signal_name(-status)}"
-    return f"{process.slot} ended with status {status}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

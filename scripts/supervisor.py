@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -24,13 +25,12 @@ from protocol.channel import (
     client_address,
     lifecycle_address,
 )
-from protocol.child import Child, rss_bytes
 from protocol.config import ConfigError, EngineConfig
+from protocol.failpoints import reach
 from protocol.launch import failure_file
 from protocol.lifecycle import (
     Fatal,
     Hello,
-    ProcessStatus,
     Progress,
     Role,
     StatusQuery,
@@ -40,16 +40,29 @@ from protocol.lifecycle import (
 from protocol.message import Message, ProtocolError, encode
 from protocol.process import EXIT_FATAL, configure_logging
 from scripts.console import Console
+from scripts.death_causes import Evidence, OomCounter
+from scripts.pages import Pages
+from scripts.process_table import SUPERVISOR_EPOCH, ProcessTable, supervisor_row
 from scripts.run_dirs import RunDir, RunDirBusyError
 from scripts.startup import complete, open_listener, parse, served_name, url_of, watch_signals
-from scripts.supervised import Action, Announce, Exit, Kill, Note, Show, Slot, Start, Tell
+from scripts.supervised import (
+    Action,
+    Announce,
+    DumpStacks,
+    Exit,
+    Kill,
+    LeaveWord,
+    Note,
+    Show,
+    Slot,
+    Start,
+    Tell,
+)
 from scripts.supervision import Supervision
 
-MODULES = {Role.API: "api_proc", Role.CORE: "core_proc", Role.WORKER: "worker_proc"}
 _DRAIN_LIMIT = 256
 _LAST_WORDS_MS = 100
 _CANNOT_START = 127
-_OWN_EPOCH = 0
 
 
 class Supervisor:
@@ -70,13 +83,14 @@ class Supervisor:
         Args:
             config: complete, as every child gets it.
             listener: socket for the API; None: no API.
-            parent_fd: its EOF ends everything at once.
+            parent_fd: its EOF, or the end of this process's parent, ends everything at once.
             started_at: monotonic time from which the start is counted.
         """
         self._config = config
         self._console = console
         self._listener = listener
-        self._parent_fd = parent_fd
+        # Both: a fork of the parent may hold the pipe open beyond the parent's end.
+        self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
         num_ranks = {Role.WORKER: config.parallel.tensor_parallel_size, Role.CORE: 1}
         if listener is not None:
@@ -84,7 +98,10 @@ class Supervisor:
         self.supervision = Supervision(
             config.recovery, num_ranks, run_dir.next_epoch, random.Random()
         )
-        self._children: dict[Slot, Child] = {}
+        self._pages = Pages(process.slot for process in self.supervision.processes)
+        self._oom_counter = OomCounter()
+        self.num_fenced_frames = 0
+        """Messages of the dead, dropped."""
         self._peers: dict[Slot, bytes] = {}
         self._stillborn: list[Slot] = []
         self._exit_status: int | None = None
@@ -95,8 +112,9 @@ class Supervisor:
         )
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
-        if parent_fd is not None:
-            self._poller.register(parent_fd, zmq.POLLIN)
+        for fd in self._parent_fds:
+            self._poller.register(fd, zmq.POLLIN)
+        self._table = ProcessTable(config, self._poller, self._pages, listener)
 
     @property
     def url(self) -> str | None:
@@ -119,12 +137,14 @@ class Supervisor:
             if signal_fd in ready:
                 os.read(signal_fd, 64)
                 self._perform(self.supervision.on_signal(time.monotonic()))
-            if self._parent_fd is not None and self._parent_fd in ready:
+            if any(fd in ready for fd in self._parent_fds):
                 self._on_orphaned()
             self._drain_link()
             self._reap(ready)
             self._perform(self.supervision.tick(time.monotonic()))
+            self._look()
             self._console.tick(time.monotonic())
+        self._pages.close()
         self._link.close()
         self._context.term()
         return self._exit_status
@@ -132,17 +152,30 @@ class Supervisor:
     def _poll_ms(self) -> int | None:
         if self._stillborn:
             return 0
-        deadlines = [self.supervision.next_deadline(), self._console.next_tick()]
+        supervision = self.supervision
+        deadlines = [
+            supervision.next_deadline(),
+            supervision.next_look,
+            self._console.next_tick(),
+        ]
         deadline = min((due for due in deadlines if due is not None), default=None)
         if deadline is None:
             return None
         return max(0, int((deadline - time.monotonic()) * 1000) + 1)
 
+    def _look(self) -> None:
+        """Who hangs? The pages are read when the earliest deadline in them is over."""
+        now = time.monotonic()
+        due = self.supervision.next_look
+        if due is None or now >= due:
+            self._perform(self.supervision.look(self._pages.marks(), now))
+
     # Events -------------------------------------------------------------------------------------
 
     def _on_orphaned(self) -> None:
-        assert self._parent_fd is not None
-        self._poller.unregister(self._parent_fd)
+        for fd in self._parent_fds:
+            self._poller.unregister(fd)
+        self._parent_fds.clear()
         self.was_orphaned = True
         self._perform(self.supervision.on_orphaned(time.monotonic()))
 
@@ -156,15 +189,18 @@ class Supervisor:
     def _on_message(self, received: Received) -> None:
         message = decode_to_supervisor(received.body)
         if isinstance(message, StatusQuery):
-            self._send(received.peer, _OWN_EPOCH, self._status())
+            self._send(received.peer, SUPERVISOR_EPOCH, self._status())
             if received.peer not in self._peers.values():
                 self._link.forget(received.peer)
             return
         epoch = received.header.epoch
+        process = self.supervision.find(epoch)
+        if process is None:
+            self.num_fenced_frames += 1
+            return
         if isinstance(message, Hello):
-            process = self.supervision.find(epoch)
-            child = None if process is None else self._children.get(process.slot)
-            if process is not None and child is not None and child.pid == message.pid:
+            child = self._table.find(process.slot)
+            if child is not None and child.pid == message.pid:
                 self._peers[process.slot] = received.peer
         self._perform(self.supervision.on_message(epoch, message, time.monotonic()))
 
@@ -174,20 +210,24 @@ class Supervisor:
         for slot in stillborn:
             self._console.ended(slot)
             self._perform(self.supervision.on_death(slot, _CANNOT_START, time.monotonic()))
-        dead = [slot for slot, child in self._children.items() if child.pidfd in ready]
-        for slot in dead:
-            child = self._children[slot]
-            status = child.poll()
-            assert status is not None, "a readable pidfd means a dead process"
-            if status == EXIT_FATAL:
-                self._link.socket.poll(_LAST_WORDS_MS)
-                self._drain_link()
-            self._poller.unregister(child.pidfd)
-            child.close()
-            del self._children[slot]
-            self._forget_peer(slot)
-            self._console.ended(slot)
-            self._perform(self.supervision.on_death(slot, status, time.monotonic()))
+        for slot in self._table.dead(ready):
+            self._bury(slot)
+
+    def _bury(self, slot: Slot) -> None:
+        child = self._table.find(slot)
+        assert child is not None
+        status = child.poll()
+        assert status is not None, "a readable pidfd means a dead process"
+        if status == EXIT_FATAL:
+            self._link.socket.poll(_LAST_WORDS_MS)
+            self._drain_link()
+        self._table.bury(slot)
+        self._forget_peer(slot)
+        self._console.ended(slot)
+        reach("supervisor.after_death")
+        is_oom = status == -signal.SIGKILL and self._oom_counter.take()
+        evidence = Evidence(self._pages.step_of(slot, child.epoch), is_oom)
+        self._perform(self.supervision.on_death(slot, status, time.monotonic(), evidence))
 
     def _forget_peer(self, slot: Slot) -> None:
         peer = self._peers.pop(slot, None)
@@ -195,30 +235,8 @@ class Supervisor:
             self._link.forget(peer)
 
     def _status(self) -> StatusReply:
-        rows = [
-            ProcessStatus(
-                Role.SUPERVISOR,
-                0,
-                os.getpid(),
-                _OWN_EPOCH,
-                self.supervision.state,
-                rss_bytes(os.getpid()),
-                0,
-            )
-        ]
-        for process in self.supervision.processes:
-            child = self._children.get(process.slot)
-            rows.append(
-                ProcessStatus(
-                    process.slot.role,
-                    process.slot.rank,
-                    None if child is None else child.pid,
-                    process.epoch,
-                    process.state,
-                    0 if child is None else child.rss_bytes(),
-                    process.num_restarts,
-                )
-            )
+        rows = [supervisor_row(self.supervision.state)]
+        rows += [self._table.row(process) for process in self.supervision.processes]
         return StatusReply(rows, self.supervision.is_ready, self.url, self.supervision.failure)
 
     # Actions ------------------------------------------------------------------------------------
@@ -229,7 +247,11 @@ class Supervisor:
                 case Start():
                     self._start(action)
                 case Kill():
-                    self._kill(action.slot)
+                    self._table.kill(action.slot)
+                case DumpStacks():
+                    self._table.dump_stacks(action.slot)
+                case LeaveWord():
+                    self._pages.leave_word(action)
                 case Tell():
                     self._tell(action)
                 case Show():
@@ -242,40 +264,22 @@ class Supervisor:
                     self._exit_status = action.status
 
     def _start(self, action: Start) -> None:
-        slot = action.slot
-        listen_fd = None
-        if slot.role is Role.API:
-            assert self._listener is not None
-            listen_fd = self._listener.fileno()
-        now = time.monotonic()
+        """One that cannot be started dies at once, and says why."""
+        slot, now = action.slot, time.monotonic()
         self._console.starting(slot, now)
         try:
-            child = Child(
-                MODULES[slot.role],
-                self._config,
-                epoch=action.epoch,
-                rank=slot.rank,
-                listen_fd=listen_fd,
-            )
+            self._table.start(slot, action.epoch)
         except OSError as error:
-            self._perform(
-                self.supervision.on_message(action.epoch, Fatal("start", str(error)), now)
-            )
+            fatal = Fatal("start", str(error))
+            self._perform(self.supervision.on_message(action.epoch, fatal, now))
             self._stillborn.append(slot)
             return
-        self._children[slot] = child
-        self._poller.register(child.pidfd, zmq.POLLIN)
-
-    def _kill(self, slot: Slot) -> None:
-        """A slot whose process could not be started has none; its death is about to be reported."""
-        child = self._children.get(slot)
-        if child is not None:
-            child.kill()
+        reach("supervisor.after_start")
 
     def _tell(self, action: Tell) -> None:
         """Whoever does not hear it is killed when its time is over."""
         peer = self._peers.get(action.slot)
-        child = self._children.get(action.slot)
+        child = self._table.find(action.slot)
         if peer is not None and child is not None:
             self._send(peer, child.epoch, action.message)
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from protocol.lifecycle import Drain, Role, Stop
+from protocol.lifecycle import Command, Role
 from protocol.process import ChildProcess
 from protocol.settings import configure
 
@@ -10,13 +10,23 @@ from protocol.settings import configure
 class PlayedChild(ChildProcess):
     """Hears what the test puts into its inbox, and counts what it tells."""
 
-    def __init__(self, role: Role, run_dir: str, epoch: int, **settings: object) -> None:
-        arguments = argparse.Namespace(parent_fd=None, epoch=epoch, rank=0, listen_fd=None)
+    def __init__(
+        self,
+        role: Role,
+        run_dir: str,
+        epoch: int,
+        *,
+        progress_fd: int | None = None,
+        **settings: object,
+    ) -> None:
+        arguments = argparse.Namespace(
+            parent_fd=None, epoch=epoch, rank=0, listen_fd=None, progress_fd=progress_fd
+        )
         super().__init__(role, arguments, configure(model="null", run_dir=run_dir, **settings))
-        self.inbox: list[Drain | Stop] = []
+        self.inbox: list[Command] = []
         self.num_drained = 0
 
-    def messages(self) -> list[Drain | Stop]:
+    def messages(self) -> list[Command]:
         messages, self.inbox = self.inbox, []
         return messages
 

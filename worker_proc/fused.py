@@ -2,19 +2,26 @@
 
 Which modules qualify is not read off their names: a candidate's own forward is run on random
 rows and must agree with the kernel, otherwise the module stays as it is.
+
+The kernels treat every row alike. What torch computes value by value it does in vectors, and the
+rest of a tensor in another way: there a row's bits can depend on its place.
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import nn
 
-from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, Activation, NativeLibrary
 from worker_proc.packed_linear import PackedLinear
 
 NUM_TRIAL_ROWS = 5
+NUM_TRIAL_VALUES = 500
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Relative to the largest value: the order of a sum, and one rounding."""
+TRIAL_RANGE = 9.0
+"""Past it, activations are 0 or their argument."""
 
 
 class FusedRMSNorm(nn.Module):
@@ -35,11 +42,29 @@ class FusedRMSNorm(nn.Module):
         return self._library.rms_norm(hidden, self.weight, self._epsilon, self._round_first)
 
 
+class FusedActivation(nn.Module):
+    """An activation in one pass."""
+
+    def __init__(self, library: NativeLibrary, activation: Activation) -> None:
+        super().__init__()
+        self._library = library
+        self._activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply it to every value."""
+        return self._library.activate(hidden, self._activation)
+
+
 class FusedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), with one packed matrix for gate and up."""
+    """down(f(gate(x)) · up(x)), with one packed matrix for gate and up."""
 
     def __init__(
-        self, library: NativeLibrary, gate: nn.Linear, up: nn.Linear, down: nn.Linear
+        self,
+        library: NativeLibrary,
+        activation: Activation,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
     ) -> None:
         """Pack the three layers."""
         super().__init__()
@@ -47,11 +72,13 @@ class FusedMLP(nn.Module):
         self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias)
         self.down_proj = PackedLinear(down.weight, down.bias)
         self._library = library
+        self._activation = activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the rows of `[..., hidden_size]`."""
         gate_up = self.gate_up_proj(hidden)
-        out: torch.Tensor = self.down_proj(self._library.silu_and_multiply(gate_up))
+        product = self._library.activate(gate_up, self._activation, multiplies=True)
+        out: torch.Tensor = self.down_proj(product)
         return out
 
 
@@ -62,11 +89,13 @@ def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -
         The number of modules replaced.
     """
     num_fused = 0
+    gone: set[nn.Module] = set()
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        for name, child in () if parent in gone else parent.named_children():
             fused = _fused(child, library, dtype)
             if fused is not None:
                 setattr(parent, name, fused)
+                gone.update(child.modules())
                 _release(child)
                 num_fused += 1
     return num_fused
@@ -85,14 +114,9 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
         return None
     names = {name for name, _ in module.named_children()}
     if {"gate_proj", "up_proj", "down_proj"} <= names <= _MLP_CHILDREN:
-        gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-        if not (
-            isinstance(gate, nn.Linear)
-            and isinstance(up, nn.Linear)
-            and isinstance(down, nn.Linear)
-        ):
-            return None
-        return _agreeing(module, [lambda: FusedMLP(library, gate, up, down)], gate.in_features)
+        return _fused_mlp(module, library)
+    if not names and next(chain(module.parameters(), module.buffers()), None) is None:
+        return _fused_activation(module, library)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):
@@ -111,6 +135,45 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
 
 
 _MLP_CHILDREN = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
+
+
+def _fused_mlp(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if not (
+        isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+    ):
+        return None
+    activation = _activation_of(getattr(module, "act_fn", None), library)
+    if activation is None:
+        return None
+    candidates: list[Callable[[], nn.Module]] = [
+        lambda: FusedMLP(library, activation, gate, up, down)
+    ]
+    return _agreeing(module, candidates, gate.in_features)
+
+
+def _fused_activation(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
+    activation = _activation_of(module, library)
+    return None if activation is None else FusedActivation(library, activation)
+
+
+def _activation_of(function: object, library: NativeLibrary) -> Activation | None:
+    """Return which activation a module or function computes; tried in float32."""
+    if not callable(function):
+        return None
+    values = torch.linspace(-TRIAL_RANGE, TRIAL_RANGE, NUM_TRIAL_VALUES)
+    values = values.view(1, NUM_TRIAL_ROWS, -1)
+    try:
+        expected = function(values)
+    except Exception:
+        return None  # it takes something else
+    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
+        return None
+    for activation in Activation:
+        error = (library.activate(values, activation) - expected).abs().max()
+        if error <= MAX_ERROR[torch.float32]:
+            return activation
+    return None
 
 
 def _agreeing(

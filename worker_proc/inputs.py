@@ -18,7 +18,9 @@ class LogitsRange(NamedTuple):
     part: ScheduledRequest
     first_row: int
     num_prompt_rows: int
-    """Rows that predict prompt tokens; the row that samples, if any, comes after them."""
+    """Rows that predict prompt tokens; those that sample, if any, come after them."""
+    num_drafts: int = 0
+    """A request that samples has one row for its last known token, and one for each draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ def pack_step(
             positions.append(start)
         else:
             tokens += request.token_ids[start : part.end]
+            if num_drafts := part.num_drafts:
+                tokens += request.draft_token_ids[:num_drafts]
             positions += range(start, part.end)
         _add_logits_rows(part, first_row, logits_rows, ranges)
     return StepInputs(
@@ -109,7 +113,12 @@ def _add_logits_rows(
         num_prompt_rows = max(min(part.end, part.request.num_prompt_tokens - 1) - part.start, 0)
     if not num_prompt_rows and not part.samples:
         return
-    ranges.append(LogitsRange(part, len(rows), num_prompt_rows))
-    rows += range(first_row, first_row + num_prompt_rows)
+    num_drafts = 0 if part.num_tokens == 1 else part.num_drafts
+    ranges.append(LogitsRange(part, len(rows), num_prompt_rows, num_drafts))
+    if num_prompt_rows:
+        rows += range(first_row, first_row + num_prompt_rows)
     if part.samples:
-        rows.append(first_row + part.num_tokens - 1)
+        last_row = first_row + part.num_tokens - 1
+        if num_drafts:
+            rows += range(last_row - num_drafts, last_row)
+        rows.append(last_row)

@@ -11,12 +11,20 @@ import zmq
 
 from protocol import garbage
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
-from protocol.core_worker import Adopt, decode_from_core
+from protocol.core_worker import (
+    Adopt,
+    CoreToWorker,
+    SchedulerOutput,
+    WorkerToCore,
+    decode_from_core,
+)
+from protocol.failpoints import reach
 from protocol.lifecycle import Drain, Stop
 from protocol.message import ProtocolError, encode
 from protocol.process import ChildProcess
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
+from worker_proc.step_clock import StepClock
 
 HELLO_INTERVAL_S = 1.0
 """Between two tries to be adopted."""
@@ -30,6 +38,8 @@ class WorkerLoop:
 
     def __init__(self, child: ChildProcess, runner: Runner) -> None:
         self._child = child
+        self._pulse = child.pulse
+        self._step_clock = StepClock(child.config.recovery)
         self._shim = WorkerShim(runner, child.rank, os.getpid(), child.epoch)
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
@@ -57,12 +67,14 @@ class WorkerLoop:
 
         Without a timeout the wait ends with the parent's death at the latest: the process does.
         """
+        self._pulse.idle()
         self._poller.poll(timeout_ms)
+        self._pulse.turn()
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
-            assert isinstance(message, Drain)
-            self._child.drained()  # a worker has no requests of its own
+            if isinstance(message, Drain):
+                self._child.drained()  # a worker has no requests of its own
         self._follow_link()
         self._obey()
         return True
@@ -73,8 +85,9 @@ class WorkerLoop:
 
     def _poll_ms(self) -> int | None:
         if not self._wants_adoption:
-            return None
-        return max(0, int((self._next_hello - time.monotonic()) * 1000) + 1)
+            return self._pulse.tick_ms
+        until_hello_ms = max(0, int((self._next_hello - time.monotonic()) * 1000) + 1)
+        return min(until_hello_ms, self._pulse.tick_ms or until_hello_ms)
 
     def _follow_link(self) -> None:
         for event in self._core.link_events():
@@ -86,7 +99,7 @@ class WorkerLoop:
         now = time.monotonic()
         if self._wants_adoption and now >= self._next_hello:
             self._next_hello = now + HELLO_INTERVAL_S
-            self._core.send(self._shim.epoch, encode(self._shim.hello()))
+            self._core.send(self._shim.epoch, encode(self._shim.hello()), begins=True)
 
     def _obey(self) -> None:
         for received in self._core.drain(limit=1):
@@ -95,13 +108,31 @@ class WorkerLoop:
             except ProtocolError as error:
                 log.error("core sent what cannot be read: %s", error)
                 raise
-            reply = self._shim.on_message(received.header.epoch, message)
+            reply = self._follow(received.header.epoch, message)
             if isinstance(message, Adopt) and received.header.epoch == self._shim.link_epoch:
                 self._log_adoption()
+                reach("worker.after_adopt")
             if reply is not None:
                 self._send(encode(reply))
             if self._shim.failure is not None:
                 raise self._shim.failure
+        if self._core.take_loss() and self._shim.link_epoch is not None:
+            log.warning("frames of the link to the core were lost; asking to be adopted again")
+            self._shim.end_adoption()
+            self._next_hello = 0.0
+
+    def _follow(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
+        """Let the shim obey; a step declares first how long it may take."""
+        if not isinstance(message, SchedulerOutput):
+            return self._shim.on_message(epoch, message)
+        num_tokens = message.total_num_scheduled_tokens
+        self._pulse.step(message.step_id, self._step_clock.limit_s(num_tokens))
+        began = time.monotonic()
+        reach("worker.before_step")
+        reply = self._shim.on_message(epoch, message)
+        self._step_clock.observe(num_tokens, time.monotonic() - began)
+        reach("worker.after_step")
+        return reply
 
     def _log_adoption(self) -> None:
         log.info(

@@ -60,12 +60,13 @@ def _free_cuda_bytes(
 def run_largest_step(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
 ) -> None:
-    """Compute a step of max_num_batched_tokens tokens over as many requests as can sample.
+    """Compute a step of max_num_batched_tokens tokens over as many requests as rows can sample.
 
     All of them, and all groups, share the blocks: what comes out has no meaning.
     """
     num_tokens = config.scheduler.max_num_batched_tokens
-    num_requests = min(config.scheduler.max_num_seqs, num_tokens)
+    rows_per_request = 1 + config.scheduler.num_speculative_tokens
+    num_requests = min(config.scheduler.max_num_seqs * rows_per_request, num_tokens)
     longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
     lengths = [1] * (num_requests - 1)
     rest = num_tokens - len(lengths)

@@ -4,12 +4,14 @@ Applies the rules written in `protocol/core_worker.py` and checks every delta, s
 worker that disagree stop at the first step that shows it. No tensors: both runners share it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.core_worker import BlockCopies, ModelFacts, NewRequestData, SchedulerOutput
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
+from worker_proc.drafter import NgramIndex
 
 NULL_BLOCK = 0
 """Stands in block tables where a window has passed."""
@@ -33,6 +35,10 @@ class MirroredRequest:
     num_computed_tokens: int
     num_cached_tokens: int
     """No KV is written for positions before this one."""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """Guesses for what comes after `token_ids`, made when the last of these was sampled."""
+    ngram_index: NgramIndex | None = None
+    """What the guesses are made from, if they are made by looking up."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -43,12 +49,17 @@ class ScheduledRequest(NamedTuple):
     """Position of the first token to compute."""
     num_tokens: int
     samples: bool
-    """Whether the step reaches the end of the known tokens."""
+    """Whether the step reaches the end of the known tokens, or goes on past it over drafts."""
 
     @property
     def end(self) -> int:
         """Position after the last token to compute: the length of its attention's context."""
         return self.start + self.num_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts among the tokens to compute, the last ones; holds until the mirror advances."""
+        return max(self.start + self.num_tokens - len(self.request.token_ids), 0)
 
 
 def first_seen(window: int | None, position: int) -> int:
@@ -96,8 +107,26 @@ class Mirror:
         self._grow_tables(step)
         return self._schedule(step)
 
-    def advance(self, scheduled: list[ScheduledRequest], sampled_token_ids: list[int]) -> None:
-        """Count what `scheduled` computed, and append one sampled token to each that sampled."""
+    def advance(
+        self,
+        scheduled: list[ScheduledRequest],
+        sampled_token_ids: list[int],
+        num_sampled_tokens: Sequence[int] = (),
+    ) -> None:
+        """Count what `scheduled` computed, and append what was sampled.
+
+        Args:
+            scheduled: the step's parts.
+            sampled_token_ids: of each part that samples, in order.
+            num_sampled_tokens: for each of these parts, how many of the tokens are its own: one,
+                and one more for each draft that was right. Empty: one each.
+
+        Raises:
+            MirrorError: these numbers do not fit `scheduled`.
+        """
+        if num_sampled_tokens:
+            self._advance_over_drafts(scheduled, sampled_token_ids, num_sampled_tokens)
+            return
         tokens = iter(sampled_token_ids)
         for request, start, num_tokens, samples in scheduled:
             request.num_computed_tokens = start + num_tokens
@@ -105,6 +134,37 @@ class Mirror:
                 request.token_ids.append(next(tokens))
         if next(tokens, None) is not None:
             raise MirrorError("more tokens were sampled than requests sample")
+
+    @staticmethod
+    def _advance_over_drafts(
+        scheduled: list[ScheduledRequest],
+        sampled_token_ids: list[int],
+        num_sampled_tokens: Sequence[int],
+    ) -> None:
+        sampling = [part for part in scheduled if part.samples]
+        if len(num_sampled_tokens) != len(sampling):
+            raise MirrorError(
+                f"{len(num_sampled_tokens)} requests sampled, and {len(sampling)} were due"
+            )
+        if sum(num_sampled_tokens) != len(sampled_token_ids):
+            raise MirrorError(
+                f"{len(sampled_token_ids)} tokens were sampled, in parts that add up to"
+                f" {sum(num_sampled_tokens)}"
+            )
+        first = 0
+        for part, num_sampled in zip(sampling, num_sampled_tokens, strict=True):
+            request, num_drafts = part.request, part.num_drafts
+            if not 1 <= num_sampled <= num_drafts + 1:
+                raise MirrorError(
+                    f"request {request.req_id} sampled {num_sampled} tokens"
+                    f" over {num_drafts} drafts"
+                )
+            request.num_computed_tokens = part.end - num_drafts + num_sampled - 1
+            request.token_ids += sampled_token_ids[first : first + num_sampled]
+            first += num_sampled
+        for request, start, num_tokens, samples in scheduled:
+            if not samples:
+                request.num_computed_tokens = start + num_tokens
 
     def check_empty(self) -> None:
         """Make sure that nobody's KV is lost by a sleep.
@@ -220,13 +280,26 @@ class Mirror:
         start = request.num_computed_tokens
         end, known = start + num_tokens, len(request.token_ids)
         if end > known:
-            raise MirrorError(
-                f"request {request.req_id} is scheduled to position {end} of {known} known tokens"
-            )
+            self._check_drafts(request, end)
         num_blocks, block_size = len(request.block_tables[0]), self._facts.block_size
         if end > num_blocks * block_size:
             raise MirrorError(
                 f"request {request.req_id} is scheduled to position {end}"
                 f" with {num_blocks} blocks of {block_size} tokens"
             )
-        return ScheduledRequest(request, start, num_tokens, end == known)
+        return ScheduledRequest(request, start, num_tokens, end >= known)
+
+    def _check_drafts(self, request: MirroredRequest, end: int) -> None:
+        """Check a part that goes on past the known tokens."""
+        known, num_drafts = len(request.token_ids), len(request.draft_token_ids)
+        if end > known + num_drafts:
+            drafts = f" and {num_drafts} drafts" if num_drafts else ""
+            raise MirrorError(
+                f"request {request.req_id} is scheduled to position {end}"
+                f" of {known} known tokens{drafts}"
+            )
+        if end > self._facts.max_model_len:
+            raise MirrorError(
+                f"request {request.req_id} is scheduled to position {end},"
+                f" past max_model_len {self._facts.max_model_len}"
+            )

@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,27 +16,41 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from protocol.failpoints import reach
 from worker_proc import kv_tensors
 from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
+from worker_proc.drafter import NgramIndex
 from worker_proc.errors import CheckpointError, InsufficientMemory
+from worker_proc.exactness import judge
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.fused import fuse_modules
-from worker_proc.inputs import StepInputs, pack_step
+from worker_proc.inputs import LogitsRange, StepInputs, pack_step
 from worker_proc.kv_groups import KVLayout, lay_out
 from worker_proc.kv_pool import KVPool
 from worker_proc.loader import LoadedModel, Progress, load_model
 from worker_proc.memory import available_cache_bytes, free_host_bytes
-from worker_proc.mirror import Mirror
+from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.packed_linear import can_pack, pack_linears
 from worker_proc.sampler import Sampler
 from worker_proc.self_check import check_forward, num_blocks_needed
 from worker_proc.swap_cost import measure_swap_cost
+from worker_proc.verification import count_sampled, sampling_rows
 
 _log = logging.getLogger(__name__)
+
+
+class _Sampled(NamedTuple):
+    """What a step sampled."""
+
+    token_ids: list[int]
+    num_tokens: list[int]
+    """Of each request that sampled; empty: one each."""
+    logprobs: dict[int, list[TokenLogprobs]]
+    """By id of the requests that asked."""
 
 
 class ModelRunner:
@@ -47,8 +63,13 @@ class ModelRunner:
         backend: AttentionBackend,
         pool: KVPool,
         swap_cost_tokens: float,
+        *,
+        num_speculative_tokens: int = 0,
     ) -> None:
-        """Take a model whose attention modules are attached to `backend` and `pool`."""
+        """Take a model whose attention modules are attached to `backend` and `pool`.
+
+        With `num_speculative_tokens` it guesses up to so many tokens ahead; see `drafter`.
+        """
         self._model = loaded.model
         self._device = loaded.device
         self._facts = facts
@@ -57,6 +78,7 @@ class ModelRunner:
         self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device)
         self._mirror = Mirror(facts)
         self._swap_cost_tokens = swap_cost_tokens
+        self._num_speculative_tokens = num_speculative_tokens
 
     @property
     def facts(self) -> ModelFacts:
@@ -88,31 +110,82 @@ class ModelRunner:
         self._pool.wake()
         inputs = pack_step(scheduled, self._facts.block_size, self._device)
         logits = compute_logits(self._model, self._backend, inputs, self._facts.vocab_size)
-        sampled, logprobs = self._sample(inputs, logits)
+        reach("worker.mid_step")
+        sampled = self._sample(inputs, logits)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
-        self._mirror.advance(scheduled, sampled)
+        self._mirror.advance(scheduled, sampled.token_ids, sampled.num_tokens)
+        num_drafts = self._draft(scheduled) if self._num_speculative_tokens else []
         forward_ns = time.perf_counter_ns() - began_ns
-        return ModelRunnerOutput(step.step_id, sampled, logprobs, prompt_logprobs, forward_ns)
+        return ModelRunnerOutput(
+            step.step_id,
+            sampled.token_ids,
+            sampled.num_tokens,
+            num_drafts,
+            sampled.logprobs,
+            prompt_logprobs,
+            forward_ns,
+        )
 
-    def _sample(
-        self, inputs: StepInputs, logits: torch.Tensor
-    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> _Sampled:
         ranges = [entry for entry in inputs.logits_ranges if entry.part.samples]
         if not ranges:
-            return [], {}
+            return _Sampled([], [], {})
+        if self._num_speculative_tokens and any(entry.num_drafts for entry in ranges):
+            return self._verify(ranges, logits)
         if len(ranges) != len(logits):
             rows = [entry.first_row + entry.num_prompt_rows for entry in ranges]
             logits = logits[torch.tensor(rows, device=logits.device)]
         requests = [entry.part.request for entry in ranges]
         sampled = self._sampler.sample(logits, requests)
         pairs = zip(requests, sampled.logprobs, strict=True)
-        return sampled.token_ids, {
-            request.req_id: entry for request, entry in pairs if entry is not None
-        }
+        logprobs = {request.req_id: [entry] for request, entry in pairs if entry is not None}
+        return _Sampled(sampled.token_ids, [], logprobs)
+
+    def _verify(self, ranges: list[LogitsRange], logits: torch.Tensor) -> _Sampled:
+        """Sample all rows at once, and keep those of each request that its drafts agree with."""
+        indices: list[int] = []
+        rows = []
+        for part, first_row, num_prompt_rows, num_drafts in ranges:
+            first = first_row + num_prompt_rows
+            indices += range(first, first + 1 + num_drafts)
+            rows += sampling_rows(part.request, num_drafts)
+        if len(indices) != len(logits):
+            logits = logits[torch.tensor(indices, device=logits.device)]
+        sampled = self._sampler.sample(logits, rows)
+        token_ids, logprobs = sampled.token_ids, sampled.logprobs
+        kept = _Sampled([], [], {})
+        first = 0
+        for part, _, _, num_drafts in ranges:
+            request, own = part.request, token_ids[first : first + 1 + num_drafts]
+            count = count_sampled(own, request.draft_token_ids)
+            kept.token_ids.extend(own[:count])
+            kept.num_tokens.append(count)
+            entries = [entry for entry in logprobs[first : first + count] if entry is not None]
+            if entries:
+                kept.logprobs[request.req_id] = entries
+            first += 1 + num_drafts
+        return kept
+
+    def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
+        """Guess ahead for each request that sampled; how far, or nothing if for none of them."""
+        counts = []
+        for part in scheduled:
+            request = part.request
+            index = request.ngram_index
+            if index is None:
+                index = request.ngram_index = NgramIndex()
+            if part.samples:
+                index.extend(request.token_ids, len(request.token_ids))
+                drafts = index.propose(request.token_ids, self._num_speculative_tokens)
+                request.draft_token_ids = drafts
+                counts.append(len(drafts))
+            else:  # now, and not all of a long prompt when it begins to sample
+                index.extend(request.token_ids, part.end)
+        return counts if any(counts) else []
 
     def _prompt_logprobs(self, inputs: StepInputs, logits: torch.Tensor) -> list[PromptLogprobs]:
         found = []
-        for part, first_row, num_rows in inputs.logits_ranges:
+        for part, first_row, num_rows, _ in inputs.logits_ranges:
             num_top = part.request.sampling_params.prompt_logprobs
             if num_top is None or num_rows == 0:
                 continue
@@ -124,6 +197,14 @@ class ModelRunner:
             )
             found.append(PromptLogprobs(part.request.req_id, first, entries))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model with its weights as they are computed with, and the kernels for it, if any."""
+
+    loaded: LoadedModel
+    library: NativeLibrary | None
 
 
 def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
@@ -139,10 +220,20 @@ def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
         UnsupportedModel: the model cannot be computed correctly here.
         InsufficientMemory: the KV cache cannot hold max_model_len.
     """
+    torch.set_num_threads(config.worker.num_threads or len(os.sched_getaffinity(0)))
+    return build_runner(prepare_model(config, progress), config, progress)
+
+
+def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
+    """Load the configured checkpoint, and fuse and pack its modules where that is possible.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, or max_model_len is beyond the model's.
+        UnsupportedModel: the model cannot be computed correctly here.
+    """
     device = resolve_device(config.model.device)
     if device.type == "cpu":
         start_building()
-    torch.set_num_threads(config.worker.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config.model.model, config.model.dtype, device, progress)
     wanted_len = config.model.max_model_len
     if wanted_len is not None and wanted_len > loaded.model_len:
@@ -156,18 +247,23 @@ def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
         if library is not None:
             fuse_modules(loaded.model, library, loaded.dtype)
         pack_linears(loaded.model, lambda done, total: progress("pack_weights", done, total))
-    return build_runner(loaded, config, library, progress)
+    return PreparedModel(loaded, library)
 
 
-def build_runner(
-    loaded: LoadedModel, config: EngineConfig, library: NativeLibrary | None, progress: Progress
-) -> ModelRunner:
-    """Size and allocate the KV cache of a loaded model, connect the two, and check them."""
+def build_runner(prepared: PreparedModel, config: EngineConfig, progress: Progress) -> ModelRunner:
+    """Size and allocate the KV cache of a loaded model, connect the two, and check them.
+
+    Raises:
+        UnsupportedModel: the model cannot be computed correctly here.
+        InsufficientMemory: the KV cache cannot hold max_model_len.
+    """
+    loaded, library = prepared.loaded, prepared.library
     progress("allocate_cache", 0, 1)
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, library)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))
-    check_forward(loaded, backend, layout)
+    stepwise = check_forward(loaded, backend, layout)
+    exactness = judge(loaded, backend, layout, stepwise)
     specs = [loaded.layers[index].spec for index in layout.tensor_layers]
     block_bytes = kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
     size = kv_tensors.size_cache(
@@ -197,10 +293,19 @@ def build_runner(
         device=loaded.device.type,
         kv_groups=layout.kv_groups(),
         num_host_blocks=num_host_blocks,
+        exact_resume=exactness.holds,
+        exact_resume_reason=exactness.reason,
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     progress("allocate_cache", 1, 1)
-    return ModelRunner(loaded, facts, backend, pool, swap_cost_tokens)
+    return ModelRunner(
+        loaded,
+        facts,
+        backend,
+        pool,
+        swap_cost_tokens,
+        num_speculative_tokens=config.scheduler.num_speculative_tokens,
+    )
 
 
 def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:

@@ -16,6 +16,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from protocol.failpoints import reach
 from worker_proc.mirror import (
     Mirror,
     MirroredRequest,
@@ -23,9 +24,14 @@ from worker_proc.mirror import (
     ScheduledRequest,
     first_seen,
 )
+from worker_proc.verification import count_sampled
 
 CONTEXT_TOKENS = 4
 """The next token depends on so many tokens before it, and on its position."""
+ONE_DRAFT_WRONG_IN = 4
+"""So that every number of right drafts occurs."""
+ONE_STEP_SHORT_IN = 8
+"""Its drafts are then fewer than wanted, down to none."""
 SWAP_COST_TOKENS = 1.0
 """What it announces unless it is told otherwise."""
 
@@ -40,6 +46,30 @@ def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequ
         if candidate not in eos_token_ids:
             return candidate
     return first
+
+
+def draft_token_ids(
+    token_ids: list[int], max_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]
+) -> list[int]:
+    """Return guesses for what follows `token_ids`: mostly right, wrong at places that these decide.
+
+    With a vocabulary of one token all are right.
+    """
+    known = len(token_ids)
+    digest = crc32(b"drafts", next_token_id(token_ids, 2**31, ()))
+    if digest % ONE_STEP_SHORT_IN == 0:
+        max_tokens = digest // ONE_STEP_SHORT_IN % (max_tokens + 1)
+    # Written behind the text and taken away again: a copy would cost its length in every step.
+    for place in range(max_tokens):
+        token_id = next_token_id(token_ids, vocab_size, eos_token_ids)
+        is_wrong = hash((digest, place)) % ONE_DRAFT_WRONG_IN == 0  # of ints: the same everywhere
+        token_ids.append((token_id + is_wrong) % vocab_size)
+    drafts = token_ids[known:]
+    del token_ids[known:]
+    return drafts
+
+
+_POISON = pack_token_ids([POISON_TOKEN_ID])
 
 
 class Place(NamedTuple):
@@ -60,12 +90,17 @@ class NullRunner:
         step_delay_s: float = 0.0,
         token_delay_s: float = 0.0,
         swap_cost_tokens: float = SWAP_COST_TOKENS,
+        num_speculative_tokens: int = 0,
     ) -> None:
-        """Take what to announce, and how long a step and each of its tokens shall last."""
+        """Take what to announce, and how long a step and each of its tokens shall last.
+
+        With `num_speculative_tokens` it guesses up to so many tokens ahead.
+        """
         self._facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
         self._swap_cost_tokens = swap_cost_tokens
+        self._num_speculative_tokens = num_speculative_tokens
         self._mirror = Mirror(facts)
         self._writers: dict[int, Place] = {}
         """By block of the pool."""
@@ -105,28 +140,83 @@ class NullRunner:
         """
         began_ns = time.perf_counter_ns()
         scheduled = self._mirror.apply(step)
+        for new in step.scheduled_new_reqs:
+            reach("worker.poison", when=new.token_ids.startswith(_POISON))
         self._host_blocks.update(step.swap_out.host_block_ids)
         if step.swap_in.host_block_ids:
             self._swap_in(step)
         for part in scheduled:
             self._claim_blocks(part)
         self._wait(step.total_num_scheduled_tokens)
-        sampling = [part.request for part in scheduled if part.samples]
-        sampled = [self._next_token_id(request) for request in sampling]
-        logprobs = {
-            request.req_id: self._logprobs(token_id, request.sampling_params.logprobs)
-            for request, token_id in zip(sampling, sampled, strict=True)
-            if request.sampling_params.logprobs is not None
-        }
+        reach("worker.mid_step")
+        num_sampled: list[int] = []
+        if self._num_speculative_tokens:
+            sampled, num_sampled, logprobs = self._verify(scheduled)
+        else:
+            sampling = [part.request for part in scheduled if part.samples]
+            sampled = [self._next_token_id(request) for request in sampling]
+            logprobs = {
+                request.req_id: [self._logprobs(token_id, request.sampling_params.logprobs)]
+                for request, token_id in zip(sampling, sampled, strict=True)
+                if request.sampling_params.logprobs is not None
+            }
         prompt_logprobs = [
             self._prompt_logprobs(part, num_top)
             for part in scheduled
             if (num_top := part.request.sampling_params.prompt_logprobs) is not None
             and part.start + 1 < part.request.num_prompt_tokens
         ]
-        self._mirror.advance(scheduled, sampled)
+        self._mirror.advance(scheduled, sampled, num_sampled)
+        num_drafts = self._draft(scheduled) if self._num_speculative_tokens else []
         forward_ns = time.perf_counter_ns() - began_ns
-        return ModelRunnerOutput(step.step_id, sampled, logprobs, prompt_logprobs, forward_ns)
+        return ModelRunnerOutput(
+            step.step_id, sampled, num_sampled, num_drafts, logprobs, prompt_logprobs, forward_ns
+        )
+
+    def _verify(
+        self, scheduled: list[ScheduledRequest]
+    ) -> tuple[list[int], list[int], dict[int, list[TokenLogprobs]]]:
+        """Sample over the drafts that were scheduled, as a model would: a row for each."""
+        sampled: list[int] = []
+        num_sampled: list[int] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for part in scheduled:
+            if not part.samples:
+                continue
+            request = part.request
+            rows = self._sample_rows(request, part.num_drafts)
+            count = count_sampled(rows, request.draft_token_ids)
+            sampled += rows[:count]
+            num_sampled.append(count)
+            num_top = request.sampling_params.logprobs
+            if num_top is not None:
+                logprobs[request.req_id] = [self._logprobs(i, num_top) for i in rows[:count]]
+        return sampled, num_sampled, logprobs
+
+    def _sample_rows(self, request: MirroredRequest, num_drafts: int) -> list[int]:
+        token_ids = request.token_ids
+        known = len(token_ids)
+        rows = [self._next_token_id(request)]
+        for draft in request.draft_token_ids[:num_drafts]:
+            token_ids.append(draft)
+            rows.append(self._next_token_id(request))
+        del token_ids[known:]
+        return rows
+
+    def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
+        """Guess ahead for each request that sampled; how far, or nothing if for none of them."""
+        counts = []
+        for part in scheduled:
+            if part.samples:
+                request = part.request
+                request.draft_token_ids = draft_token_ids(
+                    request.token_ids,
+                    self._num_speculative_tokens,
+                    self._facts.vocab_size,
+                    self._facts.eos_token_ids,
+                )
+                counts.append(len(request.draft_token_ids))
+        return counts if any(counts) else []
 
     def _wait(self, num_tokens: int) -> None:
         delay_s = self._step_delay_s + self._token_delay_s * num_tokens

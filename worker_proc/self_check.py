@@ -6,6 +6,7 @@ Two short texts, computed together in two steps, must give the logits that each 
 """
 
 import statistics
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -14,7 +15,7 @@ from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import IMPLEMENTATION, AttentionBackend
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import compute_logits
-from worker_proc.inputs import pack_step
+from worker_proc.inputs import pack_step, to_device
 from worker_proc.kv_groups import KVLayout
 from worker_proc.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
@@ -33,13 +34,19 @@ def num_blocks_needed(layout: KVLayout) -> int:
     return 1 + per_group * len(layout.groups)
 
 
-def check_forward(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> None:
+def check_forward(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
+) -> list[torch.Tensor]:
     """Run the check on the pool that is attached; it overwrites the first blocks.
+
+    Returns:
+        The logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`: after its
+        prompt, and after each of the tokens that were computed in a step each.
 
     Raises:
         UnsupportedModel: the two differ by more than rounding.
     """
-    texts = _texts(loaded.vocab_size)
+    texts = check_texts(loaded.vocab_size)
     try:
         paged = _paged_logits(loaded, backend, layout, texts)
         expected = [_expected_logits(loaded, text) for text in texts]
@@ -57,9 +64,25 @@ def check_forward(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayo
             f"{loaded.model.config.model_type}: its logits over packed rows differ from its logits"
             f" over a row of its own (relative error {statistics.median(errors):.3g})"
         )
+    return paged
 
 
-def _texts(vocab_size: int) -> list[list[int]]:
+def compute_whole(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
+) -> list[torch.Tensor]:
+    """Compute the texts in one step, in reverse order; returns the rows of `check_forward`."""
+    requests = _requests(layout, texts)
+    parts = [ScheduledRequest(r, 0, len(r.token_ids), True) for r in reversed(requests)]
+    inputs = pack_step(parts, layout.block_size, loaded.device)
+    ends = [first + part.num_tokens for first, part in zip(inputs.first_rows, parts, strict=True)]
+    rows = [row for end in ends for row in range(end - 1 - NUM_DECODED, end)]
+    inputs = replace(inputs, logits_indices=to_device(rows, loaded.device))
+    logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
+    return list(logits.split(1 + NUM_DECODED))[::-1]
+
+
+def check_texts(vocab_size: int) -> list[list[int]]:
+    """Return the texts that are computed."""
     first, texts = 1, []
     for length in TEXT_LENGTHS:
         texts.append([(first + i) * 7919 % vocab_size for i in range(length)])
@@ -71,12 +94,7 @@ def _paged_logits(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
 ) -> list[torch.Tensor]:
     """The last rows of each text: `[1 + NUM_DECODED, vocab_size]`, of its prompt's and after."""
-    requests = []
-    free_blocks = iter(range(1, num_blocks_needed(layout)))
-    for req_id, text in enumerate(texts):
-        num_blocks = -(-len(text) // layout.block_size)
-        tables = [list(islice(free_blocks, num_blocks)) for _ in layout.groups]
-        requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), tables, 0, 0))
+    requests = _requests(layout, texts)
     steps = []
     for back in range(NUM_DECODED, -1, -1):
         parts = []
@@ -87,6 +105,16 @@ def _paged_logits(
         inputs = pack_step(parts, layout.block_size, loaded.device)
         steps.append(compute_logits(loaded.model, backend, inputs, loaded.vocab_size))
     return list(torch.stack(steps, dim=1))
+
+
+def _requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredRequest]:
+    requests = []
+    free_blocks = iter(range(1, num_blocks_needed(layout)))
+    for req_id, text in enumerate(texts):
+        num_blocks = -(-len(text) // layout.block_size)
+        tables = [list(islice(free_blocks, num_blocks)) for _ in layout.groups]
+        requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), tables, 0, 0))
+    return requests
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ from protocol.api_core import (
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 
@@ -109,6 +109,10 @@ class FakeClient:
         self._scripts: dict[int, Iterator[RequestOutput]] = {}
         if facts is not None:
             self.report(EngineState.READY)
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._scripts)
 
     def report(self, state: EngineState, **stats: Any) -> None:
         self.status = Status(state, self.facts, EngineStats(**stats))

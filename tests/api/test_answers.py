@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from protocol.api_core import EngineState, ErrorCode, RequestError
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, REPLY, FakeClient, LiveServer, ids_of, repeating, saying

@@ -5,6 +5,7 @@ import threading
 import time
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,7 +14,7 @@ from api_proc.info_routes import installed_version
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FakeClient, ids_of, wait_until
+from tests.api.fake_engine import FACTS, FakeClient, ids_of, wait_until
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from tests.api.fake_engine import FakeClient, ids_of, wait_until
     [
         (EngineState.STARTING, 503, 503),
         (EngineState.READY, 200, 200),
-        (EngineState.RECOVERING, 200, 200),
+        (EngineState.RECOVERING, 503, 200),
         (EngineState.DRAINING, 503, 200),
     ],
 )
@@ -47,6 +48,14 @@ def test_silent_engine_is_not_healthy(make_server: MakeServer) -> None:
     assert httpx.get(live.url + "/health").status_code == 503
 
 
+@pytest.mark.parametrize("reason", ["", "plain matrix products for dtype float16"])
+def test_readiness_says_whether_resumption_is_exact(make_server: MakeServer, reason: str) -> None:
+    facts = msgspec.structs.replace(FACTS, exact_resume=not reason, exact_resume_reason=reason)
+    live = make_server(FakeClient(facts=facts))
+    answer = httpx.get(live.url + "/readyz").json()
+    assert (answer["exact_resume"], answer["exact_resume_reason"]) == (not reason, reason)
+
+
 def test_engine_never_seen_is_not_ready(make_server: MakeServer) -> None:
     live = make_server(FakeClient(facts=None))
     response = httpx.get(live.url + "/readyz")
@@ -56,6 +65,9 @@ def test_engine_never_seen_is_not_ready(make_server: MakeServer) -> None:
         "state": "starting",
         "draining": False,
         "status_age_s": None,
+        "journal": "off",
+        "exact_resume": None,
+        "exact_resume_reason": None,
     }
     assert httpx.get(live.url + "/v1/models").json()["data"][0]["max_model_len"] is None
 

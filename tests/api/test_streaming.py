@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import (
@@ -32,9 +32,12 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     frames = response.text.split("\n\n")
     assert frames.pop() == ""
     assert frames.pop() == "data: [DONE]"
-    data = [frame for frame in frames if frame != ": keep-alive"]
-    assert all(frame.startswith("data: ") and "\n" not in frame for frame in data)
-    return [json.loads(frame.removeprefix("data: ")) for frame in data]
+    pairs = [frame.split("\n") for frame in frames if frame != ": keep-alive"]
+    assert all(data.startswith("data: ") for data, *_ in pairs)
+    decoded = [json.loads(data.removeprefix("data: ")) for data, *_ in pairs]
+    for event, (_, *rest) in zip(decoded, pairs, strict=True):
+        assert [line[:4] for line in rest] == ([] if "error" in event else ["id: "])
+    return decoded
 
 
 def completion(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:

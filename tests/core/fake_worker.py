@@ -21,6 +21,8 @@ from protocol.message import encode, unpack_token_ids
 
 SampleFn = Callable[[int, int], int]
 """From request id and output position to the token."""
+GuessFn = Callable[[int, int], list[int]]
+"""From request id and output position to the drafts from there on."""
 _NULL_BLOCK = 0
 
 
@@ -33,6 +35,8 @@ class MirroredRequest:
     block_tables: list[list[int]]
     """One per KV group."""
     num_computed_tokens: int
+    drafts: list[int] = field(default_factory=list)
+    """Guesses of what comes after `token_ids`."""
     prefixes: list[int] = field(default_factory=list)
     """Entry i stands for tokens 0 to i."""
 
@@ -53,8 +57,11 @@ class FakeWorker:
         sample: SampleFn,
         windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
+        *,
+        guess: GuessFn | None = None,
     ) -> None:
         """Take the shape of the KV cache: one window per KV group, None where all is seen."""
+        self._guess = guess
         self.mirror: dict[int, MirroredRequest] = {}
         self.total_scheduled = 0
         self._block_size = block_size
@@ -86,7 +93,7 @@ class FakeWorker:
         self.total_scheduled += step.total_num_scheduled_tokens
         for req_id, num_tokens in counts.items():
             self._write(self.mirror[req_id], num_tokens)
-        return ModelRunnerOutput(step.step_id, self._advance(counts))
+        return self._advance(step.step_id, counts)
 
     def sleep(self) -> None:
         """Obey `Sleep`: lose all KV, here and on the host."""
@@ -159,7 +166,8 @@ class FakeWorker:
             for position in range(first, start + num_tokens):
                 block_id, offset = self._slot(table, position)
                 block = self._kv.setdefault(block_id, [None] * self._block_size)
-                block[offset] = (group, request.prefix(position))
+                known = position < len(request.token_ids)
+                block[offset] = (group, request.prefix(position)) if known else None
 
     def _read(self, request: MirroredRequest, num_tokens: int) -> None:
         start = request.num_computed_tokens
@@ -169,18 +177,42 @@ class FakeWorker:
                 block_id, offset = self._slot(table, position)
                 assert self._kv[block_id][offset] == (group, request.prefix(position))
 
-    def _advance(self, counts: dict[int, int]) -> list[int]:
-        sampled = []
+    def _advance(self, step_id: int, counts: dict[int, int]) -> ModelRunnerOutput:
+        sampled, num_sampled, num_drafts = [], [], []
         for req_id, num_tokens in counts.items():
             request = self.mirror[req_id]
             if num_tokens == 0:
                 continue
-            assert request.num_computed_tokens + num_tokens <= len(request.token_ids)
-            self._read(request, num_tokens)
-            request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens == len(request.token_ids):
-                position = len(request.token_ids) - request.new.num_prompt_tokens
-                token_id = self._sample(req_id, position)
-                request.token_ids.append(token_id)
-                sampled.append(token_id)
-        return sampled
+            end = request.num_computed_tokens + num_tokens
+            num_ahead = end - len(request.token_ids)
+            assert num_ahead <= len(request.drafts)
+            self._read(request, num_tokens - max(num_ahead, 0))
+            drafts, request.drafts = request.drafts[: max(num_ahead, 0)], []
+            request.num_computed_tokens = min(end, len(request.token_ids))
+            if num_ahead < 0:
+                continue
+            token_ids = self._verify(request, drafts)
+            sampled += token_ids
+            num_sampled.append(len(token_ids))
+            if self._guess is not None:
+                request.drafts = self._guess(req_id, self._position(request))
+            num_drafts.append(len(request.drafts))
+        if self._guess is None:
+            return ModelRunnerOutput(step_id, sampled)
+        return ModelRunnerOutput(step_id, sampled, num_sampled, num_drafts)
+
+    def _position(self, request: MirroredRequest) -> int:
+        return len(request.token_ids) - request.new.num_prompt_tokens
+
+    def _verify(self, request: MirroredRequest, drafts: list[int]) -> list[int]:
+        """Sample until a draft is wrong; the KV of right ones was written with them."""
+        token_ids = []
+        for draft in [*drafts, None]:
+            token_id = self._sample(request.new.req_id, self._position(request))
+            token_ids.append(token_id)
+            request.token_ids.append(token_id)
+            if token_id != draft:
+                break
+            self._write(request, 1)
+            request.num_computed_tokens += 1
+        return token_ids

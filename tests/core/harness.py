@@ -9,17 +9,33 @@ from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import SchedulerOutput
 from protocol.sampling import SamplingParams
-from tests.core.fake_worker import FakeWorker, SampleFn
+from tests.core.fake_worker import FakeWorker, GuessFn, SampleFn
 
 EOS = 2
 PLAIN_TOKEN = 7
 
 
-def make_worker(options: SchedulerOptions, sample: SampleFn) -> FakeWorker:
-    """Build a worker with the memory that the scheduler was told of."""
+def make_worker(
+    options: SchedulerOptions, sample: SampleFn, guess: GuessFn | None = None
+) -> FakeWorker:
+    """Build a worker with the memory that the scheduler was told of.
+
+    If it is to guess and is not told how, it is now right and now wrong, for more or fewer tokens.
+    """
+
+    def now_and_then(req_id: int, position: int) -> list[int]:
+        num_drafts = (5 * req_id + 3 * position) % (options.num_speculative_tokens + 1)
+        places = range(position, position + num_drafts)
+        return [sample(req_id, place) + ((req_id + place) % 4 == 3) for place in places]
+
     windows = tuple(group.window for group in options.kv_groups)
     return FakeWorker(
-        options.block_size, options.num_blocks, sample, windows, options.num_host_blocks
+        options.block_size,
+        options.num_blocks,
+        sample,
+        windows,
+        options.num_host_blocks,
+        guess=guess or now_and_then if options.num_speculative_tokens else None,
     )
 
 
@@ -46,9 +62,15 @@ class Harness:
         caching: bool = False,
         depth: int = 1,
         script: Mapping[str, Sequence[int]] | None = None,
+        guesses: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
         **config: object,
     ) -> None:
-        """`script` holds sampled tokens by name; past its end, and without it, all are equal."""
+        """Take what the worker is to do.
+
+        `script` holds sampled tokens by name; past its end, and without it, all are equal.
+        `guesses` holds drafts by name and number of outputs; there are no others.
+        """
+        self._guesses = guesses or {}
         options = SchedulerOptions(
             num_blocks=blocks,
             max_num_seqs=seqs,
@@ -59,7 +81,7 @@ class Harness:
             **config,  # type: ignore[arg-type]
         )
         self.scheduler = Scheduler(options)
-        self.worker = make_worker(options, self._sample)
+        self.worker = make_worker(options, self._sample, self._guess)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -71,6 +93,9 @@ class Harness:
     def _sample(self, req_id: int, position: int) -> int:
         tokens = self._script.get(self._names[req_id], ())
         return tokens[position] if position < len(tokens) else PLAIN_TOKEN
+
+    def _guess(self, req_id: int, position: int) -> list[int]:
+        return list(self._guesses.get(self._names[req_id], {}).get(position, ()))
 
     def add(
         self,
@@ -210,4 +235,4 @@ class Harness:
         """The worker dies; its successor knows nothing."""
         self._pipe.clear()
         self.scheduler.recompute_all()
-        self.worker = make_worker(self.scheduler.options, self._sample)
+        self.worker = make_worker(self.scheduler.options, self._sample, self._guess)

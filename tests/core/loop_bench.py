@@ -74,7 +74,8 @@ class _End:
         return self.process.poll() is not None
 
     def send(self, epoch: int, message: Message) -> None:
-        assert self.channel.send(epoch, encode(message))
+        begins = isinstance(message, Connect | WorkerHello)
+        assert self.channel.send(epoch, encode(message), begins=begins)
 
     def close(self) -> None:
         if self.is_open:

@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one token too many before a length stop",
-        "scheduler.py",
+        "results.py",
         "elif request.num_tokens >= request.max_num_tokens:",
         "elif request.num_tokens > request.max_num_tokens:",
     ),
@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "computed tokens not reset on preemption",
         "roster.py",
-        "request.num_computed_tokens = 0\n        request.quiet_until = 0",
-        "request.quiet_until = 0",
+        "request.stand_still()\n        request.num_computed_tokens = 0",
+        "request.stand_still()",
     ),
     Mutation(
         "finished notice sent twice",
@@ -132,6 +132,42 @@ MUTATIONS = (
         "swap.py",
         "self._leaving += [block_id",
         "self._free += [block_id",
+    ),
+    Mutation(
+        "what sits a step out counts as computed",
+        "scheduler.py",
+        "        request.num_computed_tokens -= 1\n        step.granted[request.req_id] = 0",
+        "        step.granted[request.req_id] = 0",
+    ),
+    Mutation(
+        "a victim whose turn had not come keeps a token",
+        "scheduler.py",
+        "if victim.admission_index > step.reached:",
+        "if victim.admission_index < 0:",
+    ),
+    Mutation(
+        "due one step too late",
+        "step_calendar.py",
+        "self.clock.now + 1 + num_quiet_steps",
+        "self.clock.now + 2 + num_quiet_steps",
+    ),
+    Mutation(
+        "full blocks cached too late for admissions of the same step",
+        "scheduler.py",
+        "for due in self.calendar.due_next():",
+        "for due in []:",
+    ),
+    Mutation(
+        "wrong drafts count as computed",
+        "speculation.py",
+        "request.num_computed_tokens -= num_drafts - num_accepted",
+        "request.num_computed_tokens -= 0",
+    ),
+    Mutation(
+        "drafts in flight count as computed when their request is preempted",
+        "speculation.py",
+        "request.num_computed_tokens -= request.num_drafts_in_flight",
+        "request.num_computed_tokens -= 0",
     ),
 )
 

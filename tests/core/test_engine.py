@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from core_proc.engine import EngineCore, FactsChanged, WorkerMisbehaved
+from core_proc.engine import EngineCore, FactsChanged
+from core_proc.output_check import WorkerMisbehaved
 from protocol.api_core import (
     AddRequest,
     EngineState,
@@ -129,6 +130,19 @@ def test_a_full_queue_refuses_new_requests_and_no_accepted_ones() -> None:
     assert engine.add(CLIENT, add(1, outputs=[9])) is None, "it replaces an open one"
 
 
+def test_a_queue_full_of_tokens_refuses_new_requests_and_no_accepted_ones() -> None:
+    """The first is taken whatever its length; the room of whoever leaves can be had again."""
+    engine = make_engine(max_waiting_tokens=4)
+    assert engine.add(CLIENT, add(1, prompt=[7] * 5)) is None
+    refused = engine.add(CLIENT, add(2, prompt=[7]))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.OVERLOADED
+    assert engine.add(CLIENT, add(3, prompt=[7], resent=True)) is None
+    engine.abort(CLIENT, [1])
+    assert engine.add(CLIENT, add(4, prompt=[7] * 3)) is None
+    assert engine.add(CLIENT, add(5, prompt=[7])) is not None
+
+
 def test_outputs_alone_are_no_proof_that_a_request_was_accepted() -> None:
     engine = make_engine(max_num_waiting=1)
     engine.add(CLIENT, add(1))
@@ -216,6 +230,10 @@ def test_other_facts_end_the_core() -> None:
         (ModelRunnerOutput(0, []), "0 tokens for 1"),
         (ModelRunnerOutput(0, [7, 7]), "2 tokens for 1"),
         (ModelRunnerOutput(0, [1000]), "token id 1000"),
+        (ModelRunnerOutput(0, [7, 7], [2]), "2 tokens at once"),
+        (ModelRunnerOutput(0, [7], [1, 1]), "1 tokens for 1 that sampled"),
+        (ModelRunnerOutput(0, [7], [], [1]), "1 draft tokens for a request, more than 0"),
+        (ModelRunnerOutput(0, [7], [], [0, 0]), "num_draft_tokens has 2 numbers for 1"),
     ],
 )
 def test_an_answer_that_is_not_due_changes_nothing(output: ModelRunnerOutput, what: str) -> None:
@@ -248,7 +266,7 @@ def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: in
     output = answer(engine, step)
     req_id = next(iter(engine._scheduler.requests)) if engine._scheduler else 0
     parts = [PromptLogprobs(req_id, first, entries(first, end))]
-    output = ModelRunnerOutput(output.step_id, output.sampled_token_ids, {}, parts)
+    output = ModelRunnerOutput(output.step_id, output.sampled_token_ids, prompt_logprobs=parts)
     told: list[int] = []
     for row in engine.update(output).get(CLIENT, StepOutputs([])).outputs:
         if row.token_ids:
@@ -308,6 +326,6 @@ def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:
     engine = scored_engine(20, 64)
     step = scheduled(engine)
     parts: Parts = [PromptLogprobs(1, 1, entries(1, 20))]
-    output = ModelRunnerOutput(step.step_id, [7], {}, parts)
+    output = ModelRunnerOutput(step.step_id, [7], prompt_logprobs=parts)
     engine.abort(CLIENT, [1])
     assert engine.update(output) == {}

@@ -104,7 +104,9 @@ def test_an_error_in_prompt_logprobs_ends_that_request(monkeypatch: pytest.Monke
     assert engine._scheduler is not None
     req_id = min(engine._scheduler.requests)
     parts = [PromptLogprobs(req_id, 1, [])]
-    told = engine.update(ModelRunnerOutput(step.step_id, output.sampled_token_ids, {}, parts))
+    told = engine.update(
+        ModelRunnerOutput(step.step_id, output.sampled_token_ids, prompt_logprobs=parts)
+    )
     assert [row.request_id for row in told[CLIENT].outputs] == [2]
     assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
 
@@ -139,6 +141,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "max_num_batched_tokens": 300,
         "max_num_scheduled_tokens": 200,
         "max_steps_in_flight": 3,
+        "num_speculative_tokens": 2,
         "enable_chunked_prefill": False,
         "long_prefill_token_threshold": 50,
         "long_prefill_token_threshold_adaptive": True,

@@ -184,6 +184,6 @@ def test_broken_books_are_not_hidden_where_blocks_are_given_back(
     def broken(*args: object) -> None:
         raise AssertionError("block 3 has two contents")
 
-    monkeypatch.setattr(bench.scheduler.kv, "_remember_full_blocks", broken)
+    monkeypatch.setattr(bench.scheduler.kv, "remember_full_blocks", broken)
     with pytest.raises(AssertionError, match="block 3"):
         bench.abort("a")

@@ -7,6 +7,7 @@ import pytest
 
 from core_proc import clients, loop
 from core_proc.engine import EngineCore
+from protocol import message
 from protocol.api_core import (
     AbortRequests,
     AddRequest,
@@ -99,14 +100,17 @@ def test_an_unreadable_body_is_answered_with_its_number_and_logged_with_the_reas
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = bench.client()
+    seq = client.channel._frames.next_seq
     client.add(1, priority=2**40)
-    client.channel.socket.send_multipart([b"no header", b""])
+    with pytest.MonkeyPatch.context() as foreign:
+        foreign.setattr(message, "PROTOCOL_VERSION", 99)
+        client.send(CORE_EPOCH, AbortRequests([1]))
     bench.until(lambda: client.refused)
     [refused] = client.refused
-    assert (refused.request_id, refused.seq) == (None, 1)
+    assert (refused.request_id, refused.seq) == (None, seq)
     bench.until(lambda: "unreadable" in caplog.text)
     bench.until(lambda: sum(map(int, re.findall(r"sent (\d+) unreadable", caplog.text))) == 2)
-    assert "header has 9 bytes" in caplog.text
+    assert "version 99" in caplog.text
 
 
 def test_frames_of_another_epoch_or_before_connect_are_dropped_and_counted(bench: Bench) -> None:
@@ -226,7 +230,9 @@ def test_a_single_output_that_exceeds_a_frame_fails_its_request(
     epoch, output = worker.compute()
     entries = [TokenLogprobs(5, 0.0, 1, [], []) for _ in range(39)]
     parts = [PromptLogprobs(1, 1, entries)]
-    worker.send(epoch, ModelRunnerOutput(output.step_id, output.sampled_token_ids, {}, parts))
+    worker.send(
+        epoch, ModelRunnerOutput(output.step_id, output.sampled_token_ids, prompt_logprobs=parts)
+    )
     worker.answers = True
     client.finish(2)
     [refused] = client.refused

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from protocol import message
 from protocol.api_core import (
     EngineState,
 )
@@ -13,7 +14,8 @@ from protocol.core_worker import (
     ModelRunnerOutput,
     StepFailed,
 )
-from protocol.message import encode, pack_header
+from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
+from protocol.message import encode
 from tests.core.loop_bench import Bench, FakeClient, WorkerEnd, all_tokens
 
 Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
@@ -40,12 +42,10 @@ def unreadable_body(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) ->
     assert worker.channel.send(epoch, b"\xc1")
 
 
-def unreadable_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
-    worker.channel.socket.send_multipart([b"header", encode(output)])
-
-
-def missing_part(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
-    worker.channel.socket.send_multipart([pack_header(epoch, 9)])
+def foreign_header(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> None:
+    with pytest.MonkeyPatch.context() as foreign:
+        foreign.setattr(message, "PROTOCOL_VERSION", 99)
+        assert worker.channel.send(epoch, encode(output))
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,7 @@ def missing_part(worker: WorkerEnd, epoch: int, output: ModelRunnerOutput) -> No
         wrong_token,
         repeated,
         unreadable_body,
-        unreadable_header,
-        missing_part,
+        foreign_header,
     ],
 )
 def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_goes_on(
@@ -139,7 +138,8 @@ def test_a_predecessor_that_dies_late_is_nobodys_death(bench: Bench) -> None:
     old = bench.worker(5)
     bench.worker(6)
     old.close()
-    assert bench.loop._poller.poll(20) == []
+    woken_by = [item for item, _ in bench.loop._poller.poll(20)]
+    assert not [item for item in woken_by if isinstance(item, int)]
     assert bench.state is EngineState.READY
 
 
@@ -205,3 +205,43 @@ def test_a_worker_that_reads_nothing_is_killed(
     assert bench.state is EngineState.RECOVERING
     bench.worker(6)
     client.finish(1)
+
+
+def test_a_suspected_worker_gets_no_steps_until_it_is_cleared(bench: Bench) -> None:
+    """Whoever comes meanwhile is in no step that may be its last."""
+    worker, client = bench.worker(5), bench.client()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, True))
+    bench.turn()
+    client.add(2)
+    bench.until(lambda: bench.engine.stats().num_waiting_reqs == 1)
+    assert bench.engine.stats().num_running_reqs == 1
+    worker.answer_all()
+    for _ in range(5):
+        bench.turn()
+    assert not worker.unanswered, "no further step was sent"
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, False))
+    worker.answers = True
+    client.finish(1, 2)
+    assert client.tokens(1) == client.tokens(2) == all_tokens(4)
+
+
+def test_suspicion_ends_with_its_incarnation(bench: Bench) -> None:
+    """Also where the message comes when the successor has been adopted already."""
+    bench.worker(5)
+    client = bench.client()
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, True))
+    bench.worker(6)
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, True))
+    client.add(1)
+    client.finish(1)
+
+
+def test_death_of_a_worker_is_logged_with_its_cause(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.child.inbox.append(WorkerDied(0, 5, DeathCause.SIGNAL, 17))
+    bench.turn()
+    assert "worker 0 of epoch 5 died in step 17: signal" in caplog.text

@@ -100,7 +100,7 @@ def test_prompt_logprobs_of_one_step_fit_into_its_answer() -> None:
     ]
     assert len(scored) == num_seqs
     assert 16_384 <= sum(len(part.entries) for part in scored) <= 16_384 + num_seqs
-    answer = ModelRunnerOutput(step.step_id, [], {}, scored)
+    answer = ModelRunnerOutput(step.step_id, [], prompt_logprobs=scored)
     most_others = (2 * 16_384 - num_seqs) * len(encode(row))
     assert len(encode(answer)) + most_others <= MAX_FRAME_BYTES
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from protocol import client as client_module
+from protocol import open_requests
 from protocol.api_core import (
     EngineState,
     EngineStats,
@@ -16,7 +16,7 @@ from protocol.api_core import (
     Status,
 )
 from protocol.client import AsyncEngineClient
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FACTS, FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
@@ -129,7 +129,7 @@ def test_request_too_large_to_be_sent_again_fails_alone(
         large = client.submit([999] * 500, PARAMS)
         small = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 2)
-        monkeypatch.setattr(client_module, "MAX_FRAME_BYTES", 400)
+        monkeypatch.setattr(open_requests, "MAX_FRAME_BYTES", 400)
         await core.restart(1)
         assert (await failure_of(large)).code is ErrorCode.TOO_LONG
         assert core.adds[-1].request_id == small.request_id
@@ -211,7 +211,7 @@ def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> No
         await core.until(lambda: core.aborted == [stream.request_id])
         with pytest.raises(RequestFailed) as caught:
             client.submit([5], PARAMS)
-        assert caught.value.error.code is ErrorCode.OVERLOADED
+        assert caught.value.error.code is ErrorCode.ENGINE_FAILED
         core.say(READY)
         await core.until(lambda: client.status == READY)
         client.submit([5], PARAMS)

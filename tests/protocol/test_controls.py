@@ -16,7 +16,7 @@ from protocol.api_core import (
 )
 from protocol.client import AsyncEngineClient
 from protocol.controls import Controls
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.protocol.fake_core import FACTS, FakeCore, run_connected
 

@@ -84,7 +84,7 @@ def test_socket_that_never_reconnects_is_replaced(core: FakeCore) -> None:
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
         first = core.connects[-1]
-        too_large = [first, pack_header(core.epoch, 1), bytes(MAX_FRAME_BYTES + 1)]
+        too_large = [first, pack_header(core.epoch, 1, b""), bytes(MAX_FRAME_BYTES + 1)]
         core.link.socket.send_multipart(too_large)
         await core.until(lambda: core.num_added == 2)
         assert core.connects[-1] != first

@@ -6,7 +6,8 @@ import pytest
 
 from protocol.api_core import AddRequest, ErrorCode, RequestOutput
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
-from protocol.ledger import REPAIR_MESSAGES_MAX, Ledger, RequestFailed, check_request
+from protocol.errors import RequestFailed
+from protocol.ledger import REPAIR_MESSAGES_MAX, Ledger, check_request
 from protocol.sampling import FinishReason, SamplingParams
 
 

@@ -4,11 +4,13 @@ import contextlib
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from protocol import api_core, core_worker, lifecycle
+from protocol import api_core, core_worker, lifecycle, message
 from protocol.api_core import AddRequest, Connect
 from protocol.core_worker import CachedRequestData, SchedulerOutput
-from protocol.message import ProtocolError, encode, pack_header, unpack_header
+from protocol.message import DamagedFrame, ProtocolError, encode, pack_header, unpack_header
 from protocol.sampling import SamplingParams
 
 DECODERS = [
@@ -22,20 +24,41 @@ DECODERS = [
 
 
 def test_header_round_trip() -> None:
-    assert unpack_header(pack_header(7, 2**40)) == (7, 2**40)
+    assert unpack_header(pack_header(7, 2**40, b"body", 3), b"body") == (7, 2**40, 3)
+
+
+@given(st.binary(max_size=40), st.data())
+def test_a_frame_with_any_bit_flipped_or_any_end_cut_off_is_known_to_be_damaged(
+    body: bytes, data: st.DataObject
+) -> None:
+    header = pack_header(5, 9, body)
+    frame = bytearray(header + body)
+    place = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[place // 8] ^= 1 << place % 8
+    with pytest.raises(DamagedFrame):
+        unpack_header(bytes(frame[: len(header)]), bytes(frame[len(header) :]))
+    length = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(DamagedFrame):
+        unpack_header(header[:length], body[: max(0, length - len(header))])
 
 
 @pytest.mark.parametrize(
-    ("frame", "complaint"),
-    [
-        (b"", "0 bytes"),
-        (b"XX" + pack_header(1, 1)[2:], "instead of 0x4b54"),
-        (pack_header(1, 1)[:2] + b"\xff\xff" + pack_header(1, 1)[4:], "version 65535"),
-    ],
+    ("name", "value", "complaint"),
+    [("MAGIC", 0x5858, "instead of 0x4b54"), ("PROTOCOL_VERSION", 65535, "version 65535")],
 )
-def test_foreign_header_is_refused(frame: bytes, complaint: str) -> None:
+def test_foreign_header_is_refused(
+    name: str, value: int, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as foreign:
+        foreign.setattr(message, name, value)
+        frame = pack_header(1, 1, b"body")
     with pytest.raises(ProtocolError, match=complaint):
-        unpack_header(frame)
+        unpack_header(frame, b"body")
+
+
+def test_frame_of_an_older_version_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="header has 16 bytes"):
+        unpack_header(bytes(16), b"")
 
 
 def test_steady_step_is_tiny() -> None:

@@ -17,6 +17,7 @@ from protocol.process import ChildProcess
 from protocol.settings import configure
 
 TIMEOUT_S = 10.0
+EPOCH = 4
 
 
 class Bench:
@@ -27,7 +28,7 @@ class Bench:
         self.link = RouterChannel(
             self.context, lifecycle_address(run_dir), HighWaterMark.LIFECYCLE_LINK
         )
-        arguments = argparse.Namespace(parent_fd=0, epoch=4, rank=0, listen_fd=None)
+        arguments = argparse.Namespace(parent_fd=0, epoch=EPOCH, rank=0, listen_fd=None)
         self.child = ChildProcess(Role.API, arguments, configure(model="null", run_dir=run_dir))
         hello = self.receive()
         assert isinstance(hello, Hello)
@@ -38,8 +39,8 @@ class Bench:
         self.peer = received.peer
         return decode_to_supervisor(received.body)
 
-    def send(self, message: Message) -> None:
-        assert self.link.send(self.peer, 4, encode(message))
+    def send(self, message: Message, epoch: int = EPOCH) -> None:
+        assert self.link.send(self.peer, epoch, encode(message))
 
     def close(self) -> None:
         assert self.child._lifecycle is not None
@@ -117,3 +118,18 @@ def test_a_child_can_speak_after_its_loop_has_ended(
     loop.close()
     bench.child.ready()
     assert isinstance(bench.receive(), Ready)
+
+
+def test_commands_to_another_incarnation_are_dropped_and_counted(bench: Bench) -> None:
+    """What was meant for a predecessor says nothing to this one."""
+    heard: list[object] = []
+    bench.send(Stop(), EPOCH - 1)
+    bench.send(Stop(), EPOCH + 1)
+    bench.send(Drain())
+    deadline = time.monotonic() + TIMEOUT_S
+    while not heard:
+        assert time.monotonic() < deadline
+        wait_for_commands(bench.child)
+        heard += bench.child.messages()
+    assert heard == [Drain()]
+    assert bench.child.num_fenced_frames == 2

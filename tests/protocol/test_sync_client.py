@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason, SamplingParams
 from protocol.sync_client import EngineClient
 from tests.protocol.fake_core import FACTS, RECOVERING, FakeCore, ServingThread

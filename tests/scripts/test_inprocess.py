@@ -4,8 +4,8 @@ import pytest
 
 from core_proc import engine as engine_module
 from protocol.api_core import ErrorCode, PauseMode, RequestOutput
+from protocol.errors import RequestFailed
 from protocol.kv_events import BlocksStored
-from protocol.ledger import RequestFailed
 from protocol.sampling import FinishReason, SamplingParams
 from protocol.settings import configure
 from scripts.inprocess import InprocEngine

@@ -109,3 +109,40 @@ def test_second_holder_is_refused_and_a_look_disturbs_nobody(base: Path) -> None
         assert looker.stdout is not None
         assert looker.stdout.readline() == b"held\n"
         RunDir(path).close(is_abandoned=False)
+
+
+def test_epochs_are_on_the_disk_before_anybody_gets_them(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number, and then its name in the directory: a power failure takes none back."""
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = str(base / "held")
+    held = RunDir(path)
+    assert [held.next_epoch() for _ in range(2)] == [1, 2]
+    assert synced == [f"{path}/epoch.new", path] * 2
+    held.close(is_abandoned=False)
+    successor = RunDir(path)
+    successor.raise_epoch(1)
+    assert successor.next_epoch() == 3
+    successor.close(is_abandoned=False)
+
+
+def test_full_disk_stops_no_engine_that_runs(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs still grow; they are saved again when there is room."""
+    held = RunDir(str(base / "held"))
+    assert held.next_epoch() == 1
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert [held.next_epoch() for _ in range(2)] == [2, 3]
+    assert held.next_epoch() == 4
+    assert (base / "held" / "epoch").read_text() == "4\n"
+    held.close(is_abandoned=False)

@@ -1,93 +1,16 @@
 """The supervisor's policy in virtual time: which process runs when, and how everything ends."""
 
-import random
 import signal
-from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import RecoveryConfig
-from protocol.lifecycle import (
-    Drain,
-    Drained,
-    Fatal,
-    Hello,
-    ProcessState,
-    Progress,
-    Ready,
-    Role,
-    Stop,
-)
-from scripts.supervised import Action, Announce, Exit, Kill, Note, Show, Slot, Start, Tell
-from scripts.supervision import CRASH_LOOP_DEATHS, HEALTHY_S, STOP_GRACE_S, Supervision
-
-API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
-RECOVERY = RecoveryConfig(
-    startup_timeout_s=10.0, shutdown_timeout_s=20.0, restart_backoff_max_s=2.0
-)
-
-
-class Drill:
-    """A supervision, a clock, and the processes it believes in; checks what always holds."""
-
-    def __init__(self, num_workers: int = 1, recovery: RecoveryConfig = RECOVERY, api: bool = True):
-        num_ranks = {Role.WORKER: num_workers, Role.CORE: 1, **({Role.API: 1} if api else {})}
-        self.supervision = Supervision(recovery, num_ranks, count(1).__next__, random.Random(0))
-        self.now = 1000.0
-        self.living: dict[Slot, int] = {}
-        self.doomed: set[Slot] = set()
-        self.last_epoch = 0
-        self.exit_status: int | None = None
-        self.take(self.supervision.begin(self.now))
-
-    def take(self, actions: list[Action]) -> list[Action]:
-        """Carry out what a process table would; notes are left out of the result."""
-        assert self.exit_status is None or not actions, "something happens after the end"
-        for action in actions:
-            match action:
-                case Start(slot, epoch):
-                    assert slot not in self.living, "two incarnations at once"
-                    assert epoch > self.last_epoch, "epochs must grow"
-                    self.last_epoch = self.living[slot] = epoch
-                case Kill(slot):
-                    assert slot in self.living
-                    assert slot not in self.doomed, "killed twice"
-                    self.doomed.add(slot)
-                case Tell(slot, _):
-                    assert slot in self.living
-                case Exit(status):
-                    self.exit_status = status
-        return [action for action in actions if not isinstance(action, Note)]
-
-    def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
-        return self.take(self.supervision.on_message(self.living[slot], message, self.now))
-
-    def die(self, slot: Slot, status: int = -signal.SIGKILL) -> list[Action]:
-        del self.living[slot]
-        self.doomed.discard(slot)
-        return self.take(self.supervision.on_death(slot, status, self.now))
-
-    def signal(self) -> list[Action]:
-        return self.take(self.supervision.on_signal(self.now))
-
-    def wait(self, seconds: float) -> list[Action]:
-        """Let time pass, waking at every deadline."""
-        end, actions = self.now + seconds, []
-        while (due := self.supervision.next_deadline()) is not None and due <= end:
-            self.now = max(self.now, due)
-            actions += self.take(self.supervision.tick(self.now))
-        self.now = end
-        return actions
-
-    def all_ready(self) -> "Drill":
-        for slot in list(self.living):
-            self.say(slot, Ready())
-        return self
-
-    def state(self, slot: Slot) -> ProcessState:
-        return next(p.state for p in self.supervision.processes if p.slot == slot)
+from protocol.lifecycle import Drain, Drained, Fatal, ProcessState, Progress, Ready, Role, Stop
+from scripts.supervised import HEALTHY_S, Announce, Exit, Kill, Show, Slot, Start, Tell
+from scripts.supervision import CRASH_LOOP_DEATHS, STOP_GRACE_S
+from tests.scripts.drill import API, CORE, WORKER, Drill
 
 
 def test_everything_starts_at_once_worker_first() -> None:
@@ -142,9 +65,9 @@ def test_death_before_ready_does_not_count_as_healthy_time() -> None:
     """A process that needs minutes to fail still backs off."""
     drill = Drill().all_ready()
     drill.die(CORE)
-    for _ in range(10):
+    for number in range(10):
         drill.wait(9.0)
-        drill.say(CORE, Progress("still loading"))
+        drill.say(CORE, Progress("loading", number))
     assert drill.die(CORE) == []
 
 
@@ -164,10 +87,12 @@ def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
     drill = Drill()
     drill.say(CORE, Ready())
     drill.say(API, Ready())
-    for _ in range(3):
+    for number in range(3):
         assert drill.wait(9.0) == []
-        drill.say(WORKER, Progress("weights", 1, 2))
-    assert drill.wait(9.9) == []
+        drill.say(WORKER, Progress("weights", number, 9))
+    assert drill.wait(5.0) == []
+    drill.say(WORKER, Progress("weights", 2, 9))
+    assert drill.wait(4.9) == [], "what was said before is no progress"
     assert drill.wait(0.2) == [Kill(WORKER)]
     assert drill.wait(100.0) == [], "killed once"
     assert drill.die(WORKER) == [Start(WORKER, 4)]

@@ -1,22 +1,30 @@
-"""The supervisor without any process: none can be started."""
+"""The supervisor without any process, and with real ones that are harmed."""
 
 import io
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
-from protocol.config import EngineConfig
+from protocol.child import Child
+from protocol.config import EngineConfig, ParallelConfig
+from protocol.lifecycle import Role
 from protocol.settings import configure
-from scripts import supervisor
+from scripts import process_table
 from scripts.console import Console
 from scripts.run_dirs import RunDir
+from scripts.supervised import Slot
 from scripts.supervision import CRASH_LOOP_DEATHS
 from scripts.supervisor import Supervisor
+from tests.system.conftest import eventually
 
 CONFIG = configure(model="null", tensor_parallel_size=2)
 
@@ -41,7 +49,7 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
         tries.append(module)
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(supervisor, "Child", refuse)
+    monkeypatch.setattr(process_table, "Child", refuse)
     config: EngineConfig = msgspec.structs.replace(
         CONFIG, run=msgspec.structs.replace(CONFIG.run, run_dir=run_dir.path)
     )
@@ -62,3 +70,67 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
     assert failure is not None
     assert "failed (start): [Errno 11] Resource temporarily unavailable" in failure
     assert max(map(tries.count, ("worker_proc", "core_proc"))) >= CRASH_LOOP_DEATHS
+
+
+class MournedChild(Child):
+    """Starts nobody before its predecessors are dead and reaped."""
+
+    predecessors: ClassVar[dict[str, list[Child]]] = {}
+
+    def __init__(self, module: str, *arguments: Any, **keywords: Any) -> None:
+        for other in self.predecessors.setdefault(module, []):
+            assert other._process.returncode is not None, "waitid has not said so"
+            assert not Path(f"/proc/{other.pid}").exists()
+            assert other.epoch < keywords["epoch"]
+        super().__init__(module, *arguments, **keywords)
+        self.predecessors[module].append(self)
+
+
+def test_successor_is_started_when_its_predecessor_is_reaped(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed, stopped and hanging alike: a zombie could still send what nobody expects."""
+    MournedChild.predecessors.clear()
+    monkeypatch.setattr(process_table, "Child", MournedChild)
+    recovery = msgspec.structs.replace(CONFIG.recovery, hang_timeout_s=0.3)
+    config: EngineConfig = msgspec.structs.replace(
+        CONFIG,
+        run=msgspec.structs.replace(CONFIG.run, run_dir=run_dir.path),
+        recovery=recovery,
+        parallel=ParallelConfig(),
+    )
+    running = Supervisor(
+        config,
+        run_dir,
+        Console(io.StringIO(), is_terminal=False),
+        listener=None,
+        parent_fd=None,
+        started_at=time.monotonic(),
+    )
+    read_fd, write_fd = os.pipe()
+    harm = threading.Thread(target=_harm, args=(running, write_fd))
+    harm.start()
+    status = running.run(read_fd)
+    harm.join()
+    os.close(read_fd)
+    os.close(write_fd)
+    assert status == 0
+    for module in ("worker_proc", "core_proc"):
+        assert len(MournedChild.predecessors[module]) >= 3, capfd.readouterr().err
+
+
+def _harm(running: Supervisor, write_fd: int) -> None:
+    """Kill each process, then stop each, then ask for the end."""
+    try:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            for role in (Role.WORKER, Role.CORE):
+                eventually(lambda: running.supervision.is_ready, "all are ready")
+                child = running._table.find(Slot(role))
+                assert child is not None
+                os.kill(child.pid, number)
+                module = process_table.MODULES[role]
+                heirs = MournedChild.predecessors[module]
+                eventually(lambda heirs=heirs, old=child: heirs[-1] is not old, "it has an heir")
+        eventually(lambda: running.supervision.is_ready, "all are ready")
+    finally:
+        os.write(write_fd, b"..")

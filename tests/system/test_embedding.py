@@ -14,7 +14,7 @@ import pytest
 from protocol.api_core import ErrorCode
 from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
-from protocol.ledger import RequestFailed
+from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason, SamplingParams
 from protocol.settings import configure
 from protocol.sync_client import EngineClient

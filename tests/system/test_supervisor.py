@@ -190,18 +190,20 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
 
 
 def test_who_only_asks_leaves_nothing_behind(engine: Engine) -> None:
-    """Every answer is the first one: no counter is kept for a peer that is no child."""
+    """Numbers go on from where the last forgotten peer was, whoever asks: none is kept for one."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    channel = DealerChannel(
-        context, lifecycle_address(engine.run_dir), HighWaterMark.LIFECYCLE_LINK
-    )
-    for _ in range(3):
+    address = lifecycle_address(engine.run_dir)
+    one, other = (DealerChannel(context, address, HighWaterMark.LIFECYCLE_LINK) for _ in range(2))
+    seqs: list[int] = []
+    for channel in (one, other, one):
         assert channel.socket.poll(TIMEOUT_S * 1000, zmq.POLLOUT)
         assert channel.send(0, encode(StatusQuery()))
         assert channel.socket.poll(TIMEOUT_S * 1000, zmq.POLLIN)
         (received,) = channel.drain(2)
-        assert received.header.seq == 0
-    channel.close()
+        seqs.append(received.header.seq)
+    assert seqs == [seqs[0], seqs[0] + 1, seqs[0] + 2]
+    one.close()
+    other.close()
     context.term()
 
 

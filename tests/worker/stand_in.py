@@ -13,8 +13,10 @@ import torch
 from protocol.core_worker import (
     BlockCopies,
     CachedRequestData,
+    ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
+    TokenLogprobs,
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
@@ -42,6 +44,9 @@ class Served:
     host_blocks: list[dict[int, int]] = field(default_factory=list)
     """While it is swapped out: the same on the host."""
     back_at: int = 0
+    num_drafts: int = 0
+    """Guesses to verify in the next step."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
@@ -51,8 +56,14 @@ class Served:
 class StandIn:
     """Runs requests to their ends on a model runner."""
 
-    def __init__(self, runner: ModelRunner, chunk: int, swap_every: int = 0) -> None:
-        """With `swap_every`, the oldest request goes to the host for a while in such steps."""
+    def __init__(
+        self, runner: ModelRunner, chunk: int, swap_every: int = 0, spare_drafts: int = 0
+    ) -> None:
+        """With `swap_every`, the oldest request goes to the host for a while in such steps.
+
+        With `spare_drafts`, a request is granted fewer drafts than announced in every step but one
+        of so many.
+        """
         self._runner = runner
         self._facts = runner.facts
         self._chunk = chunk
@@ -67,6 +78,11 @@ class StandIn:
         """Blocks that were given back by a window and had another owner later."""
         self.num_swaps = 0
         self._passed: set[int] = set()
+        self._spare_drafts = spare_drafts
+        self.accepted: list[tuple[int, int]] = []
+        """Drafts verified and drafts that were right, of each request and step with drafts."""
+        self.logprobs: list[list[TokenLogprobs]] = []
+        """Of each request."""
 
     def run(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -81,6 +97,7 @@ class StandIn:
             self._step()
         assert len(self._free) == self._facts.num_gpu_blocks - 1
         assert len(self._free_host) == self._facts.num_host_blocks
+        self.logprobs = [request.logprobs for request in requests]
         return [request.output_token_ids for request in requests]
 
     def _step(self) -> None:
@@ -97,24 +114,51 @@ class StandIn:
             *(preempted, finished, out, into),
         )
         self._step_id += 1
-        sampled = iter(self._runner.execute(across_the_wire(step)).sampled_token_ids)
-        for request in list(self._running):
-            request.num_computed += counts[request.req_id]
-            if request.num_computed == len(request.token_ids):
-                self._append(request, next(sampled))
+        self._take(counts, self._runner.execute(across_the_wire(step)))
         self._spoil()
 
     def _num_tokens(self, request: Served) -> int:
-        return min(self._chunk, len(request.token_ids) - request.num_computed)
+        num_left = len(request.token_ids) - request.num_computed
+        return num_left + request.num_drafts if num_left <= self._chunk else self._chunk
 
-    def _append(self, request: Served, token_id: int) -> None:
-        request.output_token_ids.append(token_id)
-        is_full = len(request.output_token_ids) == request.params.max_tokens
-        if is_full or token_id in self._facts.eos_token_ids:
-            self._running.remove(request)
-            self._finished.append(request.req_id)
-            for held in request.blocks:
-                self._free += held.values()
+    def _take(self, counts: dict[int, int], output: ModelRunnerOutput) -> None:
+        sampling = [
+            request
+            for request in self._running
+            if request.num_computed + counts[request.req_id] >= len(request.token_ids)
+        ]
+        nums_sampled = output.num_sampled_tokens or [1] * len(sampling)
+        nums_drafted = output.num_draft_tokens or [0] * len(sampling)
+        tokens = iter(output.sampled_token_ids)
+        for request in self._running:
+            request.num_computed += counts[request.req_id]
+        for request, num_sampled, drafted in zip(sampling, nums_sampled, nums_drafted, strict=True):
+            if request.num_drafts:
+                self.accepted.append((request.num_drafts, num_sampled - 1))
+            request.num_computed -= request.num_drafts - (num_sampled - 1)
+            self._append(request, [next(tokens) for _ in range(num_sampled)])
+            num_kept = len(request.output_token_ids) - len(request.logprobs)
+            request.logprobs += output.logprobs.get(request.req_id, [])[:num_kept]
+            request.num_drafts = self._grant(request, drafted)
+        assert next(tokens, None) is None
+
+    def _grant(self, request: Served, drafted: int) -> int:
+        if self._spare_drafts and (self._step_id + request.req_id) % self._spare_drafts:
+            drafted = (self._step_id + request.req_id) % (drafted + 1)
+        room = request.params.max_tokens - len(request.output_token_ids) - 1
+        return max(0, min(drafted, room))
+
+    def _append(self, request: Served, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            request.output_token_ids.append(token_id)
+            is_full = len(request.output_token_ids) == request.params.max_tokens
+            is_eos = token_id in self._facts.eos_token_ids and not request.params.ignore_eos
+            if is_full or is_eos:
+                self._running.remove(request)
+                self._finished.append(request.req_id)
+                for held in request.blocks:
+                    self._free += held.values()
+                return
 
     def _admit(self) -> tuple[list[NewRequestData], BlockCopies]:
         """One request per step, so that they are at different places."""
@@ -145,6 +189,7 @@ class StandIn:
             return [], out
         request = self._running.pop(0)
         request.back_at = self._step_id + STEPS_AWAY
+        request.num_drafts = 0
         end = -(-request.num_computed // self._facts.block_size)
         for held in request.blocks:
             host = {entry: self._free_host.pop() for entry in held if entry < end}
@@ -159,7 +204,8 @@ class StandIn:
     def _grow(self, request: Served) -> list[list[int]]:
         """Free what windows have passed, and return the new entries of each table."""
         size, before = self._facts.block_size, request.num_entries
-        request.num_entries = -(-(request.num_computed + self._num_tokens(request)) // size)
+        end = request.num_computed + self._num_tokens(request)
+        request.num_entries = max(before, -(-end // size))
         columns = []
         for group, held in zip(self._facts.kv_groups, request.blocks, strict=True):
             first = first_seen(group.window, request.num_computed) // size
@@ -168,12 +214,12 @@ class StandIn:
                 self._free.append(held.pop(entry))
             column = []
             for entry in range(before, request.num_entries):
-                column.append(self._take(held, entry) if entry >= first else NULL_BLOCK)
+                column.append(self._hold(held, entry) if entry >= first else NULL_BLOCK)
             assert group.max_blocks is None or len(held) <= group.max_blocks
             columns.append(column)
         return columns
 
-    def _take(self, held: dict[int, int], entry: int) -> int:
+    def _hold(self, held: dict[int, int], entry: int) -> int:
         block_id = held[entry] = self._free.pop()
         if block_id in self._passed:
             self._passed.remove(block_id)

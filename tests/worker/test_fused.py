@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from worker_proc.fused import FusedMLP, FusedRMSNorm, fuse_modules
+from worker_proc.fused import FusedActivation, FusedMLP, FusedRMSNorm, fuse_modules
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.packed_linear import can_pack
@@ -62,16 +63,39 @@ def test_norms_of_both_kinds(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @torch.inference_mode()
-def test_gated_mlps(bias: bool, dtype: torch.dtype, library: NativeLibrary) -> None:
+def test_gated_mlps(
+    activation: str, bias: bool, dtype: torch.dtype, library: NativeLibrary
+) -> None:
     torch.manual_seed(2)
-    model = nn.Sequential(make_mlp(bias=bias).to(dtype))
+    model = nn.Sequential(make_mlp(activation, bias=bias).to(dtype))
     inputs = [torch.randn(*shape, SIZE).to(dtype) * 3 for shape in ((1, 1), (1, 40), (200,))]
     wanted = [model(rows) for rows in inputs]
     assert fuse_modules(model, library, dtype) == 1
     assert isinstance(model[0], FusedMLP)
     for rows, want in zip(inputs, wanted, strict=True):
         assert_close(want, model(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"])
+@torch.inference_mode()
+def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> None:
+    """Also of rows that lie apart, and far out, where they are 0 or their argument."""
+    torch.manual_seed(3)
+    model = nn.Sequential(ACT2FN[name])
+    wide = torch.randn(1, 40, 2 * SIZE).to(dtype) * 4
+    inputs = [wide, wide[..., :SIZE], wide[:, :0], torch.tensor([[-1e30, -90.0, 90.0, 1e30]])]
+    wanted = [model(rows) for rows in inputs]
+    assert fuse_modules(model, library, dtype) == 1
+    assert isinstance(model[0], FusedActivation)
+    for rows, want in zip(inputs, wanted, strict=True):
+        assert_close(want, model(rows))
+    whole = model(wide[..., :SIZE])
+    for first, count in ((0, 1), (7, 2), (11, 29)):
+        part = model(wide[:, first : first + count, :SIZE].contiguous())
+        assert torch.equal(whole[:, first : first + count], part)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,6 +109,9 @@ def test_modules_that_compute_something_else_stay(
         nn.LayerNorm(size, bias=False),
         make_mlp("gelu", size=64),
         nn.Linear(size, 8),
+        nn.GELU(),
+        nn.ReLU(),
+        nn.Dropout(),
     ).to(dtype)
     before = [type(module) for module in model]
     assert fuse_modules(model, library, dtype) == 0

@@ -242,3 +242,70 @@ def test_as_many_tokens_as_requests_that_sample() -> None:
     parts = mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
     with pytest.raises(MirrorError, match="more tokens"):
         mirror.advance(parts, [1, 2])
+
+
+def drafting(num_drafts: int = 3, blocks: int = 3) -> Mirror:
+    """Request 1 with seven tokens, six of them computed, and drafts 71, 72, ..."""
+    mirror = make_mirror()
+    request = new(1, blocks=range(1, 1 + blocks))
+    mirror.advance(mirror.apply(step(0, 6, [request], counts={1: 6})), [61])
+    mirror.requests[1].draft_token_ids = list(range(71, 71 + num_drafts))
+    return mirror
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_computed_tokens_go_back_behind_the_last_right_draft(num_right: int) -> None:
+    mirror = drafting()
+    parts = mirror.apply(step(1, 3, counts={1: 3}))
+    assert [(p.start, p.end, p.num_drafts, p.samples) for p in parts] == [(6, 9, 2, True)]
+    sampled = [*range(71, 71 + num_right), 5]
+    mirror.advance(parts, sampled, [num_right + 1])
+    request = mirror.requests[1]
+    assert request.token_ids[6:] == [61, *sampled]
+    assert request.num_computed_tokens == 7 + num_right == len(request.token_ids) - 1
+
+
+def test_those_without_drafts_advance_beside_those_with_some() -> None:
+    mirror = drafting()
+    news = [new(2), new(3, 8)]
+    parts = mirror.apply(step(1, 14, news, counts={1: 4, 2: 6, 3: 4}))
+    assert [(p.num_drafts, p.samples) for p in parts] == [(3, True), (0, True), (0, False)]
+    mirror.advance(parts, [71, 9, 8], [2, 1])
+    found = [(r.num_computed_tokens, r.token_ids[-1]) for r in mirror.requests.values()]
+    assert found == [(8, 9), (6, 8), (4, 17)]
+
+
+@pytest.mark.parametrize(
+    ("count", "num_drafts", "message"),
+    [
+        (5, 3, "position 11 of 7 known tokens and 3 drafts"),
+        (2, 0, "position 8 of 7 known tokens"),
+        (7, 9, "position 13 with 3 blocks of 4"),
+    ],
+)
+def test_no_more_is_scheduled_than_was_guessed(count: int, num_drafts: int, message: str) -> None:
+    with pytest.raises(MirrorError, match=message):
+        drafting(num_drafts).apply(step(1, count, counts={1: count}))
+
+
+def test_drafts_end_with_the_models_length() -> None:
+    mirror = drafting(45, blocks=20)
+    mirror.apply(step(1, 44, counts={1: 44}))
+    with pytest.raises(MirrorError, match="position 51, past max_model_len 50"):
+        drafting(45, blocks=20).apply(step(1, 45, counts={1: 45}))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "counts", "message"),
+    [
+        ([71, 72, 73, 5], [4], "sampled 4 tokens over 2 drafts"),
+        ([], [0], "sampled 0 tokens over 2 drafts"),
+        ([71, 5], [1], "add up to 1"),
+        ([71, 5], [1, 1], "2 requests sampled, and 1 were due"),
+    ],
+)
+def test_sampled_tokens_fit_the_drafts(sampled: list[int], counts: list[int], message: str) -> None:
+    mirror = drafting()
+    parts = mirror.apply(step(1, 3, counts={1: 3}))
+    with pytest.raises(MirrorError, match=message):
+        mirror.advance(parts, sampled, counts)

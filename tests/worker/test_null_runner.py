@@ -20,7 +20,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
 from worker_proc.mirror import MirrorError
-from worker_proc.null_runner import NullRunner, next_token_id
+from worker_proc.null_runner import NullRunner, draft_token_ids, next_token_id
 
 EOS = [2]
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0)
@@ -200,9 +200,55 @@ def test_logprobs_come_for_those_who_ask() -> None:
     request = msgspec.structs.replace(new(1), sampling_params=asking)
     output = runner.execute(step(0, 12, [request, new(2)], counts={1: 6, 2: 6}))
     assert list(output.logprobs) == [1]
-    assert output.sampled_token_ids[0] == output.logprobs[1].token_id
+    assert [output.sampled_token_ids[0]] == [entry.token_id for entry in output.logprobs[1]]
     assert [(p.req_id, p.first_position) for p in output.prompt_logprobs] == [(1, 1)]
     assert [e.token_id for e in output.prompt_logprobs[0].entries] == [11, 12, 13, 14, 15]
+
+
+NUM_DRAFTS = 3
+
+
+def test_drafts_are_right_up_to_a_place_that_the_text_decides() -> None:
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(400):
+        text = [rng.randrange(300) for _ in range(rng.randrange(1, 30))]
+        before = list(text)
+        drafts = draft_token_ids(text, NUM_DRAFTS, 300, EOS)
+        assert text == before
+        assert drafts == draft_token_ids(text, NUM_DRAFTS, 300, EOS)
+        right = expected(text, NUM_DRAFTS)
+        num_right = next((i for i, d in enumerate(drafts) if d != right[i]), len(drafts))
+        seen.add((len(drafts), num_right))
+    assert seen == {(m, right) for m in range(NUM_DRAFTS + 1) for right in range(m + 1)}
+
+
+def test_tokens_are_the_same_over_drafts() -> None:
+    asking = SamplingParams(max_tokens=100, temperature=0.0, logprobs=1)
+    request = msgspec.structs.replace(new(1, 6, range(1, 50)), sampling_params=asking)
+    runner = NullRunner(facts(), num_speculative_tokens=NUM_DRAFTS)
+    output = runner.execute(step(0, 6, [request], counts={1: 6}))
+    tokens = list(output.sampled_token_ids)
+    seen = set()
+    for step_id in range(1, 300):
+        # Not all that were announced are asked for in every step.
+        drafted = output.num_draft_tokens[0] if output.num_draft_tokens else 0
+        num_drafts = min(drafted, step_id % 4)
+        count = num_drafts + 1
+        output = runner.execute(step(step_id, count, counts={1: count}))
+        assert output.num_sampled_tokens == [len(output.sampled_token_ids)]
+        assert [entry.token_id for entry in output.logprobs[1]] == output.sampled_token_ids
+        tokens += output.sampled_token_ids
+        seen.add((num_drafts, len(output.sampled_token_ids) - 1))
+        if len(tokens) > 180:
+            break
+    assert tokens == expected(list(range(10, 16)), len(tokens))
+    assert seen == {(m, right) for m in range(NUM_DRAFTS + 1) for right in range(m + 1)}
+
+
+def test_without_speculation_nothing_is_announced() -> None:
+    output = NullRunner(facts()).execute(step(0, 6, [new(1)], counts={1: 6}))
+    assert (output.num_sampled_tokens, output.num_draft_tokens) == ([], [])
 
 
 def test_it_can_be_made_slow() -> None:

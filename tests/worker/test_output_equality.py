@@ -5,6 +5,7 @@ Each way to schedule is compared with the plainest one: whole prompts, one at a 
 
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from protocol.sampling import SamplingParams
@@ -92,6 +93,45 @@ def test_tokens_are_equal_however_they_are_scheduled(
             run = drive(tight if way.tight else roomy, served.prompts, params, **options)
             assert run.output_token_ids == plain.output_token_ids, (kind, name)
             _check_happened(run, way, name)
+
+
+WAYS_WITH_DRAFTS = [
+    "chunked",
+    "cached",
+    "swapped and chunked, cheapest first",
+    "four in flight, all of it at once",
+]
+NUM_DRAFTS = 3
+FEW = dict.fromkeys((17, 23, 99, 260), 60.0)
+"""With this bias almost only four tokens are chosen, so that pairs of them repeat."""
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)
+def test_tokens_are_equal_with_drafts(architecture: Architecture, serve: Serve) -> None:
+    served = serve(architecture)
+    roomy, tight = (
+        make_runner(
+            *(served.directory, num_blocks),
+            num_speculative_tokens=NUM_DRAFTS,
+            swap_space_bytes=SWAP_SPACE_BYTES,
+        )
+        for num_blocks in (ROOMY, TIGHT[architecture.name])
+    )
+    without = make_runner(served.directory, ROOMY)
+    params = [pair[i % 2] for i, pair in enumerate(zip(*SAMPLING.values(), strict=True))]
+    biased = [
+        msgspec.structs.replace(p, logit_bias=FEW, max_tokens=2 * MAX_TOKENS, ignore_eos=True)
+        for p in params
+    ]
+    plain = drive(without, served.prompts, biased, **PLAIN, max_num_seqs=1)
+    for name in WAYS_WITH_DRAFTS:
+        way = WAYS[name]
+        options = way.options | {"num_speculative_tokens": NUM_DRAFTS}
+        run = drive(tight if way.tight else roomy, served.prompts, biased, **options)
+        assert run.output_token_ids == plain.output_token_ids, name
+        assert run.num_accepted_drafts > 30, name
+        assert (run.num_preemptions > 0) == way.preempts, name
 
 
 def _check_happened(run: Run, way: Way, name: str) -> None:

@@ -69,13 +69,19 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 
 
 def make_runner(
-    directory: Path, num_blocks: int, dtype: str = "float32", **cache: Any
+    directory: Path,
+    num_blocks: int,
+    dtype: str = "float32",
+    num_speculative_tokens: int = 0,
+    **cache: Any,
 ) -> ModelRunner:
     """Load a checkpoint on the CPU with a pool of `num_blocks`."""
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks, **cache),
-        scheduler=SchedulerConfig(max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=512, num_speculative_tokens=num_speculative_tokens
+        ),
         worker=WorkerConfig(num_threads=1),
     )
     return load_model_runner(config, lambda phase, done, total: None)

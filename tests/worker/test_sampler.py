@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
-from worker_proc.inverse_cdf import Filters, sample_full, sample_top_k, scale
+from worker_proc.inverse_cdf import (
+    Filters,
+    _distance,
+    _weigh,
+    sample_full,
+    sample_top_k,
+    scale,
+)
 from worker_proc.philox import draw, philox4x32
 from worker_proc.sampler import Sampler
 
@@ -229,6 +236,33 @@ def test_token_does_not_depend_on_the_batch() -> None:
         result = sampler.sample(logits[order], [rows[i] for i in order])
         assert result.token_ids == [alone[i].token_ids[0] for i in order]
         assert result.logprobs == [alone[i].logprobs[0] for i in order]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [509, 4096, 50_257])
+def test_logprobs_and_weights_are_the_same_bits_in_every_batch(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
+    """No row ends where a vector does, so that each lies at another place of its vectors."""
+    logits = _logits(9, seed=3, spread=4.0, vocab_size=vocab_size).to(dtype)
+    params = SamplingParams(temperature=0.7, seed=5, logprobs=4)
+    sampler = _sampler(vocab_size)
+    alone = [sampler.sample(logits[i : i + 1], [_row(params)]) for i in range(len(logits))]
+    weights = [_weights(logits[i : i + 1], params) for i in range(len(logits))]
+    for rows in ([3, 0], [8, 1, 2, 7], list(range(9))[::-1]):
+        together = sampler.sample(logits[rows], [_row(params)] * len(rows))
+        for place, row in enumerate(rows):
+            assert together.logprobs[place] == alone[row].logprobs[0]
+            assert together.token_ids[place] == alone[row].token_ids[0]
+        assert torch.equal(_weights(logits[rows], params), torch.cat([weights[i] for i in rows]))
+
+
+def _weights(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The integer weights that tokens are drawn by."""
+    columns = [torch.tensor([value] * len(logits)) for value in (params.temperature, 0.0, 1.0)]
+    filters = Filters(columns[0].float(), columns[1].double(), columns[2].double(), columns[0])
+    scores = logits.float()
+    return _weigh(_distance(scores, scores.amax(dim=-1, keepdim=True), filters), filters)
 
 
 def test_chunked_batches_equal_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ torch, since both are linked to the libgomp that is loaded already.
 """
 
 import ctypes
+import enum
 import logging
 import os
 from pathlib import Path
@@ -18,6 +19,13 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _log = logging.getLogger(__name__)
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int32
+
+
+class Activation(enum.IntEnum):
+    """Those that pointwise.cpp computes."""
+
+    SILU = 0
+    GELU_TANH = 1
 
 
 class LayerArgs(ctypes.Structure):
@@ -78,9 +86,9 @@ class NativeLibrary:
             *(_INT, _INT, ctypes.c_float, _INT, _INT),
         )
         self._rms_norm.restype = None
-        self._silu = library.troika_silu_and_multiply
-        self._silu.argtypes = (_POINTER, _POINTER, _INT, _INT, _INT)
-        self._silu.restype = None
+        self._activate = library.troika_activate
+        self._activate.argtypes = (_POINTER, ctypes.c_int64, _POINTER, *[_INT] * 5)
+        self._activate.restype = None
 
     def attend(
         self,
@@ -139,16 +147,28 @@ class NativeLibrary:
         )
         return out
 
-    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) · up for `[..., 2 · size]`, contiguous, gates first."""
-        size = gate_up.shape[-1] // 2
-        out = gate_up.new_empty(*gate_up.shape[:-1], size)
-        self._silu(
-            gate_up.data_ptr(),
+    def activate(
+        self, hidden: torch.Tensor, activation: Activation, *, multiplies: bool = False
+    ) -> torch.Tensor:
+        """Apply an activation to every value of `[..., size]`, float32 or bfloat16.
+
+        If it multiplies, `hidden` holds gates and, after them in each row, as many factors:
+        f(gate) · up, `[..., size / 2]`.
+        """
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        size = rows.shape[1] // 2 if multiplies else rows.shape[1]
+        out = torch.empty(*hidden.shape[:-1], size, dtype=hidden.dtype)
+        self._activate(
+            rows.data_ptr(),
+            rows.stride(0),
             out.data_ptr(),
-            out.numel() // size,
+            len(rows),
             size,
-            gate_up.dtype == torch.bfloat16,
+            activation,
+            multiplies,
+            hidden.dtype == torch.bfloat16,
         )
         return out
 

@@ -60,18 +60,55 @@ void rms_norm(const T* in, int64_t stride, const float* weight, T* out, int num_
   }
 }
 
-template <typename T>
-void silu_and_multiply(const T* in, T* out, int num_rows, int size) {
+// Numbers that kernels.py knows.
+constexpr int kSilu = 0;
+constexpr int kGeluTanh = 1;
+
+// Both are x times a sigmoid: 0.5 · (1 + tanh(u)) = sigmoid(2u), without the cancellation.
+template <int Kind>
+inline Vec activation_of(Vec x) {
+  if (Kind == kSilu) return x * sigmoid_of(x);
+  const Vec u = x * (x * x * 0.044715f + 1.0f);
+  return x * sigmoid_of(u * 1.5957691216f);  // 2 · sqrt(2 / pi)
+}
+
+template <typename T, int Kind>
+void activate(const T* in, int64_t stride, T* out, int num_rows, int size) {
 #pragma omp parallel for schedule(static) if (int64_t(num_rows) * size > 16384)
   for (int row = 0; row < num_rows; row++) {
-    const T* gate = in + static_cast<int64_t>(row) * 2 * size;
+    const T* x = in + row * stride;
     T* y = out + static_cast<int64_t>(row) * size;
     for (int i = 0; i < size; i += kLanes) {
       const int count = lanes_at(i, size);
-      const Vec g = load_any(gate + i, count);
-      save(rounded(g * sigmoid_of(g), T{}) * load_any(gate + size + i, count), y + i, count);
+      save(activation_of<Kind>(load_any(x + i, count)), y + i, count);
     }
   }
+}
+
+template <typename T, int Kind>
+void activate_and_multiply(const T* in, int64_t stride, T* out, int num_rows, int size) {
+#pragma omp parallel for schedule(static) if (int64_t(num_rows) * size > 16384)
+  for (int row = 0; row < num_rows; row++) {
+    const T* gate = in + row * stride;
+    T* y = out + static_cast<int64_t>(row) * size;
+    for (int i = 0; i < size; i += kLanes) {
+      const int count = lanes_at(i, size);
+      const Vec g = activation_of<Kind>(load_any(gate + i, count));
+      save(rounded(g, T{}) * load_any(gate + size + i, count), y + i, count);
+    }
+  }
+}
+
+template <typename T>
+void activate_any(const void* in, int64_t stride, void* out, int num_rows, int size, int kind,
+                  bool multiplies) {
+  const T* x = static_cast<const T*>(in);
+  T* y = static_cast<T*>(out);
+  if (multiplies)
+    (kind == kSilu ? activate_and_multiply<T, kSilu> : activate_and_multiply<T, kGeluTanh>)(
+        x, stride, y, num_rows, size);
+  else
+    (kind == kSilu ? activate<T, kSilu> : activate<T, kGeluTanh>)(x, stride, y, num_rows, size);
 }
 
 }  // namespace
@@ -88,11 +125,12 @@ extern "C" void troika_rms_norm(const void* in, int64_t stride, const float* wei
              epsilon, round_before_weight);
 }
 
-// Rows of 2 · size values, gates first: y = silu(gate) · up.
-extern "C" void troika_silu_and_multiply(const void* in, void* out, int32_t num_rows, int32_t size,
-                                         int32_t is_bf16) {
+// Per row: y = f(x), of `size` values; or, if it multiplies, y = f(gate) · up, of 2 · size values
+// with the gates first. Rows of x are `stride` apart.
+extern "C" void troika_activate(const void* in, int64_t stride, void* out, int32_t num_rows,
+                                int32_t size, int32_t kind, int32_t multiplies, int32_t is_bf16) {
   if (is_bf16)
-    silu_and_multiply(static_cast<const Bf16*>(in), static_cast<Bf16*>(out), num_rows, size);
+    activate_any<Bf16>(in, stride, out, num_rows, size, kind, multiplies);
   else
-    silu_and_multiply(static_cast<const float*>(in), static_cast<float*>(out), num_rows, size);
+    activate_any<float>(in, stride, out, num_rows, size, kind, multiplies);
 }

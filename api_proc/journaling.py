@@ -1,0 +1,175 @@
+"""The journal inside the event loop: groups what is to be written, survives a disk that fails.
+
+While nothing can be written, requests are kept in memory only, which the log, the metrics and
+/readyz say. It is tried again and again, each time with a snapshot of everything open in a new
+segment; the same snapshot keeps segments short.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from api_proc.session_log import Brought, Forgotten, Row
+from protocol.journal import LOCK_TIMEOUT_S, Journal
+from protocol.message import Message, encode
+
+FLUSH_S = 0.005
+"""Tokens are written this long after they have come, together with all others."""
+SEGMENT_BYTES = 16 * 2**20
+"""A segment of this size is followed by a new one; or of twice its snapshot's, if that is more."""
+_FIRST_RETRY_S = 1.0
+_RETRY_MAX_S = 10.0
+_BATCH = 32
+"""Requests of a snapshot that are encoded at a time."""
+
+log = logging.getLogger("troika.api")
+
+
+class Journaling:
+    """One journal and everybody who waits for it."""
+
+    def __init__(self, directory: str, snapshot: Callable[[], Iterator[list[Message]]]) -> None:
+        """Name the directory; `snapshot` iterates over the records of each open request."""
+        self._directory = directory
+        self._snapshot = snapshot
+        self._rows: list[Row] = []
+        self._flushing: asyncio.TimerHandle | None = None
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._snapshot_bytes = 0
+        self._is_rotating = False
+        self._rotation = 0
+        self._retry_s = _FIRST_RETRY_S
+        self._retry: asyncio.TimerHandle | None = None
+        self._on_recovered: Callable[[list[bytes]], None] = lambda records: None
+        self.is_failed = True
+        """Whether requests are kept in memory only."""
+        self.num_failures = 0
+        self.num_bytes = 0
+        """Handed over to be written."""
+
+    def start(self, on_recovered: Callable[[list[bytes]], None]) -> None:
+        """Read what a predecessor has left, tell it, and begin to write; inside the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._on_recovered = on_recovered
+        self._journal = Journal(
+            self._directory, self._loop.call_soon_threadsafe, self._on_written, self._on_failed
+        )
+        self._take_over(LOCK_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._flush()
+        for timer in (self._flushing, self._retry):
+            if timer is not None:
+                timer.cancel()
+        self._journal.close()
+
+    def write(self, message: Message) -> None:
+        """Have a record written soon, after all that came before it."""
+        self._flush()
+        self._append(message)
+
+    def row(self, row: Row) -> None:
+        """Have an output written, together with others."""
+        self._rows.append(row)
+        if self._flushing is None:
+            self._flushing = self._loop.call_later(FLUSH_S, self._flush)
+
+    async def written(self, timeout_s: float) -> None:
+        """Wait until all that was handed over is on disk, or will not be; at most so long."""
+        position = self._journal.num_appended
+        if self._journal.num_written >= position:
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append((position, future))
+        await asyncio.wait([future], timeout=timeout_s)
+
+    def _append(self, message: Message) -> None:
+        body = encode(message)
+        self.num_bytes += len(body)
+        self._journal.append(body)
+        limit = max(SEGMENT_BYTES, 2 * self._snapshot_bytes)
+        if self._journal.num_segment_bytes > limit and not self._is_rotating and not self.is_failed:
+            self._rotate()
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._append(Brought(rows))
+
+    def _on_written(self) -> None:
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= self._journal.num_written:
+            future = waiting.popleft()[1]
+            if not future.done():
+                future.set_result(None)
+
+    # Segments -----------------------------------------------------------------------------------
+
+    def _take_over(self, timeout_s: float) -> None:
+        self._retry = None
+        if not self._journal.is_locked:
+            try:
+                records = self._journal.recover(timeout_s)
+            except OSError as error:
+                self._on_failed(error)
+                return
+            self._on_recovered(records)
+        self._rotate()
+
+    def _rotate(self) -> None:
+        """Go on in a new segment, with everything open at its beginning."""
+        self._is_rotating = True
+        self._rotation += 1
+        self._journal.begin_segment()
+        self._write_snapshot(self._snapshot(), self._rotation)
+
+    def _write_snapshot(self, requests: Iterator[list[Message]], rotation: int) -> None:
+        """A part at a time, so that no stream waits for it."""
+        if rotation != self._rotation or not self._journal.is_writing:
+            return
+        for _ in range(_BATCH):
+            messages = next(requests, None)
+            if messages is None:
+                self._end_snapshot(rotation)
+                return
+            for message in messages:
+                self._append(message)
+        self._loop.call_soon(self._write_snapshot, requests, rotation)
+
+    def _end_snapshot(self, rotation: int) -> None:
+        self._journal.complete_segment()
+        self._snapshot_bytes = self._journal.num_segment_bytes
+        self._append(Forgotten(0))  # to hear of the end also where nothing is open
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append((self._journal.num_appended, future))
+        future.add_done_callback(lambda _: self._snapshot_written(rotation))
+
+    def _snapshot_written(self, rotation: int) -> None:
+        if rotation != self._rotation or not self._journal.is_writing:
+            return
+        self._is_rotating = False
+        self._retry_s = _FIRST_RETRY_S
+        if self.is_failed:
+            self.is_failed = False
+            if self.num_failures:
+                log.warning("the journal in %s is written again", self._directory)
+
+    def _on_failed(self, error: OSError) -> None:
+        if not self.is_failed or not self.num_failures:
+            log.error(
+                "the journal in %s cannot be written (%s): requests are kept in memory only",
+                self._directory,
+                error,
+            )
+        self.is_failed = True
+        self.num_failures += 1
+        self._is_rotating = False
+        self._on_written()
+        if self._retry is None:
+            self._retry = self._loop.call_later(self._retry_s, self._take_over, 0.0)
+            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)

@@ -1,0 +1,106 @@
+"""What the journal says: which requests were accepted, what they brought, which are over."""
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from api_proc.history import History
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.message import Decoder, Message, ProtocolError, Record
+
+log = logging.getLogger("troika.api")
+
+
+class Accepted(Message):
+    """A request and all its sequences."""
+
+    number: int
+    """Names the request in the records that follow; never used again."""
+    request_id: str
+    path: str
+    raw: bytes
+    """The body as it came."""
+    created: int
+    """Seconds since the Unix epoch."""
+    adds: list[AddRequest]
+    """As they were accepted, one for each sequence."""
+
+
+class Row(Record):
+    """What one sequence has brought."""
+
+    number: int
+    index: int
+    output: RequestOutput
+
+
+class Brought(Message):
+    """What came at about the same time."""
+
+    rows: list[Row]
+
+
+class Cut(Message):
+    """A sequence was ended from this side."""
+
+    number: int
+    index: int
+
+
+class Forgotten(Message):
+    """A request is over, or nobody has come back for it."""
+
+    number: int
+
+
+_decode: Decoder[Accepted | Brought | Cut | Forgotten] = Decoder(
+    Accepted | Brought | Cut | Forgotten
+)
+
+
+class Remembered:
+    """One request as the journal tells it."""
+
+    def __init__(self, accepted: Accepted) -> None:
+        self.accepted = accepted
+        self.histories = [History(_nobody) for _ in accepted.adds]
+
+
+def replay(records: Iterable[bytes]) -> list[Remembered]:
+    """Return the requests that are not over, oldest first.
+
+    The same record may come twice, in a segment and in the snapshot of the next: outputs are taken
+    by index, and what a gap in the journal has lost is left to be computed again.
+    """
+    found: dict[int, Remembered] = {}
+    for record in records:
+        try:
+            message = _decode(record)
+        except ProtocolError as problem:
+            log.warning("a record of the journal cannot be read: %s", problem)
+            continue
+        if isinstance(message, Accepted):
+            if message.number not in found:
+                found[message.number] = Remembered(message)
+        elif isinstance(message, Forgotten):
+            found.pop(message.number, None)
+        elif isinstance(message, Cut):
+            remembered = found.get(message.number)
+            if remembered is not None:
+                remembered.histories[message.index].cut()
+        else:
+            for row in message.rows:
+                remembered = found.get(row.number)
+                if remembered is not None and not remembered.histories[row.index].is_ended:
+                    remembered.histories[row.index].enter(row.output)
+    return [found[number] for number in sorted(found)]
+
+
+def resumed(add: AddRequest, history: History) -> AddRequest:
+    """The request as a core must see it that knows nothing of it."""
+    return msgspec.structs.replace(add, output_token_ids=list(history.token_ids))
+
+
+def _nobody(history: History, output: RequestOutput | None) -> None:
+    """Nobody is told while the journal is read."""

@@ -1,0 +1,54 @@
+"""Compares all of a worker's output with what is due, before any of it is believed."""
+
+from collections.abc import Sequence
+
+from core_proc.request import Request, RequestStatus
+from protocol.core_worker import ModelRunnerOutput
+
+
+class WorkerMisbehaved(Exception):
+    """A worker's message contradicts what it was told; nothing of it was taken over."""
+
+
+def check_output(
+    output: ModelRunnerOutput,
+    due: tuple[int, Sequence[Request]] | None,
+    vocab_size: int,
+    most_drafts: int,
+) -> None:
+    """Check the step's number, how many tokens there are, and that all are of the vocabulary.
+
+    Args:
+        output: as it came.
+        due: id of the oldest step in flight and who samples in it; None: nothing is due.
+        vocab_size: of the model.
+        most_drafts: tokens that may be guessed for a request.
+
+    Raises:
+        WorkerMisbehaved: something does not agree.
+    """
+    if due is None or due[0] != output.step_id:
+        text = f"step {due[0]} is" if due is not None else "none is"
+        raise WorkerMisbehaved(f"output of step {output.step_id} came, and {text} due")
+    _check_counts(output, due[1], most_drafts)
+    token_ids = output.sampled_token_ids
+    if token_ids and max(token_ids) >= vocab_size:
+        raise WorkerMisbehaved(
+            f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
+        )
+
+
+def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_drafts: int) -> None:
+    counts, drafts = output.num_sampled_tokens, output.num_draft_tokens
+    num_tokens = len(output.sampled_token_ids)
+    if num_tokens != (sum(counts) if counts else len(sampling)):
+        raise WorkerMisbehaved(f"{num_tokens} tokens for {len(sampling)} that sampled")
+    for name, column in (("num_sampled_tokens", counts), ("num_draft_tokens", drafts)):
+        if column and len(column) != len(sampling):
+            raise WorkerMisbehaved(f"{name} has {len(column)} numbers for {len(sampling)}")
+    if max(drafts, default=0) > most_drafts:
+        raise WorkerMisbehaved(f"{max(drafts)} draft tokens for a request, more than {most_drafts}")
+    for request, count in zip(sampling, counts, strict=bool(counts)):
+        is_known = request.status is RequestStatus.RUNNING
+        if count > 1 + (request.num_drafts_in_flight if is_known else most_drafts):
+            raise WorkerMisbehaved(f"{count} tokens at once for request {request.req_id}")

@@ -1,0 +1,267 @@
+"""Failpoints: named places in the processes where a test lets something go wrong.
+
+Off unless the environment variable `_TROIKA_FAILPOINTS` is set where the engine is started; then
+every process of it obeys. Its value is one of two things:
+
+- a list such as `worker.mid_step=kill9@3,core.after_drain=delay:20@*`: in every incarnation of a
+  process the third time it gets there, or every time;
+- the absolute path of a directory, to arm failpoints while the engine runs: a file named like the
+  failpoint holds `ACTION@HIT`, counts from the moment in which it was put there, and disappears
+  when it fires, so that the successor of whom it has killed lives. Each firing adds a line to
+  `log`, and each place that was reached for the first time a file `reached.NAME`.
+
+Actions: `kill9` (SIGKILL to this process), `segv` (SIGSEGV), `stop` (SIGSTOP), `exc` (raise FailpointError),
+`enospc` (raise OSError), `delay:MS` (hold this thread), `hold:MS` (hold the interpreter, and with
+it all threads), `note` (nothing but the line in the log).
+"""
+
+import ctypes
+import errno
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+VARIABLE = "_TROIKA_FAILPOINTS"
+"""Begins with an underscore: no setting of the engine, and handed on to all of its processes."""
+LOG_FILE = "log"
+REACHED_PREFIX = "reached."
+EVERY_HIT = 0
+POISON_TOKEN_ID = 31_337
+"""Begins prompts that may harm null workers, at `worker.poison`."""
+
+FAILPOINTS = {
+    "supervisor.after_death": "A child is dead and reaped; nothing was done about it yet.",
+    "supervisor.after_start": "A child was started; it has not said Hello.",
+    "core.load": "Started and configured; nobody can connect yet.",
+    "core.after_drain": "What had arrived was obeyed; nothing was scheduled yet.",
+    "core.after_adopt": "Workers were adopted, first ones or successors; no step was sent to them.",
+    "core.after_dispatch": "A step was sent to the workers.",
+    "core.after_preemption": "A step was sent that takes its blocks from a running request.",
+    "core.before_reply": "The results of a step were entered; no client was told.",
+    "worker.load": "Started and configured; the model is about to be loaded.",
+    "worker.after_load": "The model is loaded; the core was not told.",
+    "worker.after_adopt": "Adopted by a core; no step has come.",
+    "worker.before_step": "A step has come; nothing of it was done.",
+    "worker.mid_step": "The mirror has taken the step over; no token was sampled.",
+    "worker.after_step": "The step was computed; its result was not sent.",
+    "worker.poison": "A request whose first token is POISON_TOKEN_ID is new to the null worker.",
+    "api.load": "The tokenizer is loaded; nothing is served yet.",
+    "ledger.after_accept": "A request was accepted, in the API or a host; the core was not told.",
+    "api.after_accept": "All sequences of an HTTP request were accepted; no byte was answered.",
+    "api.before_flush": "New tokens have become server-sent events; they were not written.",
+    "api.before_abort": "A client has disconnected; its requests run on.",
+}
+"""All of them. The part before the dot names the process that gets there."""
+
+
+class FailpointError(Exception):
+    """Raised where the action `exc` was asked for."""
+
+
+class Reach(Protocol):
+    """Says that a failpoint was reached."""
+
+    def __call__(self, name: str, when: bool = True) -> None: ...
+
+
+class Order(NamedTuple):
+    """What shall happen at a failpoint, and when."""
+
+    action: str
+    delay_s: float
+    hit: int
+    """Counted from 1; EVERY_HIT: each time."""
+
+
+_ORDER = re.compile(r"(kill9|segv|stop|exc|enospc|note|(?:delay|hold):(\d{1,6}))@([1-9]\d{0,8}|\*)")
+
+
+def parse_order(text: str) -> Order:
+    """Read `ACTION@HIT`.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
+    match = _ORDER.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} must be ACTION@HIT, like kill9@1, delay:50@3 or note@*")
+    hit = EVERY_HIT if match[3] == "*" else int(match[3])
+    return Order(match[1].partition(":")[0], int(match[2] or 0) / 1000, hit)
+
+
+def parse_orders(text: str) -> dict[str, Order]:
+    """Read `NAME=ACTION@HIT,...`.
+
+    Raises:
+        ValueError: a name is unknown, or an order is none.
+    """
+    pairs = [item.strip().partition("=") for item in text.split(",") if item.strip()]
+    for name, _, _ in pairs:
+        check_name(name)
+    return {name: parse_order(order) for name, _, order in pairs}
+
+
+def check_name(name: str) -> None:
+    """Refuse names of no failpoint.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in FAILPOINTS:
+        raise ValueError(f"{name!r} is no failpoint; these are: {', '.join(FAILPOINTS)}")
+
+
+def arm(directory: Path, name: str, order: str) -> None:
+    """Arm a failpoint in the processes that were started with this directory.
+
+    Raises:
+        ValueError: there is no such failpoint, or `order` is no `ACTION@HIT`.
+    """
+    check_name(name)
+    parse_order(order)
+    draft = directory / f".{name}"
+    draft.write_text(order)
+    draft.replace(directory / name)
+
+
+def disarm(directory: Path) -> None:
+    """Take back whatever has not fired."""
+    for name in FAILPOINTS:
+        (directory / name).unlink(missing_ok=True)
+
+
+class Failpoints:
+    """Orders that were given once, when the engine was started."""
+
+    def __init__(self, orders: dict[str, Order]) -> None:
+        self._orders = orders
+        self._hits = dict.fromkeys(orders, 0)
+
+    def reach(self, name: str, when: bool = True) -> None:
+        """Count, and act if this is the hit."""
+        order = self._orders.get(name)
+        if order is None or not when:
+            return
+        self._hits[name] += 1
+        if order.hit in (EVERY_HIT, self._hits[name]):
+            act(order)
+
+
+class ArmedFile(NamedTuple):
+    """One order of a directory, and how often its place was reached since."""
+
+    identity: tuple[int, int]
+    order: Order
+    num_hits: int
+
+
+class FailpointDirectory:
+    """Orders that come and go as files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._reached: set[str] = set()
+        self._armed: dict[str, ArmedFile] = {}
+
+    def reach(self, name: str, when: bool = True) -> None:
+        """Count since the order was put there, and act if this is the hit."""
+        if not when:
+            return
+        if name not in self._reached:
+            self._reached.add(name)
+            (self._directory / f"{REACHED_PREFIX}{name}").touch()
+        armed = self._look(name)
+        if armed is None:
+            return
+        armed = self._armed[name] = armed._replace(num_hits=armed.num_hits + 1)
+        if armed.order.hit == EVERY_HIT or self._take(name, armed):
+            self._log(name, armed.order)
+            act(armed.order)
+
+    def _look(self, name: str) -> ArmedFile | None:
+        file = self._directory / name
+        try:
+            info = os.stat(file)
+            identity = (info.st_ino, info.st_mtime_ns)
+            known = self._armed.get(name)
+            if known is not None and known.identity == identity:
+                return known
+            return ArmedFile(identity, parse_order(file.read_text()), 0)
+        except FileNotFoundError:
+            return None
+
+    def _take(self, name: str, armed: ArmedFile) -> bool:
+        """Whether it fires now, here: of several processes only one removes the file."""
+        if armed.num_hits != armed.order.hit:
+            return False
+        try:
+            os.unlink(self._directory / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _log(self, name: str, order: Order) -> None:
+        """One write, so that the lines of several processes do not mix."""
+        line = f"{time.monotonic():.6f} {name} {os.getpid()} {order.action}\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        descriptor = os.open(self._directory / LOG_FILE, flags, 0o600)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+
+def act(order: Order) -> None:
+    """Do it.
+
+    Raises:
+        FailpointError: the action is exc.
+        OSError: the action is enospc.
+    """
+    match order.action:
+        case "kill9":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exc":
+            raise FailpointError("a failpoint asked for an exception")
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "delay":
+            time.sleep(order.delay_s)
+        case "hold":
+            _hold(order.delay_s)
+
+
+def _hold(duration_s: float) -> None:
+    """Sleep in C without letting go of the interpreter; signals do not end it."""
+    deadline = time.monotonic() + duration_s
+    library = ctypes.PyDLL(None)
+    while (left_s := deadline - time.monotonic()) > 0:
+        library.usleep(int(left_s * 1e6))
+
+
+def configured(value: str | None) -> Reach:
+    """What a process calls, according to the environment variable's value.
+
+    Raises:
+        ValueError: the value is neither a list of orders nor a directory.
+    """
+    if not value:
+        return _pass
+    if value.startswith("/"):
+        return FailpointDirectory(Path(value)).reach
+    return Failpoints(parse_orders(value)).reach
+
+
+def _pass(name: str, when: bool = True) -> None:
+    """Failpoints are off."""
+
+
+reach = configured(os.environ.get(VARIABLE))
+"""Called with its name wherever a failpoint is: `when` says whether it is one this time. Bound once
+in the life of a process, so that a failpoint costs an empty call where they are off."""

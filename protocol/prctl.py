@@ -1,0 +1,42 @@
+"""What Linux lets a process say about itself and its children, beyond Python's `os`."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def set_subreaper(is_one: bool) -> None:
+    """Whether orphaned descendants become children of this process, which then has to reap them.
+
+    Raises:
+        OSError: the system does not know how.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(is_one))
+
+
+def die_with_parent() -> None:
+    """Get SIGKILL when the thread that started this process ends. Forked children do not.
+
+    A parent that is dead already sends none.
+
+    Raises:
+        OSError: the system does not know how.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_name(name: str) -> None:
+    """What `ps -o comm` and `top` show: the first 15 bytes."""
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,62 @@
+"""What a process says of its progress, in its page: each phase with the time that it may take.
+
+Called by the thread that works, between one thing and the next; a thread of its own would only
+prove that it is alive itself. Without a page nothing is written and nothing is watched.
+"""
+
+import time
+
+from protocol.config import RecoveryConfig
+from protocol.progress_page import Phase, ProgressPage
+
+_TICKS_PER_TIMEOUT = 4
+_LONGEST_TICK_S = 0.5
+
+
+class Pulse:
+    """The writing side of a progress page, or nothing."""
+
+    def __init__(self, page_fd: int | None, epoch: int, recovery: RecoveryConfig) -> None:
+        """Begin with the phase STARTING.
+
+        Raises:
+            OSError: the page cannot be mapped.
+            ValueError: the descriptor holds no page.
+        """
+        self.page = None if page_fd is None else ProgressPage(page_fd)
+        """For what else a process reads and writes there."""
+        self.epoch = epoch
+        """What the next marks carry."""
+        self._turn_ns = int(recovery.hang_timeout_s * 1e9)
+        # Suspected at half of it, so that it is killed when all of it is over.
+        self._load_ns = int(recovery.startup_timeout_s / 2 * 1e9)
+        tick_s = min(_LONGEST_TICK_S, recovery.hang_timeout_s / _TICKS_PER_TIMEOUT)
+        self.tick_ms = None if self.page is None else max(1, int(tick_s * 1000))
+        """How long a poll may last, so that a process at rest is seen to be alive; None: for ever.
+
+        A process that was stopped by a signal is found out by that."""
+        self._loaded: tuple[str, int] | None = None
+        self._write(Phase.STARTING, self._load_ns)
+
+    def load(self, phase: str, done: int) -> None:
+        """A phase of the start goes on; only what was not said before begins its time anew."""
+        if (phase, done) != self._loaded:
+            self._loaded = (phase, done)
+            self._write(Phase.LOAD, self._load_ns)
+
+    def idle(self) -> None:
+        """A poll begins, of at most `tick_ms`."""
+        self._write(Phase.IDLE, self._turn_ns)
+
+    def turn(self) -> None:
+        """Something is handled that takes no long time."""
+        self._write(Phase.TURN, self._turn_ns)
+
+    def step(self, step_id: int, limit_s: float) -> None:
+        """A step is computed, which should be over in `limit_s`."""
+        self._write(Phase.STEP, int(limit_s * 1e9), step_id)
+
+    def _write(self, phase: Phase, limit_ns: int, step_id: int | None = None) -> None:
+        if self.page is not None:
+            now = time.monotonic_ns()
+            self.page.write(self.epoch, phase, step_id, now, now + limit_ns)

@@ -1,0 +1,156 @@
+"""The link between a supervisor and its zygote: a pair of Unix sockets, since ZMQ starts threads.
+
+One packet is one message, of at most `MAX_PACKET_BYTES`. Descriptors travel beside `ForkWorker`.
+"""
+
+import array
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from typing import Annotated, Generic, TypeVar
+
+from msgspec import Meta
+
+from protocol.lifecycle import Fatal, Progress, Ready
+from protocol.message import Decoder, Message, ProtocolError, Text, encode
+
+MAX_PACKET_BYTES = 64 * 1024
+MAX_FDS = 4
+_SEND_TIMEOUT_S = 5.0
+
+Epoch = Annotated[int, Meta(ge=1, lt=2**32)]
+FdName = Annotated[str, Meta(pattern="^[a-z]+_fd$", max_length=32)]
+
+
+class ForkWorker(Message):
+    """Supervisor → zygote: fork a worker. Its descriptors come with the packet, in this order."""
+
+    epoch: Epoch
+    rank: Annotated[int, Meta(ge=0, lt=1024)]
+    is_standby: bool
+    """Whether it waits to be promoted before it says Hello to the core."""
+    fd_names: Annotated[list[FdName], Meta(max_length=MAX_FDS)]
+    """What `python -m worker_proc` calls them on its command line: "parent_fd" at least."""
+
+
+class Forked(Message):
+    """Zygote → supervisor: the worker runs, as a child of whoever reaps the supervisor's orphans."""
+
+    epoch: Epoch
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class ForkFailed(Message):
+    """Zygote → supervisor: there is no such worker."""
+
+    epoch: Epoch
+    error: Text
+
+
+ToZygote = ForkWorker
+FromZygote = Progress | Ready | Fatal | Forked | ForkFailed
+
+decode_to_zygote: Decoder[ToZygote] = Decoder(ToZygote)
+decode_from_zygote: Decoder[FromZygote] = Decoder(FromZygote)
+
+T = TypeVar("T")
+
+
+class LinkClosed(Exception):
+    """The other side is gone."""
+
+
+class ZygoteLink(Generic[T]):
+    """One end. Nothing here waits longer than its deadline."""
+
+    def __init__(self, end: socket.socket, decode: Decoder[T]) -> None:
+        """Take one of a pair of SOCK_SEQPACKET sockets, and what the other side says."""
+        end.setblocking(False)
+        self._socket = end
+        self._decode = decode
+
+    def fileno(self) -> int:
+        """To be polled; readable when `receive` has something to say."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, fds: Sequence[int] = (), timeout_s: float = 0.0) -> bool:
+        """Send one message; False if there is no room within `timeout_s`.
+
+        Raises:
+            LinkClosed: nobody would get it.
+        """
+        body = encode(message)
+        assert len(body) <= MAX_PACKET_BYTES
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._socket.sendmsg([body], rights)
+                return True
+            except BlockingIOError:
+                if not self._wait(select.POLLOUT, deadline):
+                    return False
+            except (BrokenPipeError, ConnectionError) as error:
+                raise LinkClosed from error
+
+    def tell(self, message: Message) -> None:
+        """Send what must arrive, and give up where nobody reads.
+
+        Raises:
+            LinkClosed: nobody gets it.
+        """
+        if not self.send(message, timeout_s=_SEND_TIMEOUT_S):
+            raise LinkClosed
+
+    def receive(self) -> tuple[T, list[int]] | None:
+        """One message and its descriptors, which belong to the caller; None if there is none.
+
+        Raises:
+            LinkClosed: the other side is gone.
+            ProtocolError: what has come is no message; its descriptors are closed.
+        """
+        try:
+            body, fds, flags, _ = socket.recv_fds(
+                self._socket, MAX_PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except ConnectionError as error:
+            raise LinkClosed from error
+        if not body:
+            raise LinkClosed
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ProtocolError("packet is too large or has too many descriptors")
+            return self._decode(body), fds
+        except ProtocolError:
+            close_all(fds)
+            raise
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, event)
+        return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that keep the borders of messages.
+
+    Raises:
+        OSError: there are no descriptors left.
+    """
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that nobody wants."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

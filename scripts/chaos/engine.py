@@ -1,0 +1,201 @@
+"""One real engine for a chaos run: started as a user would, with failpoints that can be armed."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol import failpoints
+from protocol.lifecycle import ProcessState, StatusReply
+from protocol.status import StatusLink
+from scripts.chaos import processes
+from scripts.chaos.client import Declined, StreamClient
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_TIMEOUT_S = 120.0
+_STATUS_TIMEOUT_S = 1.0
+_POLL_S = 0.01
+_STOP_TIMEOUT_S = 20.0
+KEPT_FILES = frozenset({"epoch", "supervisor.lock"})
+"""What a run directory holds after an orderly end."""
+_SAMPLE = re.compile(r"^troika:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
+
+
+class EngineFailed(Exception):
+    """It does not start, or does not come back."""
+
+
+class Firing(NamedTuple):
+    """One line of the failpoints' log."""
+
+    time: float
+    """Monotonic, in seconds."""
+    name: str
+    pid: int
+    action: str
+
+
+class Engine:
+    """A supervisor with its processes, in a directory of its own."""
+
+    def __init__(self, base: Path, arguments: Sequence[str]) -> None:
+        """Prepare an engine.
+
+        Args:
+            base: an empty directory with a short path.
+            arguments: the model and flags for the supervisor.
+        """
+        self.run_dir = base / "run"
+        self.failpoints = base / "failpoints"
+        self.failpoints.mkdir()
+        self.log_file = base / "engine.log"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = StreamClient(self.url)
+        self._command = [sys.executable, "-m", "scripts.supervisor", *arguments]
+        self._command += ["--run-dir", str(self.run_dir), "--port", str(self.port)]
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
+        self._environ["XDG_RUNTIME_DIR"] = str(base)
+        self._environ[failpoints.VARIABLE] = str(self.failpoints)
+        self._executor = ThreadPoolExecutor(1)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: StatusLink | None = None
+
+    def start(self) -> None:
+        """Start a supervisor; it is not ready yet."""
+        assert self._process is None
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=ROOT, env=self._environ, stdin=subprocess.DEVNULL, stderr=log
+            )
+        self._link = StatusLink(str(self.run_dir))
+
+    @property
+    def supervisor_pid(self) -> int:
+        """Of the present one."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def status(self) -> StatusReply | None:
+        """Ask the supervisor once; None if it does not answer."""
+        assert self._link is not None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, self._link.query, _STATUS_TIMEOUT_S)
+
+    async def ready(self, timeout_s: float = READY_TIMEOUT_S) -> StatusReply:
+        """Wait until every process is ready.
+
+        Raises:
+            EngineFailed: it has ended, or takes too long.
+        """
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                text = f"the supervisor has ended with {self._process.returncode}"
+                raise EngineFailed(f"{text}:\n{self.log_tail()}")
+            reply = await self.status()
+            if reply is not None and reply.ready:
+                return reply
+            await asyncio.sleep(_POLL_S)
+        raise EngineFailed(f"not ready within {timeout_s:g} s:\n{self.log_tail()}")
+
+    async def pids(self, role: str) -> list[int]:
+        """The processes of a role that live now."""
+        if role == "supervisor":
+            return [self.supervisor_pid]
+        reply = await self.status()
+        rows = [] if reply is None else reply.processes
+        return [row.pid for row in rows if str(row.role) == role and row.pid is not None]
+
+    async def roles(self) -> set[str]:
+        """The roles that a ready engine has."""
+        reply = await self.ready()
+        return {str(row.role) for row in reply.processes if row.state is not ProcessState.STOPPED}
+
+    async def is_idle(self, timeout_s: float) -> bool:
+        """Wait until the engine says that it holds no request; False if it does not in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                counts = _SAMPLE.findall(await self.client.get("/metrics", timeout_s=1.0))
+            except (OSError, Declined):
+                counts = []
+            if counts and not any(map(float, counts)):
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    def arm(self, name: str, order: str) -> None:
+        """Arm a failpoint in all processes, present and future."""
+        failpoints.arm(self.failpoints, name, order)
+
+    def disarm(self) -> None:
+        """Take back what has not fired."""
+        failpoints.disarm(self.failpoints)
+
+    def firings(self, since: float) -> list[Firing]:
+        """What has fired since a monotonic time, in order."""
+        file = self.failpoints / failpoints.LOG_FILE
+        lines = file.read_text().splitlines() if file.exists() else []
+        found = []
+        for line in lines:
+            moment, name, pid, action = line.split()
+            if float(moment) >= since:
+                found.append(Firing(float(moment), name, int(pid), action))
+        return found
+
+    def living(self) -> set[int]:
+        """All processes that were ever started for this engine and live."""
+        return processes.living_with(failpoints.VARIABLE, str(self.failpoints))
+
+    def files(self) -> set[str]:
+        """Names in the run directory."""
+        return {entry.name for entry in self.run_dir.iterdir()}
+
+    def bury(self) -> None:
+        """After the supervisor was killed: reap it, so that another can be started."""
+        assert self._process is not None
+        assert self._link is not None
+        self._process.wait(_STOP_TIMEOUT_S)
+        self._link.close()
+        self._process = self._link = None
+
+    def stop(self) -> int | None:
+        """End it in an orderly way, by force if it takes too long; returns the exit status."""
+        if self._process is None:
+            return None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            status: int | None = self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = None
+        self.bury()
+        return status
+
+    def close(self) -> None:
+        """End whatever lives."""
+        self.disarm()
+        self.stop()
+        for pid in self.living():
+            processes.kill(pid)
+        self._executor.shutdown(wait=False)
+
+    def log_tail(self) -> str:
+        """The last lines that it has written."""
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-15:])
+
+
+def _free_port() -> int:
+    """A port for this and all later supervisors of the run."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])

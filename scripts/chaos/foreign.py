@@ -1,0 +1,62 @@
+"""Another server with OpenAI's API, to be measured by the same client under the same kills."""
+
+import asyncio
+import json
+import random
+import time
+
+from scripts.chaos import processes
+from scripts.chaos.client import Declined, StreamClient
+from scripts.chaos.injection import Kill
+
+_MODELS_TIMEOUT_S = 10.0
+_RETURN_POLL_S = 0.1
+
+
+class ForeignServer:
+    """What is known of it: an address, and a way to kill something."""
+
+    def __init__(self, url: str, kill_command: str | None, kill_pattern: str | None) -> None:
+        """Take the root of its API, and one of two ways to kill."""
+        self.client = StreamClient(url.rstrip("/").removesuffix("/v1"))
+        self._kill_command = kill_command
+        self._kill_pattern = kill_pattern
+
+    async def model(self) -> str:
+        """The first model that it serves.
+
+        Raises:
+            OSError: it cannot be reached.
+            Declined: it does not say.
+        """
+        page = await self.client.get("/v1/models", _MODELS_TIMEOUT_S)
+        return str(json.loads(page)["data"][0]["id"])
+
+    async def kill(self, rng: random.Random) -> Kill | None:
+        """Kill; None if there was nobody."""
+        if self._kill_command is not None:
+            moment = time.monotonic()
+            process = await asyncio.create_subprocess_shell(self._kill_command)
+            status = await process.wait()
+            return Kill(moment, "command", 0, self._kill_command) if status == 0 else None
+        assert self._kill_pattern is not None
+        pids = processes.matching(self._kill_pattern)
+        if not pids:
+            return None
+        pid = rng.choice(pids)
+        moment_or_none = processes.kill(pid)
+        if moment_or_none is None:
+            return None
+        return Kill(moment_or_none, self._kill_pattern, pid, "outside")
+
+    async def wait_back(self, timeout_s: float) -> bool:
+        """Wait until it names its models again; False if it does not in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                await self.model()
+            except (OSError, Declined, ValueError):
+                await asyncio.sleep(_RETURN_POLL_S)
+            else:
+                return True
+        return False

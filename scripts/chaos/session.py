@@ -1,0 +1,251 @@
+"""A whole chaos run: the golden run first, then round after round of the plan."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from scripts.chaos.checker import check_stream
+from scripts.chaos.engine import KEPT_FILES, Engine, EngineFailed
+from scripts.chaos.faults import Cell, Fault, Phase, cells, plan
+from scripts.chaos.foreign import ForeignServer
+from scripts.chaos.recording import End, Recording
+from scripts.chaos.rounds import RoundResult, RoundRunner, stall_s
+from scripts.chaos.workload import ChaosRequest, make_requests
+
+DEFAULT_KILLS = 10
+FOREIGN_RETURN_TIMEOUT_S = 120.0
+ENGINE_FLAGS = (
+    *("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "1024"),
+    *("--check-invariants", "--restart-backoff-max-s", "0.1"),
+)
+"""Small, so that requests queue, prompts are chunked and running requests are preempted; and
+without long pauses between restarts, because here more dies in a minute than anywhere else."""
+NULL_FLAGS = ("--null-step-ms", "4", "--num-gpu-blocks-override", "130")
+MODEL_FLAGS = ("--num-gpu-blocks-override", "72")
+"""Fewer: to a real tokenizer the same texts are shorter."""
+_MAX_ROUNDS = 100_000
+
+
+class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do."""
+
+    model: str
+    seed: int
+    num_streams: int
+    num_kills: int | None
+    duration_s: float | None
+    is_matrix: bool
+    only_round: int | None
+    faults: tuple[Fault, ...]
+    phases: tuple[Phase, ...]
+    stream_timeout_s: float
+    """From opening a stream to giving up on it; longer than any recovery."""
+    engine_flags: tuple[str, ...]
+
+
+class Session:
+    """Chaos against an engine of its own."""
+
+    def __init__(self, options: SessionOptions, base: Path, say: Callable[[str], None]) -> None:
+        """Prepare.
+
+        Args:
+            options: what to do.
+            base: an empty directory with a short path.
+            say: takes lines about how it goes.
+        """
+        self.results: list[RoundResult] = []
+        self.skipped: list[tuple[Fault, Phase]] = []
+        self.failure = ""
+        """Why it could not go on, if it could not."""
+        self._options = options
+        self._base = base
+        self._say = say
+
+    async def run(self) -> None:
+        """Start an engine, run the plan, end the engine.
+
+        Raises:
+            EngineFailed: it does not start, or does not come back after a round.
+        """
+        options = self._options
+        flags = (*ENGINE_FLAGS, *(NULL_FLAGS if options.model == "null" else MODEL_FLAGS))
+        engine = Engine(self._base, [options.model, *flags, *options.engine_flags])
+        try:
+            engine.start()
+            await self._run_rounds(engine)
+            status = engine.stop()
+            if status != 0:
+                self.failure = f"the engine has ended with status {status}"
+            left = engine.files() - KEPT_FILES
+            if left:
+                self.failure = f"the engine has left in its run dir: {', '.join(sorted(left))}"
+        finally:
+            engine.close()
+
+    async def _run_rounds(self, engine: Engine) -> None:
+        pairs = self._available(await engine.roles())
+        began = time.monotonic()
+        golden = await self._golden(engine)
+        runner = RoundRunner(
+            engine, golden, time.monotonic() - began, self._options.stream_timeout_s
+        )
+        self.results.append(await self._control_round(engine, golden))
+        for cell in self._plan(pairs):
+            result = await runner.run(cell, self._requests(str(cell.number)))
+            self.results.append(result)
+            self._tell(result)
+
+    def _available(self, roles: set[str]) -> list[tuple[Fault, Phase]]:
+        """The cells whose processes exist; says what is left out.
+
+        Raises:
+            EngineFailed: none is left.
+        """
+        faults = [fault for fault in self._options.faults if roles.issuperset(fault.roles)]
+        for fault in self._options.faults:
+            if fault not in faults:
+                self._say(f"skipped: {fault}, the engine has no such process")
+                self.skipped += cells([fault], self._options.phases)
+        if not faults:
+            raise EngineFailed("the engine has none of the processes to kill")
+        return cells(faults, self._options.phases)
+
+    async def _golden(self, engine: Engine) -> list[Recording]:
+        """Record the requests without faults, all read to their end.
+
+        Raises:
+            EngineFailed: one of them does not end well.
+        """
+        deadline = time.monotonic() + self._options.stream_timeout_s
+        requests = self._requests("golden")
+        return check_golden(await engine.client.record_all(requests, deadline, may_leave=False))
+
+    async def _control_round(self, engine: Engine, golden: Sequence[Recording]) -> RoundResult:
+        """The same without faults: what differs here is not the faults' doing."""
+        began = time.monotonic()
+        deadline = began + self._options.stream_timeout_s
+        recordings = await engine.client.record_all(self._requests("control"), deadline)
+        result = RoundResult(0, "none", "", 0, num_streams=len(recordings))
+        for recording, expected in zip(recordings, golden, strict=True):
+            result.violations += check_stream(recording, expected)
+        result.seconds = time.monotonic() - began
+        return result
+
+    def _requests(self, salt: str) -> list[ChaosRequest]:
+        name = self._options.model.rstrip("/").rsplit("/", 1)[-1]
+        return make_requests(self._options.seed, self._options.num_streams, name, salt=salt)
+
+    def _plan(self, pairs: list[tuple[Fault, Phase]]) -> Iterator[Cell]:
+        """Rounds until what was asked for is reached."""
+        options = self._options
+        rounds = islice(plan(pairs, options.seed, is_shuffled=not options.is_matrix), _MAX_ROUNDS)
+        if options.only_round is not None:
+            yield from islice(rounds, options.only_round - 1, options.only_round)
+            return
+        least_rounds = len(pairs) if options.is_matrix else 0
+        least_kills = options.num_kills
+        if least_kills is None:
+            least_kills = 0 if options.is_matrix or options.duration_s else DEFAULT_KILLS
+        ends_at = time.monotonic() + (options.duration_s or 0.0)
+        for cell in rounds:
+            num_kills = sum(len(result.kills) for result in self.results)
+            is_done = cell.number > least_rounds and num_kills >= least_kills
+            if is_done and time.monotonic() >= ends_at:
+                return
+            yield cell
+
+    def _tell(self, result: RoundResult) -> None:
+        stall = f", stall {max(result.stalls_s):.2f} s" if result.stalls_s else ""
+        bad = f", {len(result.violations)} VIOLATIONS" if result.violations else ""
+        how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "nobody killed"
+        self._say(
+            f"round {result.number} {result.fault} {result.phase}: {how}{stall}"
+            f" in {result.seconds:.1f} s{bad}"
+        )
+
+
+def check_golden(golden: list[Recording]) -> list[Recording]:
+    """Make sure that there is something to compare with.
+
+    Raises:
+        EngineFailed: a stream has not ended well.
+    """
+    bad = [recording for recording in golden if recording.end is not End.DONE]
+    if bad:
+        raise EngineFailed(f"golden run: {bad[0].name} {bad[0].end}: {bad[0].problem}")
+    return golden
+
+
+class ForeignSession(Session):
+    """Chaos against a server that is there already: random times, the same client and checker."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        base: Path,
+        say: Callable[[str], None],
+        server: ForeignServer,
+    ) -> None:
+        super().__init__(options, base, say)
+        self._server = server
+        self._model = ""
+
+    async def run(self) -> None:
+        """Run until enough was killed, or it does not come back.
+
+        Raises:
+            EngineFailed: the run without faults does not end well.
+            OSError: it cannot be reached.
+            Declined: it does not name its model.
+        """
+        self._model = await self._server.model()
+        began = time.monotonic()
+        deadline = began + self._options.stream_timeout_s
+        client, rng = self._server.client, random.Random(self._options.seed)
+        requests = self._requests("golden")
+        golden = check_golden(await client.record_all(requests, deadline, may_leave=False))
+        typical_s = time.monotonic() - began
+        num_rounds = self._options.num_kills or DEFAULT_KILLS
+        for number in range(1, num_rounds + 1):
+            result = await self._round(number, rng.uniform(0.1, 0.9) * typical_s, golden, rng)
+            self.results.append(result)
+            self._tell(result)
+            if result.recovery_s is None:
+                self.failure = f"not back within {FOREIGN_RETURN_TIMEOUT_S:g} s after a kill"
+                return
+
+    def _requests(self, salt: str) -> list[ChaosRequest]:
+        options = self._options
+        return make_requests(options.seed, options.num_streams, self._model, salt=salt)
+
+    async def _round(
+        self, number: int, wait_s: float, golden: Sequence[Recording], rng: random.Random
+    ) -> RoundResult:
+        began = time.monotonic()
+        result = RoundResult(number, "server", Phase.RANDOM, self._options.seed)
+        deadline = began + self._options.stream_timeout_s
+        streams = asyncio.ensure_future(
+            self._server.client.record_all(self._requests(str(number)), deadline)
+        )
+        await asyncio.sleep(wait_s)
+        kill = await self._server.kill(rng)
+        recordings = await streams
+        result.num_streams = len(recordings)
+        if kill is not None:
+            result.kills.append(kill)
+        for recording, expected in zip(recordings, golden, strict=True):
+            found = check_stream(recording, expected)
+            result.violations += found
+            result.recordings += [recording] if found else []
+            stall = stall_s(recording, [kill.time for kill in result.kills])
+            result.stalls_s += [] if stall is None else [stall]
+        if await self._server.wait_back(FOREIGN_RETURN_TIMEOUT_S) and kill is not None:
+            result.recovery_s = time.monotonic() - kill.time
+        result.seconds = time.monotonic() - began
+        return result

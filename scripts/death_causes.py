@@ -1,0 +1,119 @@
+"""Why a process died: its exit status read together with what its supervisor knows of it."""
+
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+from protocol.lifecycle import DeathCause, Fatal
+from protocol.process import EXIT_FATAL
+from scripts.supervised import Process, phase_name
+
+_OWN_SIGNALS = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+        signal.SIGXCPU,
+        signal.SIGXFSZ,
+    }
+)
+"""Those that the kernel sends for what a process does itself."""
+
+
+class Evidence(NamedTuple):
+    """What was found beside the exit status."""
+
+    step_id: int | None = None
+    """The step that the process was computing, as its progress page says."""
+    is_oom: bool = False
+    """Whether the kernel has killed somebody here for want of memory, and nobody else was it."""
+
+
+def classify(status: int, fatal: Fatal | None, *, is_overdue: bool, is_oom: bool) -> DeathCause:
+    """Name the cause of a death.
+
+    Args:
+        status: of the exit; negative for a signal.
+        fatal: the last words, if there were any.
+        is_overdue: whether the supervisor killed it because it hung.
+        is_oom: see `Evidence`.
+    """
+    if status == -signal.SIGKILL:
+        if is_overdue:
+            return DeathCause.DEADLINE
+        return DeathCause.OOM if is_oom else DeathCause.KILLED
+    if -status in _OWN_SIGNALS:
+        return DeathCause.SIGNAL
+    if status < 0:
+        return DeathCause.KILLED
+    return DeathCause.EXCEPTION if fatal is not None or status == EXIT_FATAL else DeathCause.ENDED
+
+
+def story(process: Process, status: int, cause: DeathCause, step_id: int | None) -> str:
+    """A line about a death, for a person."""
+    where = "" if step_id is None else f" in step {step_id}"
+    if process.fatal is not None:
+        phase = phase_name(process.fatal.phase)
+        return f"{process.slot} failed ({phase}){where}: {process.fatal.error}"
+    if status < 0:
+        why = {DeathCause.OOM: ", out of memory", DeathCause.DEADLINE: ": it hung"}.get(cause, "")
+        return f"{process.slot} died of {_signal_name(-status)}{where}{why}"
+    return f"{process.slot} ended with status {status}{where}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class OomCounter:
+    """How many processes the kernel has killed in this control group for want of memory."""
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")):
+        """Begin counting; where the counter cannot be read, nobody is ever killed for that."""
+        self._file = _counter_file(root, proc)
+        self._num_seen = self._read()
+
+    def take(self) -> bool:
+        """Whether there was one that nobody has asked for yet."""
+        if self._read() <= self._num_seen:
+            return False
+        self._num_seen += 1
+        return True
+
+    def _read(self) -> int:
+        if self._file is None:
+            return 0
+        try:
+            lines = self._file.read_text().splitlines()
+        except OSError:
+            return 0
+        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        return int(counts.get("oom_kill", 0))
+
+
+def _counter_file(root: Path, proc: Path) -> Path | None:
+    """Where this process's control group counts, version 2 or 1."""
+    try:
+        groups = (proc / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files = [root / path[1:] / "memory.events"]
+        elif "memory" in controllers.split(","):
+            memory = root / "memory"
+            files = [memory / path[1:] / "memory.oom_control", memory / "memory.oom_control"]
+        else:
+            continue
+        for file in files:
+            if file.is_file():
+                return file
+    return None

@@ -1,0 +1,65 @@
+"""The supervisor's side of the progress pages: one for each slot of a core or a worker."""
+
+import os
+from collections.abc import Iterable
+
+from protocol.lifecycle import DeathCause, Role
+from protocol.progress_page import Death, Mark, Phase, ProgressPage
+from scripts.supervised import LeaveWord, Slot
+
+WATCHED_ROLES = (Role.CORE, Role.WORKER)
+
+
+class Pages:
+    """All pages of one engine; they outlive the processes that write them."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        """Make a page for each slot that is watched.
+
+        Raises:
+            OSError: there is no memory or descriptor left; nothing is left behind.
+        """
+        self._pages: dict[Slot, ProgressPage] = {}
+        self._fds: dict[Slot, int] = {}
+        try:
+            for slot in slots:
+                if slot.role in WATCHED_ROLES:
+                    name = f"{slot.role}-{slot.rank}"
+                    self._pages[slot], self._fds[slot] = ProgressPage.create(name)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for page in self._pages.values():
+            page.close()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._pages.clear()
+        self._fds.clear()
+
+    def begin(self, slot: Slot, epoch: int) -> int | None:
+        """Prepare a page for a new incarnation; returns the descriptor to hand on, if any."""
+        page = self._pages.get(slot)
+        if page is not None:
+            page.write(epoch, Phase.NONE, None, 0, 0)
+        return self._fds.get(slot)
+
+    def marks(self) -> dict[Slot, Mark]:
+        """What can be read just now."""
+        found = {slot: page.read() for slot, page in self._pages.items()}
+        return {slot: mark for slot, mark in found.items() if mark is not None}
+
+    def step_of(self, slot: Slot, epoch: int) -> int | None:
+        """The step that an incarnation says it is computing."""
+        page = self._pages.get(slot)
+        mark = None if page is None else page.read()
+        return None if mark is None or mark.epoch != epoch else mark.step_id
+
+    def leave_word(self, word: LeaveWord) -> None:
+        """Tell the next incarnation how the last one ended."""
+        page = self._pages.get(word.slot)
+        if page is not None:
+            cause = list(DeathCause).index(word.cause)
+            page.write_death(Death(word.epoch, cause, word.step_id))

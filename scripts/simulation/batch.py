@@ -1,0 +1,138 @@
+"""Many seeds, in several processes, added up."""
+
+import contextlib
+import gc
+import hashlib
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scripts.simulation.planted import planted
+from scripts.simulation.simulation import run_seed
+
+CHUNK = 100
+"""Seeds that one process runs before it reports."""
+_COLLECT_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Which seeds to run, and how."""
+
+    mode: str
+    first_seed: int
+    num_seeds: int
+    kinds: frozenset[str]
+    plant: str | None = None
+
+
+@dataclass
+class Tally:
+    """What came of some seeds of one mode."""
+
+    num_seeds: int = 0
+    num_events: int = 0
+    num_streams: int = 0
+    num_tokens: int = 0
+    virtual_s: float = 0.0
+    elapsed_s: float = 0.0
+    """Of all processes together."""
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[int, str]] = field(default_factory=list)
+    """Seed and what went wrong."""
+    trace_hash: str = ""
+    """Over the hashes of all seeds, in order."""
+
+    def add(self, other: "Tally") -> None:
+        """Take in what came of the seeds after these."""
+        self.num_seeds += other.num_seeds
+        self.num_events += other.num_events
+        self.num_streams += other.num_streams
+        self.num_tokens += other.num_tokens
+        self.virtual_s += other.virtual_s
+        self.elapsed_s += other.elapsed_s
+        self.counts += other.counts
+        self.violations += other.violations
+        both = self.trace_hash + other.trace_hash
+        self.trace_hash = hashlib.sha256(both.encode()).hexdigest()
+
+
+def run_chunk(batch: Batch) -> Tally:
+    """Run the seeds of one batch here."""
+    logger = logging.getLogger("troika")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    began, tally = time.perf_counter(), Tally()
+    try:
+        with _rare_collections(), planted(batch.plant):
+            for seed in range(batch.first_seed, batch.first_seed + batch.num_seeds):
+                if seed % _COLLECT_EVERY == 0:
+                    gc.collect()
+                _enter(tally, batch, seed)
+    finally:
+        logger.setLevel(level)
+    tally.elapsed_s = time.perf_counter() - began
+    return tally
+
+
+def _enter(tally: Tally, batch: Batch, seed: int) -> None:
+    outcome = run_seed(seed, batch.mode, batch.kinds)
+    tally.num_seeds += 1
+    tally.num_events += outcome.num_events
+    tally.num_streams += outcome.num_streams
+    tally.num_tokens += outcome.num_tokens
+    tally.virtual_s += outcome.virtual_s
+    tally.counts.update(outcome.counts)
+    tally.trace_hash = hashlib.sha256((tally.trace_hash + outcome.trace_hash).encode()).hexdigest()
+    if outcome.violation is not None:
+        tally.violations.append((seed, outcome.violation))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A run leaves cycles behind; they are collected now and then, and not in between."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def run_batch(batch: Batch, jobs: int, deadline: float | None = None) -> Tally:
+    """Run a batch in `jobs` processes; past `deadline`, on the monotonic clock, begin no more."""
+    end = batch.first_seed + batch.num_seeds
+    chunks = [
+        Batch(batch.mode, first, min(CHUNK, end - first), batch.kinds, batch.plant)
+        for first in range(batch.first_seed, end, CHUNK)
+    ]
+    total = Tally()
+    if jobs == 1:
+        for chunk in chunks:
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            total.add(run_chunk(chunk))
+        return total
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _ignore_interrupts) as pool:
+        for tally in pool.imap(run_chunk, chunks):
+            total.add(tally)
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+    return total
+
+
+def _ignore_interrupts() -> None:
+    """Only the parent reports."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def default_jobs() -> int:
+    """One for each core that may be used."""
+    return len(os.sched_getaffinity(0))

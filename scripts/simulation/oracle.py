@@ -1,0 +1,138 @@
+"""What must hold for every stream, whatever happens to the processes and the wire."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.api_core import RequestError, RequestOutput
+from protocol.core_worker import ModelFacts
+from protocol.sampling import FinishReason
+from scripts.simulation.model import expected_stream
+from scripts.simulation.plan import RequestPlan
+from scripts.simulation.world import SECOND, START_TIME, Violation, World
+
+VERDICTS = ("lost", "duplicated", "mismatched", "stuck")
+
+
+@dataclass
+class Stream:
+    """One accepted request: what came of it so far, and what must come."""
+
+    name: str
+    plan: RequestPlan
+    token_ids: list[int]
+    """Expected."""
+    finish_reason: FinishReason
+    """Expected."""
+    oracle: "Oracle"
+    received: list[int] = field(default_factory=list)
+    next_prompt_position: int = 1
+    is_open: bool = True
+    is_abandoned: bool = False
+    """Its client died or cancelled it."""
+
+    def take(self, output: RequestOutput) -> None:
+        """Compare an output as its reader got it.
+
+        Raises:
+            Violation: it is not what must come next.
+        """
+        self.oracle.world.trace(f"{self.name} {output.first_index} {output.token_ids}")
+        if not self.is_open:
+            self._wrong("duplicated", "an output came after the end")
+        if output.first_index != len(self.received):
+            kind = "duplicated" if output.first_index < len(self.received) else "lost"
+            self._wrong(kind, f"output {output.first_index} came after {len(self.received)}")
+        self.received += output.token_ids
+        if self.received != self.token_ids[: len(self.received)]:
+            self._wrong(self._kind(), f"{self.received} came of {self.token_ids}")
+        self._check_logprobs(output)
+        if output.finish_reason is None:
+            return
+        self._close()
+        if self.received != self.token_ids:
+            self._wrong("lost", f"only {self.received} came of {self.token_ids}")
+        if output.finish_reason is not self.finish_reason:
+            self._wrong("mismatched", f"it ended with {output.finish_reason}")
+        wants = self.plan.params.prompt_logprobs is not None
+        if wants and self.next_prompt_position != max(1, len(self.plan.prompt)):
+            self._wrong("lost", f"prompt logprobs ended at {self.next_prompt_position}")
+
+    def _kind(self) -> str:
+        """Name what the first wrong token looks like: one too early, one again, or neither."""
+        pairs = zip(self.received, [*self.token_ids, -1], strict=False)
+        wrong = next(i for i, (came, due) in enumerate(pairs) if came != due)
+        if self.received[wrong] in self.token_ids[max(0, wrong - 2) : wrong]:
+            return "duplicated"
+        is_early = self.received[wrong] in self.token_ids[wrong + 1 : wrong + 3]
+        return "lost" if is_early else "mismatched"
+
+    def _check_logprobs(self, output: RequestOutput) -> None:
+        wants = self.plan.params.logprobs is not None
+        if wants and [entry.token_id for entry in output.logprobs or []] != output.token_ids:
+            self._wrong("mismatched", "logprobs are not of the tokens that they come with")
+        for part in output.prompt_logprobs or []:
+            if part.first_position != self.next_prompt_position:
+                self._wrong("mismatched", f"prompt logprobs from {part.first_position} on")
+            end = part.first_position + len(part.entries)
+            ids = [entry.token_id for entry in part.entries]
+            if ids != self.plan.prompt[part.first_position : end]:
+                self._wrong("mismatched", "prompt logprobs of other tokens")
+            self.next_prompt_position = end
+
+    def failed(self, error: RequestError) -> None:
+        """Nothing that was accepted may fail."""
+        kind = "mismatched" if "came again" in error.message else "lost"
+        text = f"{kind}: {self.name}: failed: {error.code} {error.message}"
+        self.oracle.world.fail(Violation(text))
+
+    def cancelled(self) -> None:
+        """Its reader has left."""
+        self.is_abandoned = True
+        self._close()
+
+    def _close(self) -> None:
+        self.is_open = False
+        self.oracle.num_open -= 1
+        self.oracle.on_change()
+
+    def _wrong(self, kind: str, text: str) -> None:
+        raise Violation(f"{kind}: {self.name}: {text}")
+
+
+class Oracle:
+    """All streams of a run."""
+
+    def __init__(self, world: World, facts: ModelFacts, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when a stream has ended."""
+        self.world = world
+        self.on_change = on_change
+        self.num_open = 0
+        self._facts = facts
+        self.streams: list[Stream] = []
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the world began."""
+        return (self.world.now - START_TIME) / SECOND
+
+    def accepted(self, client: str, plan: RequestPlan) -> Stream:
+        """A client has taken responsibility for a request."""
+        token_ids, reason = expected_stream(plan.prompt, plan.params, self._facts)
+        name = f"{client}/{plan.number}"
+        self.world.trace(f"accept {name}")
+        stream = Stream(name, plan, token_ids, reason, self)
+        self.streams.append(stream)
+        self.num_open += 1
+        return stream
+
+    def abandon(self, client: str) -> None:
+        """A client has died: nobody reads its streams."""
+        for stream in self.streams:
+            if stream.is_open and stream.name.startswith(f"{client}/"):
+                stream.cancelled()
+        self.on_change()
+
+    @property
+    def open_streams(self) -> list[Stream]:
+        """Those that somebody still waits for."""
+        return [stream for stream in self.streams if stream.is_open]

@@ -1,0 +1,182 @@
+"""What one seed means: a configuration, a workload, and the faults that meet it."""
+
+import random
+from dataclasses import dataclass, field
+
+from protocol.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RecoveryConfig,
+    RunConfig,
+)
+from protocol.sampling import SamplingParams
+from protocol.scheduler_config import SchedulerConfig
+from scripts.simulation.sockets import FRAME_FAULTS
+
+PROCESS_FAULTS = ("kill", "stop", "reset", "partition")
+FAULTS = (*PROCESS_FAULTS, "failpoint", *FRAME_FAULTS)
+"""All kinds of faults that can be chosen."""
+MODES = ("safety", "progress")
+VOCAB_SIZE = 97
+_MAX_MODEL_LEN = 64
+_FRAME_RATES = (0.01, 0.01, 0.03, 0.1)
+
+
+@dataclass
+class RequestPlan:
+    """One request: when it is submitted, and whether its reader stays."""
+
+    number: int
+    time_s: float
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    salt: str = ""
+    cancel_after_s: float | None = None
+
+
+@dataclass
+class FaultPlan:
+    """One fault at one time."""
+
+    time_s: float
+    kind: str
+    target: str
+    """A role, "client", or an address."""
+    seconds: float = 0.0
+    """How long a stop or a partition lasts."""
+
+
+@dataclass
+class Plan:
+    """All that a seed decides before anything happens."""
+
+    config: EngineConfig
+    num_host_blocks: int
+    step_s: float
+    start_s: dict[str, float]
+    requests: list[list[RequestPlan]]
+    """By client; the first is the one that the supervisor replaces."""
+    faults: list[FaultPlan] = field(default_factory=list)
+    frame_rates: dict[str, float] = field(default_factory=dict)
+    failpoint_rate: float = 0.0
+    """Probability that whoever reaches a failpoint is killed there."""
+    heal_at_s: float = 0.0
+    """In progress mode nothing more is broken from here on."""
+
+
+def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
+    """Draw a plan; only faults of `kinds` are in it."""
+    rng = random.Random(seed * 2 + MODES.index(mode))
+    config = _config(rng)
+    duration_s = rng.choice((0.4, 1.0, 3.0))
+    plan = Plan(
+        config=config,
+        num_host_blocks=rng.choice((0, 0, 0, 8)),
+        step_s=rng.choice((0.001, 0.005, 0.02)),
+        start_s={
+            "core": rng.uniform(0.1, 0.3),
+            "worker": rng.choice((0.1, 0.5, 1.5)),
+            "api": rng.uniform(0.1, 0.5),
+        },
+        requests=_requests(rng, config, duration_s),
+        heal_at_s=duration_s + rng.choice((0.2, 1.0, 2.0)),
+    )
+    _draw_faults(rng, plan, mode, kinds)
+    return plan
+
+
+def _config(rng: random.Random) -> EngineConfig:
+    block_size = rng.choice((2, 4, 8))
+    policy = rng.choice(("fcfs", "fcfs", "priority"))
+    max_num_seqs = rng.choice((2, 4, 8))
+    return EngineConfig(
+        model=ModelConfig(model="null", max_model_len=_MAX_MODEL_LEN),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_gpu_blocks_override=rng.choice((48, 64, 128)) // block_size + 1,
+            enable_prefix_caching=rng.random() < 0.8,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(max_num_seqs, rng.choice((8, 16, 64))),
+            max_steps_in_flight=rng.choice((1, 2, 2, 3)),
+            scheduling_policy=policy,
+            preempt_for_priority=policy == "priority" and rng.random() < 0.5,
+        ),
+        parallel=ParallelConfig(tensor_parallel_size=rng.choice((1, 1, 1, 2))),
+        recovery=RecoveryConfig(
+            startup_timeout_s=10.0,
+            shutdown_timeout_s=5.0,
+            restart_backoff_max_s=1.0,
+            hang_timeout_s=rng.choice((0.5, 2.0)),
+            first_step_timeout_s=2.0,
+        ),
+        run=RunConfig(check_invariants=rng.random() < 0.15),
+    )
+
+
+def _requests(
+    rng: random.Random, config: EngineConfig, duration_s: float
+) -> list[list[RequestPlan]]:
+    head = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
+    longest = config.cache.num_gpu_blocks_override or 0
+    longest = min((longest - 1) * config.cache.block_size, _MAX_MODEL_LEN - 1)
+    clients: list[list[RequestPlan]] = [[] for _ in range(rng.choice((1, 1, 2)))]
+    for number in range(rng.randrange(3, 9)):
+        num_shared, length = rng.randrange(0, 25), rng.randrange(1, 25)
+        prompt = head[: min(num_shared, length)]
+        prompt += [rng.randrange(3, VOCAB_SIZE) for _ in range(length - len(prompt))]
+        max_tokens = min(rng.randrange(1, 16), longest - length)
+        plan = RequestPlan(
+            number,
+            rng.uniform(0.0, duration_s),
+            prompt,
+            SamplingParams(
+                max_tokens=max_tokens,
+                seed=rng.randrange(2**31),
+                min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.2 else 0,
+                stop_token_ids=rng.sample(range(3, VOCAB_SIZE), rng.choice((0, 0, 2, 8))),
+                logprobs=rng.choice((None, None, None, 1)),
+                prompt_logprobs=rng.choice((None,) * 7 + (1,)),
+            ),
+            priority=rng.randrange(3),
+            salt=rng.choice(("", "", "", "x")),
+            cancel_after_s=rng.uniform(0, 0.3) if rng.random() < 0.15 else None,
+        )
+        rng.choice(clients).append(plan)
+    return clients
+
+
+def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:
+    """A few faults of processes at any time; frames are harmed in every third run."""
+    frame_kinds = [kind for kind in FRAME_FAULTS if kind in kinds]
+    if frame_kinds and rng.random() < 0.35:
+        rate = rng.choice(_FRAME_RATES)
+        for kind in rng.sample(frame_kinds, rng.randrange(1, len(frame_kinds) + 1)):
+            plan.frame_rates[kind] = rate
+    if "failpoint" in kinds and rng.random() < 0.25:
+        plan.failpoint_rate = rng.choice((0.002, 0.01, 0.03))
+    process_kinds = [kind for kind in PROCESS_FAULTS if kind in kinds]
+    if not process_kinds:
+        return
+    end_s = plan.heal_at_s if mode == "progress" else 2.0 * plan.heal_at_s
+    for _ in range(rng.choice((0, 1, 1, 2, 3, 5))):
+        kind = rng.choice(process_kinds + (["kill"] if "kill" in process_kinds else []))
+        time_s = rng.uniform(0.05, end_s)
+        fault = FaultPlan(time_s, kind, "", rng.choice((0.05, 0.3, 1.0, 6.0)))
+        fault.target = _target(rng, kind)
+        plan.faults.append(fault)
+        if rng.random() < 0.3:  # again, during the recovery
+            again = FaultPlan(time_s + rng.uniform(0, 0.5), kind, fault.target, fault.seconds)
+            plan.faults.append(again)
+
+
+def _target(rng: random.Random, kind: str) -> str:
+    if kind in ("reset", "partition"):
+        return rng.choice(("core.sock", "workers.sock", "core.sock", "workers.sock", "supervisor"))
+    if kind == "stop":
+        return rng.choice(("worker", "core", "client", "supervisor"))
+    return rng.choice(("worker", "worker", "core", "core", "client"))

@@ -1,0 +1,110 @@
+"""Bugs that the simulation must find: planted in the real code for the time of a run, never there.
+
+A simulation that reports nothing proves something only if it reports these.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from core_proc.worker_link import WorkerLink
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.core_worker import CoreToWorker, NewRequestData, WorkerToCore
+from protocol.ledger import Ledger
+from protocol.request_stream import RequestStream
+from scripts.simulation.model import FIRST_TOKEN_ID, SimulatedModel
+from worker_proc.mirror import Mirror, MirroredRequest
+from worker_proc.shim import WorkerShim
+
+_EVERY = 23
+"""So seldom does a bug strike that shows in whatever it touches."""
+Place = tuple[type, str, Callable[..., Any]]
+
+
+def _drop_token() -> list[Place]:
+    """The client delivers one token less than it was told, once in a while."""
+    deliver = RequestStream.deliver
+
+    def forgetful(stream: RequestStream, output: RequestOutput) -> None:
+        if output.token_ids and output.token_ids[0] % _EVERY == 0:
+            output = msgspec.structs.replace(output, token_ids=output.token_ids[1:])
+        deliver(stream, output)
+
+    return [(RequestStream, "deliver", forgetful)]
+
+
+def _repeat_token() -> list[Place]:
+    """A repaired request comes with tokens that were there before, and they are told again."""
+    take = Ledger.take
+
+    def trusting(ledger: Ledger, output: RequestOutput) -> RequestOutput | AddRequest | None:
+        news = take(ledger, output)
+        if not isinstance(news, RequestOutput) or not news.token_ids or not news.first_index:
+            return news
+        again = news.token_ids[-1:] if news.token_ids[-1] % _EVERY == 0 else []
+        return msgspec.structs.replace(news, token_ids=[*news.token_ids, *again])
+
+    return [(Ledger, "take", trusting)]
+
+
+def _skip_epoch_check() -> list[Place]:
+    """Both ends of the worker link believe frames of any epoch."""
+    obey, on_message = WorkerLink._obey, WorkerShim.on_message
+
+    def gullible(link: WorkerLink, peer: bytes, epoch: int, message: WorkerToCore) -> None:
+        is_hello = type(message).__name__ == "WorkerHello"
+        obey(link, peer, epoch if is_hello else link._adopted_epoch or epoch, message)
+
+    def obedient(shim: WorkerShim, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
+        is_adoption = type(message).__name__ == "Adopt"
+        return on_message(shim, epoch if is_adoption else shim.link_epoch or epoch, message)
+
+    return [(WorkerLink, "_obey", gullible), (WorkerShim, "on_message", obedient)]
+
+
+def _stateful_random() -> list[Place]:
+    """A worker's generator moves on with every draw, whoever it is for."""
+    draw = SimulatedModel._next_token_id
+
+    def stateful(model: SimulatedModel, request: MirroredRequest, *more: Any) -> int:
+        num_draws = vars(model)["num_draws"] = vars(model).get("num_draws", 0) + 1
+        token_id = draw(model, request, *more)
+        return token_id if num_draws % _EVERY else FIRST_TOKEN_ID
+
+    return [(SimulatedModel, "_next_token_id", stateful)]
+
+
+def _outputs_as_prompt() -> list[Place]:
+    """A request that comes again counts its outputs as prompt."""
+    append = Mirror._append
+
+    def merging(mirror: Mirror, new: NewRequestData) -> None:
+        length = len(new.token_ids) // 4
+        append(mirror, msgspec.structs.replace(new, num_prompt_tokens=length))
+
+    return [(Mirror, "_append", merging)]
+
+
+PLANTS: dict[str, Callable[[], list[Place]]] = {
+    "drop-token": _drop_token,
+    "repeat-token": _repeat_token,
+    "skip-epoch-check": _skip_epoch_check,
+    "stateful-random": _stateful_random,
+    "outputs-as-prompt": _outputs_as_prompt,
+}
+
+
+@contextlib.contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Run with a bug of `PLANTS`, or with none."""
+    places = PLANTS[name]() if name is not None else []
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]
+    try:
+        for owner, attribute, bug in places:
+            setattr(owner, attribute, bug)
+        yield
+    finally:
+        for owner, attribute, original in before:
+            setattr(owner, attribute, original)

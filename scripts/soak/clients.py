@@ -1,0 +1,198 @@
+"""The clients of a soak: each sends one request after the other and checks its answer."""
+
+import asyncio
+import re
+import time
+from array import array
+from typing import NamedTuple
+
+from protocol.api_core import ErrorCode
+from protocol.client import AsyncEngineClient
+from protocol.errors import RequestFailed
+from protocol.sampling import SamplingParams
+from scripts.soak.http_connection import ConnectionBroken, HttpConnection, Reply
+from scripts.soak.report import Tally
+from scripts.soak.requests import (
+    Answer,
+    SoakRequest,
+    Way,
+    Workload,
+    body_of,
+    decode_answer,
+    problem_of,
+)
+
+REQUEST_TIMEOUT_S = 60.0
+_METRICS_TIMEOUT_S = 10.0
+_GAUGE = re.compile(
+    rb"^troika:(ledger_requests|http_requests_open|http_request_bytes|sessions)"
+    rb"(?:\{[^}]*\})? (\S+)$",
+    re.MULTILINE,
+)
+_COME_AGAIN = (429, 503)
+_COME_AGAIN_CODES = (ErrorCode.OVERLOADED,)
+_PAUSE_S = 0.1
+_MAX_EXAMPLES = 5
+_DONE = b"[DONE]"
+
+
+class Lost(Exception):
+    """A request without its answer; the text says why."""
+
+
+class Place(NamedTuple):
+    """Where the engine is."""
+
+    host: str
+    port: int
+    model: str
+    client: AsyncEngineClient
+
+
+class SoakClient:
+    """One reader with a connection of its own, which it keeps as long as the server does."""
+
+    def __init__(
+        self, place: Place, workload: Workload, tally: Tally, latencies_s: "array[float]"
+    ) -> None:
+        """Enter what becomes of requests into `tally` and, by number, `latencies_s`."""
+        self._place = place
+        self._workload = workload
+        self._tally = tally
+        self._latencies_s = latencies_s
+        self._connection: HttpConnection | None = None
+
+    async def send(self, number: int) -> None:
+        """Send one request, wait for its end and check it."""
+        tally = self._tally
+        request = self._workload.request(number)
+        began = time.monotonic()
+        try:
+            if request.way is Way.EMBEDDED:
+                token_ids, finish_reason = await self._embedded(request)
+            else:
+                token_ids, finish_reason = await self._http(request)
+        except (Lost, ConnectionBroken, RequestFailed, OSError) as error:  # TimeoutError too
+            tally.num_lost += 1
+            if len(tally.lost) < _MAX_EXAMPLES:
+                tally.lost.append(f"{number} ({request.way}): {type(error).__name__}: {error}")
+        else:
+            problem = problem_of(self._workload, request, token_ids, finish_reason)
+            if problem is None:
+                tally.num_right += 1
+                tally.num_left += request.way is Way.LEAVE and finish_reason is None
+            else:
+                tally.num_mismatched += 1
+                if len(tally.mismatched) < _MAX_EXAMPLES:
+                    tally.mismatched.append(f"{number} ({request.way}): {problem}")
+        self._latencies_s[number] = time.monotonic() - began
+        tally.num_ended += 1
+
+    async def close(self) -> None:
+        """Disconnect; the next request connects again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
+
+    async def _embedded(self, request: SoakRequest) -> tuple[list[int], str | None]:
+        params = SamplingParams(max_tokens=request.max_tokens)
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            while True:
+                try:
+                    return await self._read_stream(request.prompt, params)
+                except RequestFailed as failure:
+                    if failure.error.code not in _COME_AGAIN_CODES:
+                        raise
+                    self._tally.num_deferred += 1
+                    await asyncio.sleep(_PAUSE_S)
+
+    async def _read_stream(
+        self, prompt: list[int], params: SamplingParams
+    ) -> tuple[list[int], str | None]:
+        token_ids: list[int] = []
+        finish_reason = None
+        async for output in self._place.client.submit(prompt, params):
+            if output.first_index != len(token_ids):
+                raise Lost(f"index {output.first_index} after {len(token_ids)} tokens")
+            token_ids += output.token_ids
+            if output.finish_reason is not None:
+                finish_reason = str(output.finish_reason)
+        return token_ids, finish_reason
+
+    async def _http(self, request: SoakRequest) -> tuple[list[int], str | None]:
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        body = body_of(request, self._place.model)
+        while True:
+            reply = await self._ask(request, body, deadline - time.monotonic())
+            if reply.status == 200:
+                return _read_reply(request, reply.body)
+            if reply.status not in _COME_AGAIN:
+                raise Lost(f"status {reply.status}: {reply.body[:200]!r}")
+            self._tally.num_deferred += 1
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _ask(self, request: SoakRequest, body: bytes, timeout_s: float) -> Reply:
+        """One exchange; a kept connection that was closed before its first byte is replaced."""
+        connection, is_kept = self._connection, True
+        while True:
+            if connection is None or not connection.is_open:
+                connection = await HttpConnection.connect(self._place.host, self._place.port)
+                self._connection, is_kept = connection, False
+            try:
+                return await connection.ask(
+                    "POST",
+                    "/v1/completions",
+                    body,
+                    timeout_s=timeout_s,
+                    leave_after=request.leaves_after,
+                )
+            except ConnectionBroken as broken:
+                if not (is_kept and broken.is_untouched):
+                    raise
+
+
+async def read_gauges(place: Place) -> dict[str, int]:
+    """What the API holds, according to its metrics, by name; this very question included.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    connection = await HttpConnection.connect(place.host, place.port)
+    try:
+        reply = await connection.ask("GET", "/metrics", b"", timeout_s=_METRICS_TIMEOUT_S)
+    finally:
+        await connection.close()
+    return {name.decode(): int(float(value)) for name, value in _GAUGE.findall(reply.body)}
+
+
+def _read_reply(request: SoakRequest, body: bytes) -> tuple[list[int], str | None]:
+    """The tokens and the last finish_reason.
+
+    Raises:
+        Lost: it is an error, or a stream without an end.
+    """
+    if request.way is Way.WHOLE:
+        return _join([decode_answer(body)])
+    *blocks, _ = body.split(b"\n\n")
+    events = [
+        line[5:].strip()
+        for block in blocks
+        for line in block.split(b"\n")
+        if line.startswith(b"data:")
+    ]
+    is_done = bool(events) and events[-1] == _DONE
+    if not is_done and request.way is not Way.LEAVE:
+        raise Lost("a stream without an end")
+    return _join([decode_answer(event) for event in events if event != _DONE])
+
+
+def _join(answers: list[Answer]) -> tuple[list[int], str | None]:
+    token_ids: list[int] = []
+    finish_reason = None
+    for answer in answers:
+        if answer.error is not None:
+            raise Lost(bytes(answer.error)[:200].decode(errors="replace"))
+        for choice in answer.choices:
+            token_ids += choice.token_ids or []
+            finish_reason = choice.finish_reason or finish_reason
+    return token_ids, finish_reason

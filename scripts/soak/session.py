@@ -1,0 +1,176 @@
+"""One soak from start to end: warm up, count, run with kills, run without, count again."""
+
+import asyncio
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from protocol.client import AsyncEngineClient
+from scripts.soak.census import Reading, take_census
+from scripts.soak.clients import Place, SoakClient, read_gauges
+from scripts.soak.engine import SoakEngine
+from scripts.soak.killing import ROLES, Killer, draw_points
+from scripts.soak.report import Outcome, Tally, broken_bounds, counts_of, lives_of
+from scripts.soak.requests import Workload
+
+MODEL = "null"
+_READY_TIMEOUT_S = 60.0
+_SETTLE_TIMEOUT_S = 15.0
+_POLL_S = 0.1
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do. The run has three parts: a warm-up, a part with kills, a quiet part."""
+
+    num_requests: int
+    num_kills: int
+    num_disconnects: int
+    concurrency: int
+    embedded_share: float
+    num_warm_up: int
+    num_quiet: int
+    sample_every: int
+    """Requests between two readings."""
+    seed: int
+    flags: list[str]
+    """More of them for the supervisor."""
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of requests after which the warm-up, the kills and all end."""
+        return self.num_warm_up, self.num_requests - self.num_quiet, self.num_requests
+
+
+class Session:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, base: Path) -> None:
+        """Prepare; `run` starts the engine in `base`, an empty directory with a short path."""
+        self._plan = plan
+        self._base = base
+        self._rng = random.Random(plan.seed)
+        self.tally = Tally()
+        self.readings: list[Reading] = []
+        self._latencies_s = array("f", bytes(4 * plan.num_requests))
+        self._next_number = 0
+        self._began = time.monotonic()
+        self._names: dict[int, str] = {}
+
+    async def run(self) -> Outcome:
+        """Do all of it.
+
+        Raises:
+            EngineLost: the engine does not start, or does not come back.
+        """
+        self._engine = SoakEngine(self._base, [MODEL, *self._plan.flags])
+        try:
+            reply = await self._engine.ready(_READY_TIMEOUT_S)
+            url = urlsplit(reply.url or "")
+            assert url.hostname is not None
+            assert url.port is not None
+            async with AsyncEngineClient(self._engine.address) as client:
+                self._client = client
+                facts = await client.wait_ready(_READY_TIMEOUT_S)
+                leaving = frozenset(self._draw_leaving())
+                workload = Workload(self._plan.seed, facts, leaving, self._plan.embedded_share)
+                self._place = Place(url.hostname, url.port, MODEL, client)
+                self._clients = [
+                    SoakClient(self._place, workload, self.tally, self._latencies_s)
+                    for _ in range(self._plan.concurrency)
+                ]
+                return await self._go_through_parts()
+        finally:
+            self._engine.close()
+
+    def _draw_leaving(self) -> list[int]:
+        """Numbers of the requests whose clients leave, not in the quiet part."""
+        last = self._plan.parts[1]
+        return self._rng.sample(range(last), min(self._plan.num_disconnects, last))
+
+    async def _go_through_parts(self) -> Outcome:
+        warm, noisy, whole = self._plan.parts
+        num_first_kills = min(len(ROLES), self._plan.num_kills)
+        first_kills = draw_points(self._rng, warm // 4, max(warm // 2, 1), num_first_kills)
+        await self._run_until(warm, first_kills)
+        before = await self._settle(None)
+        began = time.monotonic()
+        count = self._plan.num_kills - num_first_kills
+        margin = (noisy - warm) // 50
+        await self._run_until(noisy, draw_points(self._rng, warm, noisy - margin, count))
+        await self._run_until(whole, [])
+        seconds = time.monotonic() - began
+        after = await self._settle(before)
+        lives, counts = lives_of(self.readings), counts_of(before, after)
+        broken = broken_bounds(self.tally, lives, counts)
+        latency_ms = self._latency_ms()
+        return Outcome(seconds, self.tally, lives, counts, latency_ms, broken)
+
+    async def _run_until(self, end: int, kill_points: Sequence[int]) -> None:
+        killer = Killer(self._engine, self._rng, kill_points, 2 * self._plan.concurrency)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(killer.run())
+            for client in self._clients:
+                tasks.create_task(self._keep_sending(client, killer, end))
+        self.tally.num_kills += killer.num_kills
+
+    async def _keep_sending(self, client: SoakClient, killer: Killer, end: int) -> None:
+        while self._next_number < end:
+            number = self._next_number
+            self._next_number += 1
+            await killer.admit(number)
+            await client.send(number)
+            killer.ended(self.tally.num_ended)
+            if self.tally.num_ended % self._plan.sample_every == 0:
+                self.readings.append(await self._read())
+
+    async def _settle(self, before: Reading | None) -> Reading:
+        """A reading while nothing runs; after a while, when counts do not come down to `before`."""
+        for client in self._clients:
+            await client.close()
+        await self._engine.ready(_READY_TIMEOUT_S)
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while True:
+            await asyncio.sleep(_POLL_S)
+            reading = await self._read(is_quiet=True)
+            is_idle = not (reading.num_held or reading.kv_usage_ppm or reading.num_zombies)
+            is_back = before is None or not any(c.has_grown for c in counts_of(before, reading))
+            if (is_idle and is_back) or time.monotonic() >= deadline:
+                return reading
+
+    async def _read(self, *, is_quiet: bool = False) -> Reading:
+        status = self._client.status
+        assert status is not None
+        reply = await self._engine.status()
+        for row in [] if reply is None else reply.processes:
+            if row.pid is not None:
+                self._names[row.pid] = f"{row.role} {row.rank}" if row.rank else str(row.role)
+        stats = status.stats
+        return take_census(
+            self._names,
+            self._engine.run_dir,
+            num_requests=self.tally.num_ended,
+            elapsed_s=time.monotonic() - self._began,
+            living=self._engine.living() if is_quiet else frozenset(),
+            num_held=stats.num_running_reqs
+            + stats.num_waiting_reqs
+            + self._client.num_open_requests,
+            kv_usage_ppm=round(stats.kv_cache_usage * 1e6),
+            gauges=await read_gauges(self._place) if is_quiet else {},
+        )
+
+    def _latency_ms(self) -> dict[str, float]:
+        """Of the first and the last quarter of what came after the warm-up."""
+        values = self._latencies_s[self._plan.num_warm_up :]
+        quarter = max(1, len(values) // 4)
+        figures = {}
+        for name, part in (("first", values[:quarter]), ("last", values[-quarter:])):
+            ordered = sorted(part)
+            for share in (50, 99):
+                value = ordered[min(len(ordered) - 1, share * len(ordered) // 100)]
+                figures[f"{name} quarter p{share}"] = 1000 * value
+        return figures

@@ -1,0 +1,148 @@
+"""Several tokens of a request in one step: drafts that the worker guessed, and verifies."""
+
+import pytest
+
+from tests.core.harness import EOS, PLAIN_TOKEN, Harness
+
+SPECULATIVE = 3
+
+
+def decoding(bench: Harness, prompt: int = 10, max_tokens: int = 20) -> None:
+    """Bring request a to its first output."""
+    bench.add("a", prompt, max_tokens)
+    assert bench.step() == {"a": prompt}
+
+
+def test_right_drafts_are_kept_and_wrong_ones_do_not_count_as_computed() -> None:
+    """S32."""
+    bench = Harness(
+        num_speculative_tokens=SPECULATIVE,
+        script={"a": [1, 1, 3, 9]},
+        guesses={"a": {1: [1, 3, 4]}},
+    )
+    decoding(bench)
+    request = bench.requests["a"]
+    assert (request.num_computed_tokens, request.num_tokens) == (10, 11)
+    assert bench.schedule() == {"a": 4}
+    assert request.num_computed_tokens == 14
+    bench.update()
+    assert bench.outputs["a"] == [1, 1, 3, 9]
+    assert (request.num_computed_tokens, request.num_tokens) == (13, 14)
+    assert bench.scheduler.speculation.num_accepted_tokens == 2
+    assert bench.scheduler.speculation.accepted_per_position == [1, 1, 0]
+    assert bench.step() == {"a": 1}
+
+
+def test_a_step_whose_drafts_are_all_wrong_brings_one_token() -> None:
+    """S32."""
+    bench = Harness(num_speculative_tokens=SPECULATIVE, guesses={"a": {1: [1, 1, 1]}})
+    decoding(bench)
+    assert bench.step() == {"a": 4}
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 2
+    assert bench.requests["a"].num_computed_tokens == 11
+
+
+def test_a_step_whose_drafts_are_all_right_brings_one_token_more() -> None:
+    bench = Harness(num_speculative_tokens=SPECULATIVE, guesses={"a": {1: [PLAIN_TOKEN] * 3}})
+    decoding(bench)
+    assert bench.step() == {"a": 4}
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 5
+    assert bench.requests["a"].num_computed_tokens == 14
+    assert bench.step() == {"a": 1}
+
+
+def test_the_budget_cuts_drafts_in_order_of_admission() -> None:
+    """S32, where the step of 6 goes to both, and first to the drafts of the first."""
+    bench = Harness(
+        num_speculative_tokens=SPECULATIVE,
+        budget=6,
+        guesses={name: {1: [PLAIN_TOKEN] * 3} for name in "ab"},
+    )
+    bench.add("a", 3)
+    bench.add("b", 3)
+    assert bench.step() == {"a": 3, "b": 3}
+    assert bench.step() == {"a": 4, "b": 2}
+    assert bench.outputs == {"a": [PLAIN_TOKEN] * 5, "b": [PLAIN_TOKEN] * 3}
+
+
+def test_drafts_come_only_after_the_prompt_is_computed() -> None:
+    """S32."""
+    bench = Harness(
+        num_speculative_tokens=SPECULATIVE, budget=50, guesses={"a": {1: [PLAIN_TOKEN] * 3}}
+    )
+    bench.add("a", 80, 20)
+    assert bench.steps(3) == [{"a": 50}, {"a": 30}, {"a": 4}]
+
+
+def test_no_draft_is_verified_that_could_only_be_cut() -> None:
+    """S32, where vLLM computes 4 tokens here and throws 2 of them away."""
+    bench = Harness(num_speculative_tokens=SPECULATIVE, guesses={"a": {1: [PLAIN_TOKEN] * 3}})
+    decoding(bench, max_tokens=3)
+    assert bench.step() == {"a": 2}
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 3
+    assert bench.finished == {"a": "length"}
+
+
+def test_drafts_end_with_the_longest_context() -> None:
+    """S32."""
+    bench = Harness(
+        num_speculative_tokens=SPECULATIVE,
+        max_model_len=16,
+        guesses={"a": {1: [PLAIN_TOKEN] * 3, 5: [PLAIN_TOKEN] * 3}},
+    )
+    decoding(bench)
+    assert bench.steps(2) == [{"a": 4}, {"a": 1}]
+    assert bench.finished == {"a": "length"}
+    assert bench.requests["a"].num_tokens == 16
+
+
+def test_tokens_after_a_stop_are_cut() -> None:
+    bench = Harness(
+        num_speculative_tokens=SPECULATIVE,
+        script={"a": [7, 7, EOS, 7, 7]},
+        guesses={"a": {1: [7, EOS, 7]}},
+    )
+    decoding(bench)
+    bench.step()
+    assert bench.outputs["a"] == [7, 7, EOS]
+    assert bench.finished == {"a": "stop"}
+
+
+def test_nobody_is_preempted_for_drafts() -> None:
+    bench = Harness(
+        blocks=5,  # 4 to use, all taken by two requests of 31 tokens
+        num_speculative_tokens=SPECULATIVE,
+        guesses={name: {1: [PLAIN_TOKEN] * 3} for name in "ab"},
+    )
+    bench.add("a", 30, 2)
+    bench.add("b", 30, 2)
+    bench.step()
+    assert bench.num_free == 0
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_request_sits_out_until_its_tokens_are_known(depth: int) -> None:
+    bench = Harness(num_speculative_tokens=SPECULATIVE, depth=depth)
+    decoding(bench)
+    assert bench.schedule() == {"a": 1}
+    assert bench.schedule() == {}
+    bench.update()
+    assert bench.schedule() == {"a": 1}
+
+
+def test_drafts_of_a_preempted_request_come_late_and_are_not_trusted() -> None:
+    bench = Harness(
+        depth=2,
+        num_speculative_tokens=SPECULATIVE,
+        guesses={"a": {1: [PLAIN_TOKEN, PLAIN_TOKEN, 1]}},
+    )
+    decoding(bench)
+    bench.schedule()
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert bench.schedule() == {}, "nobody knows yet where it goes on"
+    bench.update()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 4
+    bench.update()
+    assert bench.schedule() == {"a": 14}

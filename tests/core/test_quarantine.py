@@ -1,0 +1,312 @@
+"""One request that kills workers is found and refused; all others get every token, exactly."""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from core_proc.engine import CANARY_ID, EngineCore
+from core_proc.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprint
+from protocol.api_core import AddRequest, ErrorCode, Refused
+from protocol.core_worker import ModelFacts, SchedulerOutput
+from protocol.sampling import SamplingParams
+from protocol.settings import configure
+from tests.core.fake_worker import FakeWorker
+
+CLIENT = b"client"
+FACTS = ModelFacts("fake", 100_000, 512, 16, 2000, [2])
+NUM_TOKENS = 12
+POISON = 9_999
+"""First token of prompts that kill."""
+
+
+def sample(req_id: int, position: int) -> int:
+    return 100 + (31 * req_id + 7 * position) % 1000
+
+
+class Patient:
+    """An engine whose workers die of what `kills` says of a step: (request id, length) of each."""
+
+    def __init__(
+        self, kills: Callable[[list[tuple[int, int]]], bool], depth: int = 2, **settings: object
+    ) -> None:
+        self.outputs: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
+        self.refused: dict[int, ErrorCode] = {}
+        self.num_deaths = 0
+        self.kills_core = False
+        """Whether the core dies too, with all that it knows."""
+        self._settings = settings | {"max_steps_in_flight": depth}
+        self._kills = kills
+        self._marks: list[int] = []
+        self._open: dict[int, AddRequest] = {}
+        self._pipe: deque[SchedulerOutput] = deque()
+        self.begin_core()
+
+    def begin_core(self) -> None:
+        self.engine = EngineCore(
+            configure(model="null", max_num_seqs=64, check_invariants=True, **self._settings)
+        )
+        self.engine.inherit_marks(self._marks)
+        self.begin_worker()
+        for request_id, add in self._open.items():
+            if request_id in self.ended or request_id in self.refused:
+                continue
+            outputs = self.outputs.get(request_id, [])
+            resent = msgspec.structs.replace(add, output_token_ids=outputs, resent=True)
+            refused = self.engine.add(CLIENT, resent)
+            if refused is not None:
+                self.refused[request_id] = refused.error.code
+
+    def begin_worker(self) -> None:
+        self._pipe.clear()
+        self._worker = FakeWorker(16, 2000, self._sample)
+        self.engine.adopt_workers(FACTS)
+
+    def _client_id(self, req_id: int) -> int:
+        """The core's numbers begin anew with each core; prompts tell who is who."""
+        token_ids = self._worker.mirror[req_id].token_ids
+        return token_ids[1] if token_ids[0] in (1, POISON) else CANARY_ID
+
+    def _sample(self, req_id: int, position: int) -> int:
+        return sample(self._client_id(req_id), position)
+
+    def add(self, request_id: int, *, poison: bool = False, length: int = 20) -> Refused | None:
+        prompt = [POISON if poison else 1, *range(request_id, request_id + length)]
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=request_id)
+        add = AddRequest(request_id, prompt, params)
+        refused = self.engine.add(CLIENT, add)
+        if refused is None:
+            self._open[request_id] = add
+        return refused
+
+    def die(self, *, is_blamed: bool = True) -> None:
+        self.num_deaths += 1
+        if self.kills_core:
+            if not is_blamed:
+                self._marks = []
+            self.begin_core()
+            return
+        self.engine.lose_workers()
+        if is_blamed:
+            self.engine.blame_requests()
+        self.begin_worker()
+
+    def turn(self) -> None:
+        while (step := self.engine.schedule()) is not None:
+            marks = self.engine.take_marks()
+            self._marks = self._marks if marks is None else marks
+            self._pipe.append(step)
+        if self._pipe:
+            self._execute(self._pipe.popleft())
+        for _, message in self.engine.take_mail():
+            if isinstance(message, Refused) and message.request_id is not None:
+                self.refused[message.request_id] = message.error.code
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        before = {i: r.num_computed_tokens for i, r in self._worker.mirror.items()}
+        output = self._worker.execute(step)
+        computing = [
+            (self._client_id(i), r.num_computed_tokens)
+            for i, r in self._worker.mirror.items()
+            if r.num_computed_tokens != before.get(i)
+        ]
+        if self._kills(computing):
+            self.die()
+            return
+        for client, outputs in self.engine.update(output).items():
+            assert client == CLIENT
+            for row in outputs.outputs:
+                tokens = self.outputs.setdefault(row.request_id, [])
+                assert row.first_index == len(tokens)
+                tokens += row.token_ids
+                if row.finish_reason is not None:
+                    self.ended.add(row.request_id)
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.engine.has_unfinished and not self._pipe:
+                return
+            self.turn()
+        raise AssertionError(f"not done after {limit} turns and {self.num_deaths} deaths")
+
+    def check_innocents(self, num: int, guilty: set[int]) -> None:
+        """Engine ids are counted from the same 1 as the client's."""
+        assert set(self.refused) == guilty
+        assert set(self.refused.values()) <= {ErrorCode.QUARANTINED}
+        assert self.ended == set(range(1, num + 1)) - guilty
+        for request_id in self.ended:
+            expected = [sample(request_id, position) for position in range(NUM_TOKENS)]
+            assert self.outputs[request_id] == expected
+
+
+def poisoned(*culprits: int, at: int = 1) -> Callable[[list[tuple[int, int]]], bool]:
+    """Steps that compute one of these past so many tokens."""
+    return lambda computing: any(i in culprits and length >= at for i, length in computing)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, 22, 27, 30])
+@pytest.mark.parametrize("culprit", [1, 7, 32])
+def test_one_of_32_is_found_within_seven_deaths(culprit: int, at: int, depth: int) -> None:
+    patient = Patient(poisoned(culprit, at=at), depth)
+    for request_id in range(1, 33):
+        patient.add(request_id)
+    patient.run()
+    patient.check_innocents(32, {culprit})
+    assert patient.num_deaths <= 7
+
+
+@pytest.mark.parametrize("at", [1, 27])
+@pytest.mark.parametrize("culprit", [1, 7, 32])
+def test_a_core_that_dies_too_leaves_its_suspects_to_the_next(culprit: int, at: int) -> None:
+    patient = Patient(poisoned(culprit, at=at))
+    patient.kills_core = True
+    for request_id in range(1, 33):
+        patient.add(request_id)
+    patient.run()
+    patient.check_innocents(32, {culprit})
+    assert patient.num_deaths <= 7
+
+
+def test_one_that_runs_alone_has_two_tries() -> None:
+    patient = Patient(poisoned(1))
+    patient.add(1)
+    patient.run()
+    patient.check_innocents(1, {1})
+    assert patient.num_deaths == 2
+
+
+def test_three_at_once_are_found_one_after_the_other() -> None:
+    patient = Patient(poisoned(3, 17, 30, at=25))
+    for request_id in range(1, 33):
+        patient.add(request_id)
+    patient.run()
+    patient.check_innocents(32, {3, 17, 30})
+    assert patient.num_deaths <= 21
+
+
+def test_the_same_request_is_refused_for_ten_minutes() -> None:
+    patient = Patient(poisoned(1))
+    patient.add(1)
+    patient.run()
+    refused = patient.add(1)
+    assert refused is not None
+    assert refused.error.code is ErrorCode.QUARANTINED
+    assert patient.add(2) is None
+    patient.run()
+    patient.engine.now += REFUSED_FOR_S
+    assert patient.add(1) is None
+
+
+def test_whoever_comes_during_a_search_is_served_too() -> None:
+    patient = Patient(poisoned(5))
+    for request_id in range(1, 9):
+        patient.add(request_id)
+    num_added = 8
+    while patient.engine.has_unfinished and num_added < 40:
+        patient.turn()
+        num_added += 1
+        patient.add(num_added)
+    patient.run()
+    patient.check_innocents(num_added, {5})
+    assert patient.num_deaths <= 8
+
+
+def test_a_death_from_outside_charges_nobody() -> None:
+    patient = Patient(lambda computing: False)
+    for request_id in range(1, 9):
+        patient.add(request_id)
+    for _ in range(10):
+        patient.turn()
+        patient.die(is_blamed=False)
+    patient.run()
+    patient.check_innocents(8, set())
+
+
+def test_a_death_from_outside_does_not_disturb_a_search() -> None:
+    patient = Patient(poisoned(6))
+    for request_id in range(1, 17):
+        patient.add(request_id)
+    for turn in range(400):
+        patient.turn()
+        if turn % 5 == 4 and turn < 100:
+            patient.die(is_blamed=False)
+            patient.num_deaths -= 1
+    patient.run()
+    patient.check_innocents(16, {6})
+    assert patient.num_deaths <= 7
+
+
+def test_a_fault_of_the_workers_charges_nobody() -> None:
+    is_broken = [True]
+    patient = Patient(lambda computing: bool(computing) and is_broken[0])
+    for request_id in range(1, 9):
+        patient.add(request_id)
+    while patient.num_deaths < 30:
+        patient.turn()
+    is_broken[0] = False
+    patient.run()
+    patient.check_innocents(8, set())
+
+
+def test_a_suspect_that_is_aborted_ends_its_trial() -> None:
+    patient = Patient(poisoned(2))
+    for request_id in range(1, 5):
+        patient.add(request_id)
+    while patient.num_deaths < 3:
+        patient.turn()
+    patient.engine.abort(CLIENT, [2])
+    patient.run()
+    assert patient.ended == {1, 3, 4}
+
+
+def test_all_suspects_wait_or_run_and_nobody_is_forgotten() -> None:
+    """Whatever the order of deaths, all end: here every third step kills, for a while."""
+    num_steps = [0]
+
+    def kills(computing: list[tuple[int, int]]) -> bool:
+        num_steps[0] += 1
+        return num_steps[0] % 3 == 0 and num_steps[0] < 60
+
+    patient = Patient(kills)
+    for request_id in range(1, 13):
+        patient.add(request_id)
+    patient.run()
+    assert patient.ended | set(patient.refused) == set(range(1, 13))
+
+
+def test_the_canary_is_told_to_nobody() -> None:
+    seen: list[int] = []
+
+    def kills(computing: list[tuple[int, int]]) -> bool:
+        seen.extend(i for i, _ in computing)
+        return any(i == 1 for i, _ in computing)
+
+    patient = Patient(kills)
+    patient.add(1)
+    patient.run()
+    assert CANARY_ID in seen
+    assert patient.outputs == {}
+
+
+def test_a_fingerprint_is_of_the_prompt_and_the_parameters_but_not_of_the_seed() -> None:
+    params = SamplingParams(max_tokens=5, seed=1)
+    same = fingerprint(b"12", SamplingParams(max_tokens=5, seed=2))
+    assert fingerprint(b"12", params) == same
+    assert fingerprint(b"13", params) != same
+    assert fingerprint(b"12", SamplingParams(max_tokens=6, seed=1)) != same
+
+
+def test_what_is_refused_is_bounded() -> None:
+    patient = Patient(lambda computing: False)
+    quarantine = patient.engine._quarantine
+    assert quarantine is not None
+    for request_id in range(1, MAX_REFUSED + 11):
+        patient.add(request_id)
+        assert patient.engine._scheduler is not None
+        request = patient.engine._scheduler.requests[request_id]
+        quarantine.convict(request, 0.0)
+        patient.engine.abort(CLIENT, [request_id])
+    assert len(quarantine._refused) == MAX_REFUSED

@@ -1,0 +1,203 @@
+"""The progress page: what one process writes another reads, whole or not at all."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.config import RecoveryConfig
+from protocol.progress_page import (
+    MAX_FINGERPRINTS,
+    NUM_STEP_SLOTS,
+    PAGE_BYTES,
+    Death,
+    Mark,
+    Phase,
+    ProgressPage,
+    StepInFlight,
+)
+from protocol.pulse import Pulse
+from tests.system.conftest import ROOT
+from tests.timing import any_of
+
+RECOVERY = RecoveryConfig(hang_timeout_s=2.0, startup_timeout_s=100.0)
+EPOCH = 7
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[ProgressPage, int]]:
+    """A page and its descriptor."""
+    page, fd = ProgressPage.create("test")
+    yield page, fd
+    page.close()
+    os.close(fd)
+
+
+@pytest.fixture
+def page(shared: tuple[ProgressPage, int]) -> ProgressPage:
+    return shared[0]
+
+
+def test_new_page_is_empty(page: ProgressPage) -> None:
+    assert page.read() == Mark(0, Phase.NONE, None, 0, 0)
+    assert page.read_in_flight() == []
+    assert page.read_death() is None
+
+
+def test_what_is_written_is_read_on_the_other_side(shared: tuple[ProgressPage, int]) -> None:
+    """Another mapping of the same descriptor."""
+    page, fd = shared
+    other = ProgressPage(fd)
+    page.write(EPOCH, Phase.STEP, 0, 5, 2**62)
+    assert other.read() == Mark(EPOCH, Phase.STEP, 0, 5, 2**62)
+    page.write(EPOCH, Phase.IDLE, None, 6, 7)
+    assert other.read() == Mark(EPOCH, Phase.IDLE, None, 6, 7)
+    other.close()
+
+
+def test_torn_write_is_not_read_and_the_next_writer_repairs_it(page: ProgressPage) -> None:
+    """Its writer died between two of its words."""
+    page.write(EPOCH, Phase.TURN, None, 1, 2)
+    page._words[8] += 1  # as at the beginning of a write
+    page._words[11] = 12345
+    assert page.read() is None
+    page.write(EPOCH + 1, Phase.NONE, None, 0, 0)
+    assert page.read() == Mark(EPOCH + 1, Phase.NONE, None, 0, 0)
+
+
+def test_reader_never_sees_two_writes_mixed() -> None:
+    """Another process writes as fast as it can marks whose fields are all the same number."""
+    page, fd = ProgressPage.create("test")
+    script = (
+        "import sys\nfrom protocol.progress_page import *\npage = ProgressPage(int(sys.argv[1]))\n"
+        "for n in range(10**9): page.write(n, Phase.TURN, n, n, n)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(fd)], cwd=ROOT, pass_fds=[fd]) as it:
+        try:
+            deadline, seen = time.monotonic() + 20.0, set()
+            while len(seen) < 2000:
+                assert time.monotonic() < deadline
+                mark = page.read()
+                if mark is not None and mark.phase is Phase.TURN:
+                    numbers = {mark.epoch, mark.step_id, mark.began_ns, mark.deadline_ns}
+                    assert len(numbers) == 1, mark
+                    seen |= numbers
+        finally:
+            it.kill()
+    page.close()
+    os.close(fd)
+
+
+def test_steps_in_flight_survive_their_writer(page: ProgressPage) -> None:
+    """In order, each with its requests; those that came back are gone."""
+    for step_id in (11, 12, 13):
+        page.write_in_flight(EPOCH, step_id, [step_id, 2**64 - step_id])
+    page.end_in_flight(12)
+    page.end_in_flight(99)
+    assert page.read_in_flight() == [
+        StepInFlight(EPOCH, 11, [11, 2**64 - 11], 2),
+        StepInFlight(EPOCH, 13, [13, 2**64 - 13], 2),
+    ]
+    page.clear_in_flight()
+    assert page.read_in_flight() == []
+
+
+def test_step_that_was_not_written_whole_was_not_dispatched(page: ProgressPage) -> None:
+    page.write_in_flight(EPOCH, 3, [1])
+    page.write_in_flight(EPOCH, 4, [2])
+    page._words[64 + 4 * (4 + MAX_FINGERPRINTS)] += 1
+    assert [step.step_id for step in page.read_in_flight()] == [3]
+    page.write_in_flight(EPOCH + 1, 4, [2])
+    assert [step.step_id for step in page.read_in_flight()] == [3, 4]
+
+
+def test_steps_have_room_for_all_that_fit_and_count_the_others(page: ProgressPage) -> None:
+    """Full slots do not touch each other."""
+    for step_id in range(NUM_STEP_SLOTS):
+        page.write_in_flight(EPOCH, step_id, list(range(MAX_FINGERPRINTS + step_id)))
+    steps = page.read_in_flight()
+    assert [step.num_requests - MAX_FINGERPRINTS for step in steps] == list(range(NUM_STEP_SLOTS))
+    assert all(step.fingerprints == list(range(MAX_FINGERPRINTS)) for step in steps)
+
+
+@pytest.mark.parametrize("step_id", [None, 0, 5])
+def test_word_about_a_death(page: ProgressPage, step_id: int | None) -> None:
+    page.write_death(Death(3, 2, step_id))
+    assert page.read_death() == Death(3, 2, step_id)
+
+
+def test_page_cannot_be_taken_from_under_its_readers(shared: tuple[ProgressPage, int]) -> None:
+    """A shorter file would kill whoever reads it with SIGBUS."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared[1], 0)
+
+
+def test_descriptor_of_something_else_is_refused() -> None:
+    fd = os.memfd_create("other")
+    os.ftruncate(fd, PAGE_BYTES)
+    with pytest.raises(ValueError, match="no progress page"):
+        ProgressPage(fd)
+    os.close(fd)
+
+
+def test_each_phase_has_its_time(shared: tuple[ProgressPage, int]) -> None:
+    """A step its own, a turn the setting's, a load half of the start's."""
+    page, fd = shared
+    pulse = Pulse(fd, EPOCH, RECOVERY)
+
+    def last() -> tuple[Phase, float, int | None]:
+        mark = page.read()
+        assert mark is not None
+        assert mark.epoch == EPOCH
+        assert abs(mark.began_ns / 1e9 - time.monotonic()) < 1.0, "CLOCK_MONOTONIC"
+        return mark.phase, mark.limit_s, mark.step_id
+
+    assert last() == (Phase.STARTING, 50.0, None)
+    pulse.load("weights", 1)
+    assert last() == (Phase.LOAD, 50.0, None)
+    pulse.idle()
+    assert last() == (Phase.IDLE, 2.0, None)
+    pulse.turn()
+    assert last() == (Phase.TURN, 2.0, None)
+    pulse.step(8, 3.5)
+    assert last() == (Phase.STEP, 3.5, 8)
+    assert pulse.tick_ms == 500
+    assert pulse.page is not None
+    pulse.page.close()
+
+
+def test_only_visible_progress_extends_a_load(shared: tuple[ProgressPage, int]) -> None:
+    page, fd = shared
+    pulse = Pulse(fd, EPOCH, RECOVERY)
+    began = []
+    for phase, done in (("weights", 1), ("weights", 1), ("weights", 2), ("pack", 2)):
+        pulse.load(phase, done)
+        mark = page.read()
+        assert mark is not None
+        began.append(mark.began_ns)
+    assert began[0] == began[1] < began[2] < began[3]
+    assert pulse.page is not None
+    pulse.page.close()
+
+
+def test_without_a_page_nothing_is_written_and_polls_may_last() -> None:
+    pulse = Pulse(None, EPOCH, RECOVERY)
+    pulse.idle()
+    pulse.step(1, 1.0)
+    pulse.load("weights", 1)
+    assert pulse.tick_ms is None
+
+
+@any_of(5)
+def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int]) -> None:
+    pulse = Pulse(shared[1], EPOCH, RECOVERY)
+    began = time.thread_time()
+    for step_id in range(20_000):
+        pulse.step(step_id, 2.0)
+    cost_s = (time.thread_time() - began) / 20_000
+    assert pulse.page is not None
+    pulse.page.close()
+    assert cost_s < 2e-6, cost_s

@@ -1,0 +1,106 @@
+"""A supervision in virtual time, with a process table that is only believed in."""
+
+import random
+import signal
+from itertools import count
+
+from protocol.config import RecoveryConfig
+from protocol.lifecycle import (
+    Drained,
+    Fatal,
+    Hello,
+    ProcessState,
+    Progress,
+    Ready,
+    Role,
+    WorkerDied,
+)
+from scripts.death_causes import Evidence
+from scripts.supervised import Action, Exit, Kill, LeaveWord, Note, Slot, Start, Tell
+from scripts.supervision import Supervision
+
+API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
+RECOVERY = RecoveryConfig(
+    startup_timeout_s=10.0, shutdown_timeout_s=20.0, restart_backoff_max_s=2.0
+)
+
+
+class Drill:
+    """A supervision, a clock, and the processes it believes in; checks what always holds."""
+
+    def __init__(self, num_workers: int = 1, recovery: RecoveryConfig = RECOVERY, api: bool = True):
+        num_ranks = {Role.WORKER: num_workers, Role.CORE: 1, **({Role.API: 1} if api else {})}
+        self.supervision = Supervision(recovery, num_ranks, count(1).__next__, random.Random(0))
+        self.now = 1000.0
+        self.living: dict[Slot, int] = {}
+        self.doomed: set[Slot] = set()
+        self.last_epoch = 0
+        self.exit_status: int | None = None
+        self.words: list[LeaveWord] = []
+        self.told_deaths: list[WorkerDied] = []
+        self.take(self.supervision.begin(self.now))
+
+    def take(self, actions: list[Action]) -> list[Action]:
+        """Carry out what a process table would.
+
+        Notes are left out of the result, and words about deaths are kept apart.
+        """
+        assert self.exit_status is None or not actions, "something happens after the end"
+        for action in actions:
+            match action:
+                case Start(slot, epoch):
+                    assert slot not in self.living, "two incarnations at once"
+                    assert epoch > self.last_epoch, "epochs must grow"
+                    self.last_epoch = self.living[slot] = epoch
+                case Kill(slot):
+                    assert slot in self.living
+                    assert slot not in self.doomed, "killed twice"
+                    self.doomed.add(slot)
+                case LeaveWord(slot):
+                    assert slot not in self.living, "the page is still written by another"
+                    self.words.append(action)
+                case Tell(slot, message):
+                    assert slot in self.living
+                    if isinstance(message, WorkerDied):
+                        assert slot == CORE
+                        self.told_deaths.append(message)
+                case Exit(status):
+                    self.exit_status = status
+        return [action for action in actions if not _is_word(action)]
+
+    def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
+        return self.take(self.supervision.on_message(self.living[slot], message, self.now))
+
+    def die(
+        self, slot: Slot, status: int = -signal.SIGKILL, evidence: Evidence | None = None
+    ) -> list[Action]:
+        del self.living[slot]
+        self.doomed.discard(slot)
+        evidence = evidence or Evidence()
+        return self.take(self.supervision.on_death(slot, status, self.now, evidence))
+
+    def signal(self) -> list[Action]:
+        return self.take(self.supervision.on_signal(self.now))
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Let time pass, waking at every deadline."""
+        end, actions = self.now + seconds, []
+        while (due := self.supervision.next_deadline()) is not None and due <= end:
+            self.now = max(self.now, due)
+            actions += self.take(self.supervision.tick(self.now))
+        self.now = end
+        return actions
+
+    def all_ready(self) -> "Drill":
+        for slot in list(self.living):
+            self.say(slot, Ready())
+        return self
+
+    def state(self, slot: Slot) -> ProcessState:
+        return next(p.state for p in self.supervision.processes if p.slot == slot)
+
+
+def _is_word(action: Action) -> bool:
+    if isinstance(action, Tell):
+        return isinstance(action.message, WorkerDied)
+    return isinstance(action, Note | LeaveWord)

@@ -1,0 +1,152 @@
+"""Supervision of processes that hang, and what is said of deaths; in virtual time."""
+
+import logging
+import signal
+
+import pytest
+
+from protocol.lifecycle import DeathCause, Fatal, ProcessState, Ready, Role, Suspect, WorkerDied
+from protocol.progress_page import Mark, Phase
+from scripts.death_causes import Evidence
+from scripts.supervised import Action, DumpStacks, Kill, LeaveWord, Note, Slot, Start, Tell
+from tests.scripts.drill import API, CORE, WORKER, Drill
+
+LIMIT_S = 2.0
+
+
+def mark(drill: Drill, slot: Slot, began: float, step_id: int | None = 7) -> dict[Slot, Mark]:
+    """A step that began then."""
+    began_ns = int(began * 1e9)
+    phase = Phase.IDLE if step_id is None else Phase.STEP
+    deadline_ns = began_ns + int(LIMIT_S * 1e9)
+    return {slot: Mark(drill.living[slot], phase, step_id, began_ns, deadline_ns)}
+
+
+def look(drill: Drill, marks: dict[Slot, Mark], now: float) -> list[Action]:
+    """Let time pass until then, looking whenever it is due."""
+    actions: list[Action] = []
+    while True:
+        due = drill.supervision.next_look
+        drill.now = drill.now if due is None else min(now, max(due, drill.now))
+        actions += drill.take(drill.supervision.look(marks, drill.now))
+        if drill.now >= now and due is not None:
+            return actions
+
+
+def test_hanging_worker_is_suspected_then_killed_and_the_core_is_told() -> None:
+    """At once its time: stacks and no more work. At twice: SIGKILL, and the cause is known."""
+    drill = Drill().all_ready()
+    epoch, began = drill.living[WORKER], drill.now
+    marks = mark(drill, WORKER, began)
+    assert look(drill, marks, began + 1.99) == []
+    suspicion = Tell(CORE, Suspect(Role.WORKER, 0, epoch, True))
+    assert look(drill, marks, began + 2.01) == [DumpStacks(WORKER), suspicion]
+    assert look(drill, marks, began + 3.99) == []
+    assert look(drill, marks, began + 4.01) == [Kill(WORKER)]
+    assert look(drill, marks, began + 60.0) == [], "killed once"
+    assert drill.die(WORKER, evidence=Evidence(7)) == [Start(WORKER, 4)]
+    assert drill.told_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
+    assert drill.words == [LeaveWord(WORKER, epoch, DeathCause.DEADLINE, 7)]
+
+
+def test_worker_that_goes_on_gets_work_again() -> None:
+    drill = Drill().all_ready()
+    epoch, began = drill.living[WORKER], drill.now
+    look(drill, mark(drill, WORKER, began), began + 3.0)
+    cleared = Tell(CORE, Suspect(Role.WORKER, 0, epoch, False))
+    assert look(drill, mark(drill, WORKER, began + 3.0), began + 3.1) == [cleared]
+    assert look(drill, mark(drill, WORKER, began + 3.0), began + 4.9) == []
+    assert WORKER not in drill.doomed
+
+
+def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
+    """There is nobody else to be told."""
+    drill = Drill().all_ready()
+    epoch, began = drill.living[CORE], drill.now
+    marks = mark(drill, CORE, began, step_id=None)
+    assert look(drill, marks, began + 5.0) == [DumpStacks(CORE), Kill(CORE)]
+    assert drill.die(CORE) == [Start(CORE, 4)]
+    assert drill.words == [LeaveWord(CORE, epoch, DeathCause.DEADLINE, None)]
+
+
+def test_marks_of_the_dead_say_nothing() -> None:
+    """A successor writes the same page; until it does, its predecessor's mark stays there."""
+    drill = Drill().all_ready()
+    marks = mark(drill, WORKER, drill.now)
+    drill.die(WORKER)
+    assert look(drill, marks, drill.now + 60.0) == []
+
+
+def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
+    """Both die: the successor hears of the worker's death when it is ready, and once."""
+    drill = Drill().all_ready()
+    epoch = drill.living[WORKER]
+    drill.die(CORE)
+    drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
+    assert drill.told_deaths == []
+    drill.say(CORE, Ready())
+    told = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9)]
+    assert drill.told_deaths == told
+    drill.say(WORKER, Ready())
+    drill.die(CORE)
+    drill.wait(2.0)
+    drill.say(CORE, Ready())
+    assert drill.told_deaths == told
+
+
+def test_of_a_group_only_the_first_death_is_told() -> None:
+    """The others were killed with it."""
+    drill = Drill(num_workers=3).all_ready()
+    ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
+    epoch = drill.living[ranks[1]]
+    for rank in (1, 0, 2):
+        drill.die(ranks[rank], -signal.SIGABRT if rank == 1 else -signal.SIGKILL)
+    assert drill.told_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None)]
+
+
+def test_start_without_progress_counts_as_hanging() -> None:
+    drill = Drill()
+    drill.wait(10.0)
+    drill.die(WORKER)
+    assert [word.cause for word in drill.words] == [DeathCause.DEADLINE]
+
+
+@pytest.mark.parametrize(
+    ("status", "fatal", "evidence", "cause"),
+    [
+        (-signal.SIGKILL, False, Evidence(), DeathCause.KILLED),
+        (-signal.SIGTERM, False, Evidence(), DeathCause.KILLED),
+        (-signal.SIGKILL, False, Evidence(is_oom=True), DeathCause.OOM),
+        (-signal.SIGBUS, False, Evidence(is_oom=True), DeathCause.SIGNAL),
+        (-signal.SIGILL, False, Evidence(), DeathCause.SIGNAL),
+        (1, True, Evidence(), DeathCause.EXCEPTION),
+        (1, False, Evidence(), DeathCause.EXCEPTION),
+        (0, False, Evidence(), DeathCause.ENDED),
+        (75, False, Evidence(), DeathCause.ENDED),
+    ],
+)
+def test_every_death_has_a_cause(
+    status: int, fatal: bool, evidence: Evidence, cause: DeathCause
+) -> None:
+    drill = Drill().all_ready()
+    if fatal:
+        drill.say(WORKER, Fatal("computing", "RuntimeError: no memory"))
+    drill.die(WORKER, status, evidence)
+    assert [death.cause for death in drill.told_deaths] == [cause]
+
+
+def test_the_log_tells_step_and_reason() -> None:
+    drill = Drill().all_ready()
+    actions = drill.supervision.on_death(WORKER, -signal.SIGSEGV, drill.now, Evidence(12))
+    assert Note(logging.WARNING, "worker died of SIGSEGV in step 12") in actions
+
+
+def test_nobody_is_told_anything_at_the_end() -> None:
+    """Processes that were asked to stop do not die of anything."""
+    drill = Drill().all_ready()
+    drill.signal()
+    drill.signal()
+    for slot in (API, CORE, WORKER):
+        drill.die(slot, 0)
+    assert (drill.words, drill.told_deaths) == ([], [])
+    assert drill.state(WORKER) is ProcessState.STOPPED

@@ -1,0 +1,187 @@
+"""The simulation: the same seed is the same run, planted bugs are found, and nothing else is."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol.core_worker import ModelFacts
+from scripts import simulate_faults
+from scripts.simulation.batch import Batch, Tally, run_batch, run_chunk
+from scripts.simulation.model import expected_stream, next_token_id
+from scripts.simulation.oracle import VERDICTS
+from scripts.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, make_plan
+from scripts.simulation.planted import PLANTS
+from scripts.simulation.report import verdicts
+from scripts.simulation.simulation import run_seed
+from scripts.simulation.world import Process, World
+
+ALL = frozenset(FAULTS)
+ROOT = Path(__file__).resolve().parents[2]
+NUM_SEEDS = 2000
+"""In each mode, if the machine is fast enough."""
+LIMIT_S = 25.0
+LEAST_SEEDS = 100
+PLANT_SEEDS = 300
+"""Within so many a planted bug must show."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_wrong_is_seen_under_any_fault(mode: str) -> None:
+    """As many seeds as fit into the time; `scripts.simulate_faults` runs more."""
+    jobs = min(2, len(os.sched_getaffinity(0)))
+    tally = run_batch(Batch(mode, 0, NUM_SEEDS, ALL), jobs, time.monotonic() + LIMIT_S)
+    assert tally.violations == []
+    assert tally.num_seeds >= LEAST_SEEDS
+    assert tally.num_streams > 3 * tally.num_seeds
+    assert tally.num_tokens > 10 * tally.num_seeds
+    kinds = {"kill core", "kill worker", "kill api", "reset", "partition", *FRAME_FAULTS}
+    assert kinds <= set(tally.counts), "a kind of fault did not happen"
+
+
+def test_the_same_seed_is_the_same_run_in_another_process_and_another_seed_is_not() -> None:
+    hashes = []
+    for hash_seed in ("1", "2"):
+        command = [sys.executable, "-m", "scripts.simulate_faults", "--seeds", "20", "--jobs", "1"]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        hashes.append([line for line in done.stdout.splitlines() if ": trace " in line])
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == len(MODES)
+    first, again, other = (run_seed(seed, "progress").trace_hash for seed in (3, 3, 4))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_planted_bugs_are_found(mode: str, plant: str) -> None:
+    for first in range(0, PLANT_SEEDS, 10):
+        tally = run_chunk(Batch(mode, first, 10, ALL, plant))
+        if tally.violations:
+            break
+    assert tally.violations, f"{plant} was not found in {PLANT_SEEDS} seeds"
+    clean = run_chunk(Batch(mode, tally.violations[0][0], 1, ALL))
+    assert clean.violations == [], "the bug stays when it is dug up"
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [("drop-token", "lost"), ("repeat-token", "duplicated"), ("stateful-random", "mismatched")],
+)
+def test_the_table_calls_bugs_by_their_names(plant: str, name: str) -> None:
+    found = verdicts(run_chunk(Batch("progress", 0, 20, ALL, plant)))
+    assert found.most_common(1)[0][0] == name
+
+
+def test_every_stream_ends_where_nothing_goes_wrong() -> None:
+    tally = run_chunk(Batch("progress", 0, 20, frozenset()))
+    assert tally.violations == []
+    assert not tally.counts
+
+
+@pytest.mark.parametrize("kind", FRAME_FAULTS)
+def test_harmed_frames_alone_cost_nothing_but_time(kind: str) -> None:
+    """One kind at a time, and no death that would repair its harm by the way."""
+    tally = run_chunk(Batch("progress", 0, 30, frozenset({kind})))
+    assert tally.violations == []
+    assert tally.counts[kind] > 0
+
+
+def test_a_plan_holds_only_the_faults_that_were_asked_for() -> None:
+    for seed in range(50):
+        plan = make_plan(seed, "safety", frozenset({"kill", "drop"}))
+        assert {fault.kind for fault in plan.faults} <= {"kill"}
+        assert set(plan.frame_rates) <= {"drop"}
+        assert plan.failpoint_rate == 0.0
+
+
+def test_the_model_depends_on_context_prompt_and_seed_and_on_nothing_else() -> None:
+    known = [5, 6, 7, 8, 9]
+    tokens = [next_token_id(known, n, seed, VOCAB_SIZE) for n in (2, 3) for seed in (1, 2)]
+    assert len(set(tokens)) == 4
+    plan = make_plan(1, "safety", frozenset())
+    request = plan.requests[0][0]
+    facts = simulate_facts()
+    token_ids, _ = expected_stream(request.prompt, request.params, facts)
+    again, _ = expected_stream(request.prompt, request.params, facts)
+    assert token_ids == again
+    assert len(token_ids) <= request.params.max_tokens
+
+
+def simulate_facts() -> ModelFacts:
+    return ModelFacts("simulated", VOCAB_SIZE, 64, 4, 33, [2])
+
+
+def test_the_command_fails_and_names_the_seed_where_something_is_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--seeds", "10", "--jobs", "1", "--mode", "progress"]
+    assert simulate_faults.main(arguments) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    assert simulate_faults.main([*arguments, "--plant", "stateful-random"]) == 1
+    assert "FAILED --mode progress --first-seed " in capsys.readouterr().out
+
+
+def test_the_command_prints_the_events_of_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate_faults.main(["--trace", "--first-seed", "5", "--mode", "safety"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert run_seed(5, "safety").trace_hash in lines[-1]
+    assert len(lines) > 50
+
+
+def test_unknown_faults_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simulate_faults.main(["--faults", "kill,earthquake"])
+    assert ended.value.code == 2
+    assert "earthquake" in capsys.readouterr().err
+
+
+class Idler(Process):
+    """Notes when it is called."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "idler")
+        self.times: list[int] = []
+
+    def turn(self) -> int | None:
+        self.times.append(self.world.now)
+        return None
+
+
+def test_a_stopped_process_does_nothing_until_it_is_resumed_and_a_dead_one_nothing_at_all() -> None:
+    world = World(1)
+    idler = Idler(world)
+    start = world.now
+    idler.stop()
+    idler.wake()
+    world.run(start + 1000)
+    assert idler.times == []
+    idler.resume()
+    world.run(start + 2000)
+    assert len(idler.times) == 1
+    idler.wake()
+    idler.die()
+    world.run(start + 3000)
+    assert len(idler.times) == 1
+
+
+def test_tallies_add_up() -> None:
+    total = Tally()
+    parts = [run_chunk(Batch("safety", seed, 2, ALL)) for seed in (0, 2)]
+    for part in parts:
+        total.add(part)
+    assert total.num_seeds == 4
+    assert total.num_events == sum(part.num_events for part in parts)
+    assert set(verdicts(total)) <= {*VERDICTS, "other"}

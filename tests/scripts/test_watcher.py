@@ -1,0 +1,149 @@
+"""The watcher in virtual time: whom it suspects, whom it spares, and when it wants to look."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.lifecycle import Role
+from protocol.progress_page import Mark, Phase
+from scripts.supervised import Slot
+from scripts.watcher import Judgement, Watcher
+
+CORE, WORKER = Slot(Role.CORE), Slot(Role.WORKER)
+LIVING = {CORE: 1, WORKER: 2}
+LONGEST_LOOK_S = 1.0
+
+
+def mark(slot: Slot, began: float, limit_s: float = 2.0, epoch: int | None = None) -> Mark:
+    began_ns = int(began * 1e9)
+    epoch = LIVING[slot] if epoch is None else epoch
+    return Mark(epoch, Phase.TURN, None, began_ns, began_ns + int(limit_s * 1e9))
+
+
+class Night:
+    """One watcher, its clock, and the marks that it would read."""
+
+    def __init__(self) -> None:
+        self.watcher = Watcher(LONGEST_LOOK_S)
+        self.now = 100.0
+        self.marks = {slot: mark(slot, self.now) for slot in LIVING}
+        self.living = dict(LIVING)
+
+    def look(self) -> list[tuple[Slot, Judgement]]:
+        verdicts = self.watcher.look(self.living, self.marks, self.now)
+        return [(verdict.slot, verdict.judgement) for verdict in verdicts]
+
+    def until(self, end: float) -> list[tuple[float, Slot, Judgement]]:
+        """Look whenever it is due until then; everything found, with the time."""
+        found = []
+        while True:
+            found += [(round(self.now, 3), *verdict) for verdict in self.look()]
+            assert self.watcher.next_look is not None
+            if self.watcher.next_look > end:
+                self.now = end
+                return found
+            self.now = self.watcher.next_look
+
+
+def test_suspected_at_once_its_time_and_overdue_at_twice() -> None:
+    night = Night()
+    night.marks[CORE] = mark(CORE, 100.0, limit_s=50.0)
+    assert night.until(110.0) == [
+        (102.0, WORKER, Judgement.SUSPECT),
+        (104.0, WORKER, Judgement.OVERDUE),
+    ]
+
+
+def test_visible_progress_begins_the_time_anew() -> None:
+    """A load that goes on for hours is never suspected while it moves."""
+    night = Night()
+    for number in range(50):
+        night.marks = {slot: mark(slot, 100.0 + 1.9 * number) for slot in LIVING}
+        assert night.until(100.0 + 1.9 * (number + 1)) == []
+
+
+def test_whoever_moves_on_is_free_of_suspicion() -> None:
+    night = Night()
+    night.marks[CORE] = mark(CORE, 100.0, limit_s=50.0)
+    night.until(103.0)
+    night.marks[WORKER] = mark(WORKER, 102.9)
+    assert night.look() == [(WORKER, Judgement.CLEARED)]
+    assert night.until(104.8) == []
+
+
+def test_phase_without_a_deadline_is_not_watched() -> None:
+    night = Night()
+    night.marks = {WORKER: Mark(2, Phase.NONE, None, 0, 0)}
+    assert night.until(1000.0) == []
+
+
+def test_mark_that_cannot_be_read_is_the_last_one() -> None:
+    """Stopped in the middle of a write: it stays so for ever."""
+    night = Night()
+    night.look()
+    night.marks = {}
+    judged = [judgement for _, _, judgement in night.until(110.0)]
+    assert judged == [Judgement.SUSPECT] * 2 + [Judgement.OVERDUE] * 2
+
+
+def test_watcher_that_overslept_grants_everybody_a_fresh_deadline() -> None:
+    """Also to whom it had suspected before."""
+    night = Night()
+    night.marks[CORE] = mark(CORE, 100.0, limit_s=60.0)
+    assert night.until(102.5) == [(102.0, WORKER, Judgement.SUSPECT)]
+    night.now = 107.0
+    assert night.look() == [(WORKER, Judgement.CLEARED)]
+    assert night.until(109.5) == [(109.0, WORKER, Judgement.SUSPECT)]
+    assert night.until(112.0) == [(111.0, WORKER, Judgement.OVERDUE)]
+
+
+def test_watcher_that_is_a_little_late_kills_nobody_on_the_first_look() -> None:
+    """Between suspicion and death lies half of the time at least."""
+    night = Night()
+    night.marks = {WORKER: mark(WORKER, 96.5)}
+    assert night.look() == [(WORKER, Judgement.SUSPECT)]
+    assert night.until(103.0) == [(101.0, WORKER, Judgement.OVERDUE)]
+
+
+def test_marks_of_another_incarnation_are_ignored() -> None:
+    night = Night()
+    night.until(103.0)
+    night.living = {CORE: 1, WORKER: 3}
+    night.marks = {CORE: mark(CORE, 103.0, 60.0), WORKER: mark(WORKER, 100.0)}
+    assert night.until(110.0) == [(103.0, CORE, Judgement.CLEARED)]
+    night.marks[WORKER] = mark(WORKER, 110.0, epoch=3)
+    assert night.until(112.5) == [(112.0, WORKER, Judgement.SUSPECT)]
+
+
+def test_nobody_looks_in_vain() -> None:
+    """Two processes at rest, ticking every half second: one look a second."""
+    night, num_looks = Night(), 0
+    while night.now < 200.0:
+        tick = night.now - night.now % 0.5
+        night.marks = {slot: mark(slot, tick) for slot in LIVING}
+        assert night.look() == []
+        num_looks += 1
+        assert night.watcher.next_look is not None
+        night.now = night.watcher.next_look
+    assert num_looks <= 101
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 1.9), st.floats(0.0, 12.0), st.booleans()),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_whoever_keeps_its_deadlines_is_never_killed(
+    steps: list[tuple[float, float, bool]],
+) -> None:
+    """However long the machine, or the watcher, stands still in between."""
+    night, began = Night(), 100.0
+    for duration, standstill, is_everybody in steps:
+        night.marks = {WORKER: mark(WORKER, began)}
+        assert Judgement.OVERDUE not in [j for _, _, j in night.until(night.now + duration)]
+        if is_everybody:  # all processes are frozen together, and wake together
+            night.now += standstill
+            assert (WORKER, Judgement.OVERDUE) not in night.look()
+        began = night.now

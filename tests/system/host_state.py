@@ -1,0 +1,114 @@
+"""What belongs to a program that embeds the engine: what must stay as it is, and what may leak."""
+
+import asyncio
+import atexit
+import faulthandler
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def settings() -> dict[str, Any]:
+    """All that an embedding engine must not touch; compare it with `==`."""
+    root, package = logging.getLogger(), logging.getLogger("troika")
+    umask = os.umask(0)
+    os.umask(umask)
+    wakeup_fd = signal.set_wakeup_fd(-1) if _is_main() else None
+    if wakeup_fd is not None:
+        signal.set_wakeup_fd(wakeup_fd)
+    return {
+        "signal handlers": {n: signal.getsignal(n) for n in signal.valid_signals()},
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "wakeup descriptor": wakeup_fd,
+        "timers": [signal.getitimer(n) for n in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL)],
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "umask": umask,
+        "limits": [resource.getrlimit(n) for n in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)],
+        "process group": (os.getpgrp(), os.getsid(0)),
+        "root logger": (root.level, list(root.handlers), list(root.filters), root.disabled),
+        "logging": (logging.raiseExceptions, logging.root.manager.disable, logging.lastResort),
+        "package logger": (package.level, list(package.handlers), package.propagate),
+        "loop policy": id(asyncio.get_event_loop_policy()),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.displayhook),
+        "warnings": list(warnings.filters),
+        "path": list(sys.path),
+        "collector": (gc.isenabled(), gc.get_threshold(), list(gc.callbacks), gc.get_debug()),
+        "interpreter": (sys.getswitchinterval(), sys.getrecursionlimit(), sys.gettrace()),
+        "streams": [os.get_blocking(fd) for fd in (0, 1, 2)],
+        "faulthandler": faulthandler.is_enabled(),
+        "exit functions": atexit._ncallbacks(),
+    }
+
+
+def loop_settings() -> dict[str, Any]:
+    """The same of the running event loop; `tasks` and what it watches included."""
+    loop = asyncio.get_running_loop()
+    return {
+        "exception handler": loop.get_exception_handler(),
+        "task factory": loop.get_task_factory(),
+        "debug": loop.get_debug(),
+        "tasks": len(asyncio.all_tasks()),
+        "watched": len(loop._selector.get_map()),  # type: ignore[attr-defined]
+    }
+
+
+def resources() -> dict[str, list[str]]:
+    """What this process holds now, by kind; more of it after a cycle is a leak."""
+    gc.collect()
+    descriptors = [_target(name) for name in os.listdir("/proc/self/fd")]
+    return {
+        "descriptors": sorted(target for target in descriptors if target is not None),
+        "threads": sorted(thread.name for thread in threading.enumerate())
+        + ["native"] * (len(os.listdir("/proc/self/task")) - threading.active_count()),
+        "children": sorted(_children()),
+        "temporary files": sorted(os.listdir(tempfile.gettempdir())),
+    }
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """One line for each entry that differs."""
+    return [f"{key}: {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _target(name: str) -> str | None:
+    """What a descriptor stands for, without the number that tells it from its like."""
+    try:
+        target = os.readlink(f"/proc/self/fd/{name}")
+    except FileNotFoundError:  # of the listing itself
+        return None
+    return target.partition("[")[0] if target.startswith(("pipe:", "socket:")) else target
+
+
+def _children() -> list[str]:
+    """Pids and names of children, zombies too."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            stat = Path(f"/proc/{name}/stat").read_text()
+        except OSError:
+            continue
+        state, parent = stat.rpartition(")")[2].split()[:2]
+        if int(parent) == os.getpid():
+            found.append(f"{name} {stat.partition('(')[2].rpartition(')')[0]} {state}")
+    return found

@@ -1,0 +1,148 @@
+"""A client of server-sent events on plain sockets: it can stop reading, vanish and come back."""
+
+import json
+import re
+import socket
+import struct
+import urllib.request
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from tests.system.conftest import TIMEOUT_S, Engine
+
+
+class Event(NamedTuple):
+    """One event of a stream."""
+
+    data: str
+    id: str | None
+
+    @property
+    def text(self) -> str:
+        """Of a completion's or a chat's first choice."""
+        choices = json.loads(self.data).get("choices") if self.data != "[DONE]" else None
+        if not choices:
+            return ""
+        choice = choices[0]
+        return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+class Stream:
+    """One POST and its answer."""
+
+    def __init__(
+        self,
+        url: str,
+        body: dict[str, Any],
+        *,
+        path: str = "/v1/completions",
+        headers: dict[str, str] | None = None,
+        receive_buffer: int | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        address = urlsplit(url)
+        assert address.hostname is not None
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(timeout_s)
+        self.socket.connect((address.hostname, address.port))
+        data = json.dumps(body).encode()
+        head = {"Host": "x", "Content-Length": str(len(data)), **(headers or {})}
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
+        self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        self._received = b""
+        self._events_data = b""
+        self.status = 0
+        self.headers: dict[str, str] = {}
+
+    def read_head(self) -> int:
+        """The status; the headers are kept."""
+        if not self.status:
+            head = self._until(b"\r\n\r\n").decode()
+            first, *lines = head.splitlines()
+            self.status = int(first.split()[1])
+            pairs = (line.split(":", 1) for line in lines if ":" in line)
+            self.headers = {name.lower(): value.strip() for name, value in pairs}
+        return self.status
+
+    def event(self) -> Event | None:
+        """The next event; None at the end, or where the connection breaks."""
+        self.read_head()
+        try:
+            while True:
+                size = int(self._until(b"\r\n"), 16)
+                if size == 0:
+                    return None
+                self._events_data += self._exactly(size + 2)[:-2]
+                if self._has_event():
+                    break
+        except ConnectionError:
+            return None
+        return self._take()
+
+    def _has_event(self) -> bool:
+        return b"\n\n" in self._events_data
+
+    def _take(self) -> Event:
+        block, _, self._events_data = self._events_data.partition(b"\n\n")
+        fields = dict(line.split(": ", 1) for line in block.decode().splitlines() if ": " in line)
+        return Event(fields.get("data", ""), fields.get("id"))
+
+    def events(self) -> list[Event]:
+        """All that follow; the connection is closed then."""
+        found = []
+        while (event := self.next()) is not None:
+            found.append(event)
+        self.close()
+        return found
+
+    def next(self) -> Event | None:
+        """The next event with data; None at the end, or where the connection breaks."""
+        while True:
+            event = self._take() if self._has_event() else self.event()
+            if event is None or event.data:
+                return event
+
+    def body(self) -> bytes:
+        """The whole answer, where it has a length."""
+        self.read_head()
+        content = self._exactly(int(self.headers["content-length"]))
+        self.close()
+        return content
+
+    def reset(self) -> None:
+        """Vanish with RST."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def close(self) -> None:
+        """Vanish with FIN."""
+        self.socket.close()
+
+    def _until(self, end: bytes) -> bytes:
+        while end not in self._received:
+            self._more()
+        found, _, self._received = self._received.partition(end)
+        return found
+
+    def _exactly(self, count: int) -> bytes:
+        while len(self._received) < count:
+            self._more()
+        found, self._received = self._received[:count], self._received[count:]
+        return found
+
+    def _more(self) -> None:
+        piece = self.socket.recv(65536)
+        if not piece:
+            raise ConnectionError("closed by the server")
+        self._received += piece
+
+
+def metric(engine: Engine, name: str) -> float:
+    """One value of /metrics."""
+    with urllib.request.urlopen(engine.url() + "/metrics", timeout=TIMEOUT_S) as response:
+        text = response.read().decode()
+    found = re.search(rf"^troika:{name}(?:_total)?{{[^}}]*}} ([0-9.e+-]+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])

@@ -1,0 +1,129 @@
+"""Chaos in small: real processes die in every way, and every failpoint is reached by some run."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from protocol.failpoints import FAILPOINTS, LOG_FILE, REACHED_PREFIX, VARIABLE, arm
+from protocol.lifecycle import Role
+from scripts.chaos import processes
+from scripts.chaos.__main__ import main
+from scripts.chaos.engine import Engine as ChaosEngine
+from tests.system.conftest import Engine, EngineFactory, eventually
+from tests.system.test_supervisor import PROMPT, open_stream
+
+PRESSURE = ("--num-gpu-blocks-override", "40", "--max-model-len", "512", "--null-step-ms", "2")
+
+
+@pytest.fixture
+def failpoints(start_engine: EngineFactory, tmp_path: Path) -> Path:
+    """Directory of failpoints for all engines of the test."""
+    start_engine.environ[VARIABLE] = str(tmp_path)
+    return tmp_path
+
+
+def test_short_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten kills of everybody; the command says 0."""
+    status = main(["--kills", "10", "--seed", "1", "--streams", "16", "--phases", "decode,random"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.out + captured.err
+    *_, table_end = [line for line in captured.out.splitlines() if line.startswith("all ")]
+    kills, streams, _, *harms = map(int, table_end.split()[1:8])
+    assert kills >= 10
+    assert streams >= 16 * 3
+    assert harms == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", ["null", "demo"])
+def test_whole_matrix(model: str) -> None:
+    assert main(["--matrix", "--model", model, "--kills", "100"]) == 0
+
+
+def test_whole_engine_is_found_without_asking_it() -> None:
+    """So that orphans cannot hide: every process, dead or alive, and nothing after the end."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as base:
+        engine = ChaosEngine(Path(base), ["null", "--null-step-ms", "1"])
+        try:
+            engine.start()
+            reply = asyncio.run(engine.ready())
+            pids = {row.pid for row in reply.processes if row.pid is not None}
+            assert len(pids) >= 4
+            assert engine.living() >= pids
+            assert processes.kill(engine.supervisor_pid) is not None
+            engine.bury()
+            eventually(lambda: not engine.living(), "all have left", 2.0)
+        finally:
+            engine.close()
+
+
+def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Path) -> None:
+    """By an engine under memory pressure whose client leaves."""
+    engine = start_engine(*PRESSURE)
+    engine.ready()
+    streams = [open_stream(engine, 300) for _ in range(4)]
+
+    def reached() -> set[str]:
+        files = failpoints.glob(f"{REACHED_PREFIX}*")
+        return {file.name.removeprefix(REACHED_PREFIX) for file in files}
+
+    eventually(lambda: "core.after_preemption" in reached(), "somebody is preempted")
+    for stream in streams:
+        stream.close()
+    engine.kill(Role.CORE)
+    eventually(lambda: reached() == set(FAILPOINTS), f"all but {set(FAILPOINTS) - reached()}")
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("worker.mid_step", Role.WORKER),
+        ("core.before_reply", Role.CORE),
+        ("worker.after_step", Role.WORKER),
+    ],
+)
+@pytest.mark.parametrize("action", ["kill9", "exc"])
+def test_death_at_a_failpoint_changes_no_answer(
+    start_engine: EngineFactory, failpoints: Path, name: str, role: Role, action: str
+) -> None:
+    """Neither by a signal nor by an exception."""
+    engine = start_engine()
+    answer = engine.post("/v1/completions", **PROMPT)["choices"]
+    before = engine.row(role)
+    arm(failpoints, name, f"{action}@2")
+    assert engine.post("/v1/completions", **PROMPT)["choices"] == answer
+    assert engine.row(role).epoch > before.epoch
+    assert (failpoints / LOG_FILE).read_text().split()[1:] == [name, str(before.pid), action]
+
+
+def test_failpoints_given_as_a_list_hold_in_every_process(start_engine: EngineFactory) -> None:
+    """Each worker dies in its fifth step; what was computed before is not computed again."""
+    start_engine.environ[VARIABLE] = "worker.before_step=kill9@5"
+    engine = start_engine("--restart-backoff-max-s", "0")
+    engine.ready()
+    body = {**PROMPT, "max_tokens": 9, "ignore_eos": True}
+    choice = engine.post("/v1/completions", **body)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert engine.row(Role.WORKER).num_restarts >= 1
+
+
+def test_without_the_variable_nothing_is_armed(engine: Engine) -> None:
+    """Nothing that an engine's settings could say turns failpoints on."""
+    for role in (Role.SUPERVISOR, Role.API, Role.CORE, Role.WORKER):
+        environ = Path(f"/proc/{engine.pid(role)}/environ").read_bytes()
+        assert VARIABLE.encode() not in environ
+
+
+def test_other_servers_are_measured_by_the_same_client(
+    start_engine: EngineFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told only an address and a command, it sees when a server loses nothing and when it does."""
+    engine = start_engine("--null-step-ms", "3")
+    arguments = ["--url", engine.url(), "--kills", "1", "--streams", "8", "--kill-command"]
+    assert main([*arguments, f"kill -9 {engine.pid(Role.WORKER)}"]) == 0
+    assert "server  random" in capsys.readouterr().out
+    assert main([*arguments, f"kill -9 {engine.pid(Role.API)}"]) == 1
+    assert "lost greedy-0: cut" in capsys.readouterr().out

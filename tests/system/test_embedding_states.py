@@ -1,0 +1,333 @@
+"""An embedding host closes its engine in every state: soon, completely, and untouched itself."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from protocol import failpoints
+from protocol.client import AsyncEngineClient
+from protocol.errors import RequestFailed
+from protocol.launch import EngineProcesses
+from protocol.lifecycle import Role
+from protocol.sampling import SamplingParams
+from protocol.settings import configure
+from protocol.sync_client import EngineClient, SyncStream
+from scripts.chaos import processes
+from tests.system.conftest import ROOT, eventually
+
+CONFIG = configure(model="null", null_step_ms=2.0, log_level="error")
+TIMEOUT_S = 30.0
+CLOSE_LIMIT_S = 5.0
+LONG = SamplingParams(max_tokens=6000)
+_MARK = "_TROIKA_HOST_TEST"
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Processes that a test starts are known by their environment, and none is left after it."""
+    value = f"{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setenv(_MARK, value)
+    yield value
+    try:
+        eventually(lambda: not processes.living_with(_MARK, value), "all processes are gone", 2.0)
+    finally:
+        for pid in processes.living_with(_MARK, value):
+            os.kill(pid, signal.SIGKILL)
+
+
+def close(engine: EngineProcesses | EngineClient) -> float:
+    """Close within the limit; returns how long it took."""
+    began = time.monotonic()
+    engine.close()
+    took = time.monotonic() - began
+    assert took < CLOSE_LIMIT_S
+    if isinstance(engine, EngineProcesses):
+        assert not os.path.exists(engine.run_dir)
+    return took
+
+
+def start() -> EngineProcesses:
+    """A ready engine."""
+    return EngineProcesses.start(CONFIG, timeout_s=TIMEOUT_S)
+
+
+def connect(engine: EngineProcesses) -> EngineClient:
+    """A client that is served."""
+    client = EngineClient(engine.address)
+    client.wait_ready(TIMEOUT_S)
+    return client
+
+
+def send(engine: EngineProcesses, number: signal.Signals, *roles: Role) -> None:
+    """A signal to the processes of these roles."""
+    reply = engine.status()
+    assert reply is not None
+    for row in reply.processes:
+        if row.role in roles and row.pid is not None:
+            os.kill(row.pid, number)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+def test_while_starting(delay_s: float) -> None:
+    """The supervisor itself has hardly begun."""
+    engine = EngineProcesses(CONFIG)
+    time.sleep(delay_s)
+    close(engine)
+
+
+@pytest.mark.parametrize("name", ["core.load", "worker.load", "worker.after_load"])
+def test_while_a_start_hangs(name: str, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+    """A process stands still in the middle of its start."""
+    monkeypatch.setenv(failpoints.VARIABLE, f"{name}=stop@1")
+    engine = EngineProcesses(CONFIG)
+    eventually(lambda: any(map(is_stopped, processes.living_with(_MARK, mark))), "one stands still")
+    close(engine)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is in state T."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def test_while_a_model_is_loaded() -> None:
+    """A real one, which takes seconds."""
+    engine = EngineProcesses(configure(model="demo", log_level="error"))
+
+    def is_loading() -> bool:
+        reply = engine.status()
+        rows = [] if reply is None else reply.processes
+        return any(row.role is Role.WORKER and row.pid is not None for row in rows)
+
+    eventually(is_loading, "the worker has been started")
+    close(engine)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [(Role.WORKER, Role.CORE), tuple(Role)],
+    ids=["worker and core", "all"],
+)
+def test_while_several_stand_still(roles: tuple[Role, ...]) -> None:
+    """A stopped process cannot see that its parent is gone; it leaves all the same."""
+    engine = start()
+    send(engine, signal.SIGSTOP, *roles)
+    close(engine)
+
+
+def test_after_the_supervisor_was_killed_while_its_worker_stood_still() -> None:
+    """Then nobody is left who could kill it."""
+    engine = start()
+    send(engine, signal.SIGSTOP, Role.WORKER)
+    send(engine, signal.SIGKILL, Role.SUPERVISOR)
+    close(engine)
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+def test_while_it_recovers(role: Role) -> None:
+    """One was killed a moment ago, with streams open; readers are told when the client closes."""
+    engine = start()
+    client = connect(engine)
+    stream = client.submit([5, 6, 7], LONG)
+    next(stream)
+    send(engine, signal.SIGKILL, role)
+    close(engine)
+    close(client)
+    with pytest.raises(RequestFailed, match="closed"):
+        list(stream)
+
+
+def read_in_thread(stream: SyncStream, ends: list[str]) -> threading.Thread:
+    """Read a stream to its end, and note down which one that is."""
+
+    def read() -> None:
+        try:
+            list(stream)
+        except RequestFailed as failure:
+            ends.append(str(failure))
+        else:
+            ends.append("complete")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def test_with_streams_that_threads_wait_for() -> None:
+    """Client first or engine first: every thread comes back with an error."""
+    for closing in (("client", "engine"), ("engine", "client")):
+        engine = start()
+        client = connect(engine)
+        streams = [client.submit([5, 6, number], LONG) for number in range(4)]
+        for stream in streams:
+            next(stream)
+        ends: list[str] = []
+        threads = [read_in_thread(stream, ends) for stream in streams]
+        for name in closing:
+            close({"client": client, "engine": engine}[name])
+        for thread in threads:
+            thread.join(CLOSE_LIMIT_S)
+        assert len(ends) == 4
+        assert "complete" not in ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_client_of_a_core_that_does_not_answer(number: signal.Signals) -> None:
+    """It has nothing to wait for."""
+    engine = start()
+    client = connect(engine)
+    next(client.submit([5, 6, 7], LONG))
+    send(engine, number, Role.CORE)
+    assert close(client) < 1.0
+    close(engine)
+
+
+def test_client_that_was_never_connected() -> None:
+    """Nobody listens there."""
+    client = EngineClient("ipc:///nonexistent/core.sock")
+    assert close(client) < 1.0
+
+
+def test_twice_and_from_several_threads_at_once() -> None:
+    """The first one closes; the others find it closed."""
+    engine = start()
+    client = connect(engine)
+    for what in (client, engine):
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(what.close) for _ in range(4)]:
+                future.result(CLOSE_LIMIT_S)
+        close(what)
+
+
+def test_within_a_running_loop() -> None:
+    """The loop stands still meanwhile, or goes on if a thread closes; its tasks are its own."""
+
+    async def main() -> None:
+        for run in (direct, asyncio.to_thread):
+            engine = await asyncio.to_thread(start)
+            client = AsyncEngineClient(engine.address)
+            await client.start()
+            await client.wait_ready(TIMEOUT_S)
+            stream = client.submit([5, 6, 7], LONG)
+            await anext(stream)
+            await run(close, engine)
+            await client.close()
+            with pytest.raises(RequestFailed, match="closed"):
+                async for _ in stream:
+                    pass
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    async def direct(function: Callable[[EngineProcesses], float], engine: EngineProcesses) -> None:
+        function(engine)
+
+    asyncio.run(main())
+
+
+def test_while_asleep() -> None:
+    """A pause keeps nobody."""
+    engine = start()
+    client = connect(engine)
+    stream = client.submit([5, 6, 7], LONG)
+    next(stream)
+    assert client.sleep()
+    assert close(engine) < 2.0
+    close(client)
+
+
+FORKING_HOST = """if True:
+    import os, sys, time
+    from protocol.launch import EngineProcesses
+    from protocol.settings import configure
+    engine = EngineProcesses.start(configure(model="null", log_level="error"), timeout_s=30)
+    if os.fork() == 0:
+        engine.close()  # it is not the fork's
+        print("forked", flush=True)
+        time.sleep(60)
+    sys.stdin.readline()
+    assert engine.status().ready
+    began = time.monotonic()
+    engine.close()
+    print(time.monotonic() - began, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["closes", "is killed"])
+def test_host_with_a_fork_that_lives_on(is_killed: bool, mark: str) -> None:
+    """The fork holds copies of all descriptors; it neither keeps the engine alive nor ends it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING_HOST],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as host:
+        assert host.stdin is not None
+        assert host.stdout is not None
+        assert host.stdout.readline() == "forked\n"
+        if is_killed:
+            host.kill()
+        else:
+            host.stdin.write("\n")
+            host.stdin.flush()
+            assert float(host.stdout.readline()) < 2.0
+
+        def is_fork_alone() -> bool:
+            return len(processes.living_with(_MARK, mark) - {host.pid}) == 1
+
+        eventually(is_fork_alone, "the engine has left", 2.0)
+        for pid in processes.living_with(_MARK, mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_client_whose_loop_is_held() -> None:
+    """By a function of the host's; closing does not wait for it."""
+    client = EngineClient("ipc:///nonexistent/core.sock")
+    held = threading.Event()
+    client.call(lambda: held.wait(TIMEOUT_S) and None)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        client.close()
+    assert time.monotonic() - began < CLOSE_LIMIT_S
+    held.set()
+    eventually(lambda: "engine-client" not in [t.name for t in threading.enumerate()], "it ends")
+
+
+def test_streams_of_a_host_survive_a_killed_core() -> None:
+    """kill -9 inside the host: the stream goes on with the next token, exactly."""
+    params = SamplingParams(max_tokens=300)
+    with start() as engine, connect(engine) as client:
+        undisturbed = client.submit([5, 6, 7], params).result(TIMEOUT_S)
+        stream = client.submit([5, 6, 7], params)
+        token_ids = list(next(stream).token_ids)
+        send(engine, signal.SIGKILL, Role.CORE)
+        for output in stream:
+            assert output.first_index == len(token_ids)
+            token_ids += output.token_ids
+    assert token_ids == undisturbed.token_ids
+
+
+@pytest.mark.parametrize(
+    "num_cycles", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_cycles_leak_nothing_and_touch_nothing(num_cycles: int) -> None:
+    """In a host with handlers, a loop, threads and logging of its own: see embedding_cycles."""
+    command = [sys.executable, "-m", "tests.system.embedding_cycles", "--cycles", str(num_cycles)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=1700, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exception handler was called" not in done.stderr
+    assert json.loads(done.stdout)["problems"] == []

@@ -1,0 +1,220 @@
+"""Processes that live and do nothing: stopped, stuck in a step, holding the interpreter.
+
+Each is suspected, prints its stacks if it can, is killed and replaced, and every stream goes on
+exactly. Clients are as in an embedding program; the null model computes.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol import failpoints
+from protocol.channel import client_address
+from protocol.client import AsyncEngineClient
+from protocol.lifecycle import Role
+from protocol.sampling import SamplingParams
+from tests.system import long_steps
+from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.test_embedding import collect, expected_tokens
+from tests.timing import any_of
+
+PROMPTS = [[5, 6, 7, n] for n in range(8)]
+PARAMS = SamplingParams(max_tokens=400)
+QUICK = (
+    "--no-api",
+    "--null-step-ms",
+    "2",
+    "--hang-timeout-s",
+    "0.4",
+    "--first-step-timeout-s",
+    "1",
+)
+DETECTION_S = 0.05
+"""From SIGKILL to the moment in which the supervisor has buried the process."""
+
+
+@pytest.fixture
+def armed(start_engine: EngineFactory) -> Path:
+    """The directory of the failpoints that engines are started with."""
+    directory = Path(start_engine.base) / "failpoints"
+    directory.mkdir()
+    start_engine.environ[failpoints.VARIABLE] = str(directory)
+    return directory
+
+
+def streams_through(
+    engine: Engine, harms: list[Callable[[], object]], params: SamplingParams = PARAMS
+) -> list[list[int]]:
+    """Run all prompts, doing harm on the way, each time when they have got further."""
+    streams: list[list[int]] = [[] for _ in PROMPTS]
+    engine.ready()
+
+    async def main() -> None:
+        address = client_address(engine.run_dir)
+        async with AsyncEngineClient(address) as client, asyncio.timeout(90):
+            await client.wait_ready(timeout_s=TIMEOUT_S)
+            pairs = zip(PROMPTS, streams, strict=True)
+            work = asyncio.gather(*[collect(client, p, params, tokens) for p, tokens in pairs])
+            for number, harm in enumerate(harms):
+                while min(map(len, streams)) < 40 * (number + 1):
+                    await asyncio.sleep(0.005)
+                await asyncio.to_thread(harm)
+            await work
+
+    asyncio.run(main())
+    return streams
+
+
+def stop(engine: Engine, role: Role, within_s: float) -> None:
+    """SIGSTOP one process, wait until it is replaced, and wake whatever is left of it."""
+    old = engine.row(role)
+    assert old.pid is not None
+    os.kill(old.pid, signal.SIGSTOP)
+    stopped_at = time.monotonic()
+
+    def replaced() -> bool:
+        reply = engine.status()
+        rows = [] if reply is None else reply.processes
+        return any(row.role is role and row.epoch > old.epoch for row in rows)
+
+    eventually(replaced, f"{role} is replaced", within_s)
+    assert time.monotonic() - stopped_at < within_s
+    with pytest.raises(ProcessLookupError):  # it was dead and reaped before its successor came
+        os.kill(old.pid, signal.SIGCONT)
+
+
+def fenced_frames(engine: Engine) -> int:
+    """What the core has counted."""
+
+    async def ask() -> int:
+        async with AsyncEngineClient(client_address(engine.run_dir)) as client:
+            await client.wait_ready(timeout_s=TIMEOUT_S)
+            assert client.status is not None
+            return client.status.stats.fenced_frames
+
+    return asyncio.run(ask())
+
+
+def test_stopped_processes_are_replaced_and_every_stream_goes_on(
+    start_engine: EngineFactory,
+) -> None:
+    """SIGSTOP of the worker, of the core and of the worker again, under load."""
+    engine = start_engine(*QUICK)
+    roles = (Role.WORKER, Role.CORE, Role.WORKER)
+    harms = [lambda role=role: stop(engine, role, 5.0) for role in roles]
+    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
+    log = engine.log
+    for role in (Role.WORKER, Role.CORE):
+        assert re.search(rf"{role} \(\w+( \d+)?\) has shown no progress for 0\.[4-7] s\n", log), log
+        assert f"{role} died of SIGKILL" in log
+    assert "it hung" in log
+    assert "seems to hang: no further steps" in log
+    assert "died in step" in log or "died at rest" in log
+    assert re.search(r"core of epoch \d+ died: deadline", log)
+    assert fenced_frames(engine) == 0, "who is dead cannot speak"
+
+
+@pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
+def test_stopped_process_is_replaced_in_time_at_defaults(
+    start_engine: EngineFactory, role: Role
+) -> None:
+    """With the settings that everybody has: within 5.5 s."""
+    engine = start_engine("--no-api", "--null-step-ms", "2")
+    streams = streams_through(engine, [lambda: stop(engine, role, 5.5)])
+    assert streams == expected_tokens(PROMPTS, PARAMS)
+
+
+def test_idle_process_that_is_stopped_is_replaced_too(start_engine: EngineFactory) -> None:
+    """Nobody waits for it; the next request would."""
+    engine = start_engine(*QUICK)
+    engine.ready()
+    for role in (Role.WORKER, Role.CORE):
+        stop(engine, role, 5.0)
+        engine.ready()
+
+
+@pytest.mark.parametrize("action", ["delay", "hold"])
+def test_step_that_never_ends_is_killed_after_its_stacks_are_printed(
+    start_engine: EngineFactory, armed: Path, action: str
+) -> None:
+    """In Python, and in C code that holds the interpreter: nothing in the process can run."""
+    engine = start_engine(*QUICK)
+    harms = [lambda: failpoints.arm(armed, "worker.before_step", f"{action}:60000@1")]
+    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
+    log = engine.log
+    assert re.search(r"worker \(step \d+\) has shown no progress", log), log
+    assert re.search(r"died in step \d+: deadline", log), log
+    assert "in reach" in log
+    assert "worker_proc/loop.py" in log, "the stack shows where it hangs"
+
+
+def test_core_that_hangs_is_replaced(start_engine: EngineFactory, armed: Path) -> None:
+    """In the middle of a turn."""
+    engine = start_engine(*QUICK)
+    harms = [lambda: failpoints.arm(armed, "core.after_drain", "hold:60000@1")]
+    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
+    assert "core (turn) has shown no progress" in engine.log
+    assert "core_proc/loop.py" in engine.log
+
+
+def test_hanging_worker_that_recovers_in_time_is_spared(
+    start_engine: EngineFactory, armed: Path
+) -> None:
+    """Suspected, then cleared: it gets work again, and nobody dies."""
+    engine = start_engine(*QUICK)
+    worker = engine.pid(Role.WORKER)
+    harms = [lambda: failpoints.arm(armed, "worker.before_step", "delay:600@1")]
+    assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
+    assert re.search(r"worker \(step \d+\) goes on after", engine.log)
+    assert engine.pid(Role.WORKER) == worker
+
+
+def test_supervisor_that_was_stopped_kills_nobody(start_engine: EngineFactory) -> None:
+    """It finds everybody's marks old, but has not watched them; nor were they all awake."""
+    engine = start_engine(*QUICK)
+    pids = {role: engine.pid(role) for role in (Role.WORKER, Role.CORE)}
+    everybody = [*pids.values(), engine.process.pid]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.0)  # five times what is allowed
+    for pid in reversed(everybody):
+        os.kill(pid, signal.SIGCONT)
+    streams = streams_through(engine, [])
+    assert streams == expected_tokens(PROMPTS, PARAMS)
+    assert {role: engine.pid(role) for role in pids} == pids
+
+
+def test_long_steps_on_a_busy_machine_kill_nobody(start_engine: EngineFactory) -> None:
+    """Each takes nine tenths of its time; `python -m tests.system.long_steps` does it at length."""
+    outcome = long_steps.run(start_engine, steps=80, ranks=8, hogs=3, timeout_s=0.5)
+    assert outcome.num_steps >= 80
+    assert outcome.num_kills == 0, outcome
+
+
+@any_of(3)
+def test_death_by_sigkill_is_noticed_at_once(start_engine: EngineFactory, armed: Path) -> None:
+    """The pidfd wakes the supervisor: every one of 20 deaths is known within 50 ms."""
+    delays = measure_detection(start_engine(*QUICK, "--restart-backoff-max-s", "0"), armed, 20)
+    assert max(delays) < DETECTION_S, delays
+
+
+def measure_detection(engine: Engine, armed: Path, num_kills: int) -> list[float]:
+    """Seconds from the kill to the supervisor's answer, by the clock that both share."""
+    failpoints.arm(armed, "supervisor.after_death", "note@*")
+    log = armed / failpoints.LOG_FILE
+    delays: list[float] = []
+    for number in range(num_kills):
+        pid = engine.pid((Role.WORKER, Role.CORE)[number % 2])
+        log.write_text("")
+        killed_at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        line = eventually(log.read_text, "it is noted")
+        delays.append(float(line.split()[0]) - killed_at)
+        assert not is_alive(pid)
+    return delays

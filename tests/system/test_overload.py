@@ -1,0 +1,198 @@
+"""More than the engine can take: what it has accepted goes on, and everybody else is told so."""
+
+import json
+import os
+import random
+import resource
+import socket
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.lifecycle import Role
+from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system.streams import Stream, metric
+from tests.timing import any_of
+
+REFUSAL_S = 0.05
+LONG = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_bytes(pid: int) -> int:
+    """Memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether nothing is left of any request."""
+    names = ("ledger_requests", "http_requests_open", "num_requests_running")
+    return not any(metric(engine, name) for name in (*names, "num_requests_waiting"))
+
+
+def refused(url: str, body: dict[str, Any]) -> float:
+    """Send what must be refused with 429; returns after how many seconds it was."""
+    started = time.monotonic()
+    stream = Stream(url, body)
+    assert stream.read_head() == 429
+    took_s = time.monotonic() - started
+    assert int(stream.headers["retry-after"]) >= 1
+    error = json.loads(stream.body())["error"]
+    stream.close()
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    return took_s
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-num-seqs", "1", "--max-num-waiting", "2"),
+        ("--max-num-seqs", "1", "--max-waiting-tokens", "6"),
+        ("--max-open-requests", "3"),
+        ("--max-open-bytes", "1024"),
+    ],
+)
+def test_past_every_bound_429_and_nothing_accepted_is_lost(
+    start_engine: EngineFactory, flags: tuple[str, ...]
+) -> None:
+    """Three fit; the others hear so quickly; the three end as they would have alone."""
+    engine = start_engine("--null-step-ms", "5", *flags)
+    body = {**LONG, "max_tokens": 300}
+    if "--max-open-bytes" in flags:
+        body["user"] = "x" * 200
+    streams = [Stream(engine.url(), {**body, "seed": 7})]
+    eventually(lambda: metric(engine, "num_requests_running") == 1, "the first runs")
+    streams += [Stream(engine.url(), {**body, "seed": 7}) for _ in range(2)]
+    eventually(lambda: metric(engine, "ledger_requests") == 3, "three are open")
+    time.sleep(0.05)  # they have reached the core, which is not seen from here
+    url = engine.url()
+
+    @any_of(3)
+    def refuse_all() -> None:
+        assert max(refused(url, body) for _ in range(10)) < REFUSAL_S
+
+    refuse_all()
+    texts = {"".join(event.text for event in stream.events()) for stream in streams}
+    assert len(texts) == 1
+    assert texts != {""}
+    eventually(lambda: is_idle(engine), "nothing is left")
+
+
+def test_readers_that_stall_are_dropped_and_disturb_nobody(start_engine: EngineFactory) -> None:
+    """200 clients with a closed window: bounded memory, dropped in time, their KV given back."""
+    engine = start_engine(
+        *("--slow-reader-timeout-s", "3", "--max-num-seqs", "256", "--null-step-ms", "4"),
+        *("--max-num-batched-tokens", "4096"),
+    )
+    api = engine.pid(Role.API)
+    Stream(engine.url(), {**LONG, "max_tokens": 50}).events()
+    before = rss_bytes(api)
+    stalled = [Stream(engine.url(), LONG, receive_buffer=2048) for _ in range(200)]
+    normal = [Stream(engine.url(), {**LONG, "max_tokens": 400}) for _ in range(10)]
+    with ThreadPoolExecutor(len(normal)) as pool:
+        texts = set(pool.map(lambda s: "".join(event.text for event in s.events()), normal))
+    assert len(texts) == 1
+    assert rss_bytes(api) - before < 200 * 128 * 1024
+    eventually(lambda: metric(engine, "slow_readers_dropped") == 200, "they are dropped", 30.0)
+    eventually(lambda: is_idle(engine), "their requests have ended", 2.0)
+    assert metric(engine, "kv_cache_usage_perc") == 0
+    for stream in stalled:
+        stream.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_clients", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_clients_that_vanish_leave_nothing(start_engine: EngineFactory, num_clients: int) -> None:
+    """At random moments, with FIN or RST: every block and entry of the ledger is given back."""
+    engine = start_engine("--null-step-ms", "2")
+    rng = random.Random(1)
+    url = engine.url()
+
+    def visit(delay_s: float, how: Callable[[Stream], None]) -> None:
+        stream = Stream(url, {**LONG, "stream": rng.random() < 0.8})
+        time.sleep(delay_s)
+        how(stream)
+
+    with ThreadPoolExecutor(32) as pool:
+        visits = []
+        for _ in range(num_clients):
+            delay_s = rng.choice([0.0, 0.001, rng.random() * 0.1])
+            visits.append(pool.submit(visit, delay_s, rng.choice([Stream.reset, Stream.close])))
+    for item in visits:
+        item.result()
+    eventually(lambda: is_idle(engine), "nothing is left", 1.5)
+    eventually(lambda: metric(engine, "kv_cache_usage_perc") == 0, "all blocks are free", 2.0)
+
+
+def test_more_connections_than_descriptors(start_engine: EngineFactory) -> None:
+    """2,000 connections and 256 descriptors: nobody dies or spins, and service returns soon."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    engine = start_engine()
+    engine.ready()
+    resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE, (256, 256))
+    engine.kill(Role.API)  # its successor inherits what its supervisor has
+    api = engine.pid(Role.API)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, limits[1]), limits[1]))
+    url = engine.url()
+    address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    pids = {role: engine.pid(role) for role in (Role.API, Role.CORE, Role.WORKER)}
+    crowd = []
+    for _ in range(2000):
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.connect_ex(address)
+        crowd.append(connection)
+    time.sleep(0.5)
+    started, used = time.monotonic(), cpu_s(api)
+    time.sleep(2.0)
+    share = (cpu_s(api) - used) / (time.monotonic() - started)
+    for connection in crowd:
+        connection.close()
+    released = time.monotonic()
+    with urllib.request.urlopen(url + "/v1/models", timeout=TIMEOUT_S) as answer:
+        took_s = time.monotonic() - released
+        assert answer.status == 200
+    assert share <= 0.2
+    assert took_s <= 1.0
+    assert {role: engine.pid(role) for role in pids} == pids
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_queued_requests_survive_the_core(start_engine: EngineFactory) -> None:
+    """All complete exactly; memory stays bounded; one more than the queue holds is refused."""
+    num_requests, num_prompts = 10_000, 100
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (16_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    engine = start_engine("--enable-admin-routes")
+    bodies = [{"prompt": [i + 5] * 128, "max_tokens": 8, "seed": i} for i in range(num_prompts)]
+    expected = [engine.post("/v1/completions", **body)["choices"][0]["text"] for body in bodies]
+    before = sum(rss_bytes(engine.pid(role)) for role in (Role.API, Role.CORE, Role.WORKER))
+    engine.post("/pause")
+    url = engine.url()
+    streams = [Stream(url, bodies[i % num_prompts]) for i in range(num_requests)]
+    eventually(lambda: metric(engine, "num_requests_waiting") == num_requests, "all wait", 60.0)
+    engine.kill(Role.CORE)
+    eventually(lambda: metric(engine, "engine_steps") == 0, "the successor is heard")
+    eventually(lambda: metric(engine, "num_requests_waiting") == num_requests, "all wait", 60.0)
+    after = sum(rss_bytes(engine.pid(role)) for role in (Role.API, Role.CORE, Role.WORKER))
+    assert after - before <= 300 * 2**20
+    assert refused(url, bodies[0]) < 1.0
+    engine.post("/resume")
+    for i, stream in enumerate(streams):
+        assert stream.read_head() == 200
+        assert json.loads(stream.body())["choices"][0]["text"] == expected[i % num_prompts]
+        stream.close()
+    eventually(lambda: is_idle(engine), "nothing is left")

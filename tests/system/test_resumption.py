@@ -1,0 +1,283 @@
+"""Clients come back, with the id of their request and of the last event, and read on exactly."""
+
+import json
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.lifecycle import Role
+from tests.system.conftest import Engine, EngineFactory, eventually
+from tests.system.streams import Event, Stream, metric
+
+TOKENS = 120
+
+
+def start(start_engine: EngineFactory, tmp_path: Path, *flags: str) -> Engine:
+    journal = str(tmp_path / "journal")
+    engine = start_engine("--journal-dir", journal, "--null-step-ms", "5", *flags)
+    engine.ready()
+    return engine
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {
+        "prompt": [5, 6, 7],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": 3,
+        "return_token_ids": True,
+    } | fields
+
+
+def ids_of(events: list[Event]) -> dict[int, list[int]]:
+    """Token ids by choice."""
+    found: dict[int, list[int]] = {}
+    for event in events:
+        for choice in json.loads(event.data)["choices"] if event.data != "[DONE]" else []:
+            found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+    return found
+
+
+def content(events: list[Event]) -> list[tuple[Any, ...]]:
+    """What a stream has said, without regard to how it was cut into events."""
+    texts: dict[int, str] = {}
+    finishes = []
+    logprobs: dict[int, list[Any]] = {}
+    usage = None
+    for event in events:
+        if event.data == "[DONE]":
+            continue
+        chunk = json.loads(event.data)
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            texts[index] = texts.get(index, "") + piece
+            if choice["finish_reason"]:
+                finishes.append((index, choice["finish_reason"], choice.get("stop_reason")))
+            if choice["logprobs"]:
+                entries = choice["logprobs"].get("content") or choice["logprobs"]["token_logprobs"]
+                logprobs.setdefault(index, []).extend(entries)
+    if usage is not None:
+        usage.pop("prompt_tokens_details")
+    told = sorted(ids_of(events).items()), sorted(logprobs.items())
+    return [*sorted(texts.items()), *sorted(finishes), *told, (usage,)]
+
+
+def read_in_pieces(
+    engine: Engine, fields: dict[str, Any], name: str, cuts: list[int], path: str, **interrupt: Any
+) -> list[Event]:
+    """Read a stream, break the connection after so many events each time, and go on."""
+    events: list[Event] = []
+    last_id = None
+    for cut in [*cuts, 10**9]:
+        headers = {"X-Request-Id": name} | ({"Last-Event-ID": last_id} if last_id else {})
+        stream = Stream(engine.url(), fields, path=path, headers=headers)
+        assert stream.read_head() == 200, stream.body()
+        assert stream.headers["x-request-id"] == name
+        for _ in range(cut):
+            event = stream.next()
+            if event is None:
+                break
+            events.append(event)
+            last_id = event.id or last_id
+        stream.reset()
+        if cut != 10**9 and "kill" in interrupt:
+            engine.kill(Role(interrupt["kill"]))
+    return events
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("/v1/completions", {}),
+    "usage": ("/v1/completions", {"stream_options": {"include_usage": True}}),
+    "sampled": ("/v1/completions", {"temperature": 1.0, "seed": 11, "logprobs": 2}),
+    "two": ("/v1/completions", {"n": 2, "seed": 5}),
+    "echo": ("/v1/completions", {"prompt": "say this", "echo": True}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kill", ["", "api", "core", "worker"])
+def test_stream_in_pieces_is_the_stream_in_one(
+    start_engine: EngineFactory, tmp_path: Path, case: str, kill: str
+) -> None:
+    """Lost connections, with the death of a process between them or without."""
+    path, extra = CASES[case]
+    fields = body(**extra)
+    if "messages" in fields:
+        del fields["prompt"]
+    engine = start(start_engine, tmp_path)
+    whole = Stream(engine.url(), fields, path=path).events()
+    assert whole[-1].data == "[DONE]"
+    interrupt = {"kill": kill} if kill else {}
+    pieces = read_in_pieces(engine, fields, f"{case}-1", [1, 7, 20], path, **interrupt)
+    assert pieces[-1].data == "[DONE]"
+    assert content(pieces) == content(whole)
+
+
+def test_what_is_told_completely_ends_at_once(start_engine: EngineFactory, tmp_path: Path) -> None:
+    """Whoever has seen the last event gets the end; whoever has seen nothing gets everything."""
+    engine = start(start_engine, tmp_path)
+    fields = body(max_tokens=10, stream_options={"include_usage": True})
+    headers = {"X-Request-Id": "r.1"}
+    events = Stream(engine.url(), fields, headers=headers).events()
+    usage = events[-2]
+    assert usage.id is not None
+    assert usage.id.endswith(".10u")
+    again = Stream(engine.url(), fields, headers=headers).events()
+    assert content(again) == content(events)
+    for seen, rest in ((events[-3], 2), (usage, 1)):
+        assert seen.id is not None
+        back = Stream(engine.url(), fields, headers=headers | {"Last-Event-ID": seen.id}).events()
+        assert len(back) == rest
+
+
+def test_whole_answers_are_told_again(start_engine: EngineFactory, tmp_path: Path) -> None:
+    """A request that was repeated because its answer got lost runs once."""
+    engine = start(start_engine, tmp_path)
+    fields = body(stream=False, n=2, temperature=1.0)
+    del fields["seed"]  # each run would draw another
+    lost = Stream(engine.url(), fields, headers={"X-Request-Id": "w"})
+    eventually(lambda: metric(engine, "sessions") == 1, "it is accepted")
+    lost.reset()
+    engine.kill(Role.API)
+    answers = []
+    for _ in range(2):
+        stream = Stream(engine.url(), fields, headers={"X-Request-Id": "w"})
+        assert stream.read_head() == 200
+        answers.append(stream.body())
+    assert answers[0] == answers[1]
+    assert len(json.loads(answers[0])["choices"]) == 2
+
+
+def error_of(stream: Stream) -> tuple[int, str]:
+    status = stream.read_head()
+    return status, json.loads(stream.body())["error"]["code"]
+
+
+def test_ids_are_checked(start_engine: EngineFactory, tmp_path: Path) -> None:
+    """Another body, an unknown request and a wrong place are errors, and disturb nothing."""
+    engine = start(start_engine, tmp_path)
+    url = engine.url()
+    named = {"X-Request-Id": "mine"}
+    stream = Stream(url, body(), headers=named)
+    first = stream.next()
+    assert first is not None
+    assert error_of(Stream(url, body(seed=4), headers=named)) == (409, "request_id_conflict")
+    unknown = {"X-Request-Id": "other", "Last-Event-ID": "other.3"}
+    assert error_of(Stream(url, body(), headers=unknown)) == (404, "request_not_found")
+    for wrong in ("mine.3-4", "mine.x", "other.3", "mine", "3"):
+        headers = named | {"Last-Event-ID": wrong}
+        assert error_of(Stream(url, body(), headers=headers)) == (400, "invalid_last_event_id")
+    assert stream.events()[-1].data == "[DONE]"
+
+
+def test_nobody_comes_back(start_engine: EngineFactory, tmp_path: Path) -> None:
+    """The request runs on for a bounded time; afterwards its id is free, also after a restart."""
+    engine = start(start_engine, tmp_path, "--resume-window-s", "1")
+    fields = body(max_tokens=8000)
+    stream = Stream(engine.url(), fields, headers={"X-Request-Id": "gone"})
+    assert stream.next() is not None
+    stream.reset()
+    eventually(lambda: metric(engine, "http_requests_open") == 0, "it is noticed")
+    assert metric(engine, "sessions") == 1
+    eventually(lambda: metric(engine, "sessions") == 0, "the window closes", 5.0)
+    eventually(lambda: metric(engine, "num_requests_running") == 0, "it is aborted")
+    engine.kill(Role.API)
+    assert metric(engine, "sessions") == 0
+    lost = {"X-Request-Id": "gone", "Last-Event-ID": "gone.1"}
+    assert error_of(Stream(engine.url(), fields, headers=lost)) == (404, "request_not_found")
+
+
+def test_many_clients_come_back_after_each_death_of_the_api(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """Killed twice under load: every client that comes back by itself reads all, exactly."""
+    engine = start(start_engine, tmp_path)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 8, "logprobs": 1},
+        {"n": 2, "seed": 9},
+        {"presence_penalty": 1.0, "stream_options": {"include_usage": True}},
+    ]
+    fields = [body(max_tokens=300, **kind) for kind in kinds]
+    whole = [content(Stream(engine.url(), item).events()) for item in fields]
+    url = engine.url()
+    num_reconnects = 0
+
+    def read(number: int) -> list[tuple[Any, ...]]:
+        nonlocal num_reconnects
+        events: list[Event] = []
+        headers = {"X-Request-Id": f"client-{number}"}
+        while not events or events[-1].data != "[DONE]":
+            try:
+                stream = Stream(url, fields[number % len(fields)], headers=headers)
+                status = stream.read_head()
+            except OSError:  # it died before the first byte: nothing was promised
+                continue
+            assert status == 200, stream.body()
+            for event in stream.events():
+                events.append(event)
+                if event.id is not None:
+                    headers["Last-Event-ID"] = event.id
+            num_reconnects += 1
+        return content(events)
+
+    with ThreadPoolExecutor(32) as pool:
+        reading = [pool.submit(read, number) for number in range(32)]
+        for _ in range(2):
+            eventually(lambda: metric(engine, "num_requests_running") >= 32, "all run")
+            engine.kill(Role.API)
+        found = [item.result() for item in reading]
+    assert num_reconnects >= 64
+    assert all(item == whole[number % len(whole)] for number, item in enumerate(found))
+
+
+def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> None:
+    """Ids are told nevertheless, and a repeated id is just another request."""
+    headers = {"X-Request-Id": "x"}
+    first = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
+    assert [event.id for event in first][-2:] == ["x.4", None]
+    again = headers | {"Last-Event-ID": "x.2"}
+    assert content(Stream(engine.url(), body(max_tokens=4), headers=again).events()) == content(
+        first
+    )
+    assert engine.get("/readyz")["journal"] == "off"
+
+
+def test_a_full_disk_costs_the_journal_and_nothing_else(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
+    """Requests go on in memory; when there is room again, they are in the journal again."""
+    engine = start(start_engine, tmp_path)
+    assert engine.get("/readyz")["journal"] == "writing"
+    fields = body(max_tokens=2000)
+    stream = Stream(engine.url(), fields, headers={"X-Request-Id": "full"})
+    events = [stream.next() for _ in range(5)]
+    api = engine.pid(Role.API)
+    unlimited = resource.prlimit(api, resource.RLIMIT_FSIZE)
+    resource.prlimit(api, resource.RLIMIT_FSIZE, (10, unlimited[1]))
+    eventually(lambda: metric(engine, "journal_failed") == 1, "the alarm is given")
+    readiness = engine.get("/readyz")
+    assert (readiness["journal"], readiness["ready"]) == ("failed", True)
+    assert engine.post("/v1/completions", prompt=[5], max_tokens=2)["choices"]
+    resource.prlimit(api, resource.RLIMIT_FSIZE, unlimited)
+    eventually(lambda: metric(engine, "journal_failed") == 0, "it is written again")
+    assert "is written again" in engine.log
+    stream.reset()
+    engine.kill(Role.API)
+    last = events[-1]
+    assert last is not None
+    assert last.id is not None
+    headers = {"X-Request-Id": "full", "Last-Event-ID": last.id}
+    rest = Stream(engine.url(), fields, headers=headers).events()
+    whole = Stream(engine.url(), fields).events()
+    assert content([event for event in events if event] + rest) == content(whole)

@@ -1,0 +1,243 @@
+"""The logits of a position are the same bits however its text was scheduled: the real runner.
+
+Each case draws random schedules (chunks, decodes one by one, batches, prefixes that another request
+has computed) and compares every row of logits with what other schedules gave, bit for bit.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig
+
+from protocol.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.message import pack_token_ids
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import build_checkpoint
+from worker_proc import model_runner
+from worker_proc.inputs import StepInputs
+from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.native.build import build, compiler
+
+NUM_BLOCKS = 900
+BLOCK_SIZE = 16
+TEXT_LENGTHS = (1, 2, 17, 40, 93, 330)
+"""The longest spans several of any block, tile and vector of the kernels, and any window."""
+NUM_THREADS = (2, 1, 3)
+NUM_SCHEDULES = (5, 1, 1)
+"""For each number of threads."""
+CHUNKS = (1, 1, 1, 2, 3, 7, 16, 33, 64, 65, 130)
+DTYPES = ("float32", "bfloat16")
+
+_ODD: dict[str, Any] = {
+    "hidden_size": 72,
+    "intermediate_size": 102,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 512,
+    "vocab_size": 509,
+    "tie_word_embeddings": False,
+}
+"""No size is a multiple of a vector: what torch computes in a tail, it computes in another way."""
+
+
+def _gemma3(**more: Any) -> PretrainedConfig:
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return Gemma3TextConfig(
+        **(_ODD | {"num_hidden_layers": 3, "sliding_window": 37, "layer_types": layer_types} | more)
+    )
+
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_ODD),
+    "llama_wide_vocab_tied": LlamaConfig(
+        **(_ODD | {"vocab_size": 16_391, "tie_word_embeddings": True, "num_hidden_layers": 1})
+    ),
+    "llama_mlp_bias": LlamaConfig(**_ODD, mlp_bias=True, attention_bias=True),
+    "gemma3": _gemma3(),
+    "gpt2": GPT2Config(
+        vocab_size=509, n_embd=76, n_inner=102, n_layer=2, n_head=4, n_positions=512
+    ),
+    "gpt2_gelu_tanh": GPT2Config(
+        vocab_size=509,
+        n_embd=76,
+        n_inner=102,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        activation_function="gelu_pytorch_tanh",
+    ),
+}
+
+
+class Recorder:
+    """Drives runners step by step and keeps the logits of every (text, position)."""
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self.texts = texts
+        self.found: dict[tuple[int, int], torch.Tensor] = {}
+        self._text_of: dict[int, int] = {}
+
+    def record(self, inputs: StepInputs, logits: torch.Tensor) -> None:
+        """Note the rows of one step, which must be those found before, if they were."""
+        for row, packed_row in enumerate(inputs.logits_indices.tolist()):
+            number = max(i for i, first in enumerate(inputs.first_rows) if first <= packed_row)
+            text = self._text_of[inputs.parts[number].request.req_id]
+            key = text, int(inputs.position_ids[0, packed_row])
+            known = self.found.setdefault(key, logits[row].clone())
+            assert torch.equal(known, logits[row]), key
+
+    def run(self, runner: ModelRunner, schedule: "Schedule") -> None:
+        """Compute all texts, some of them twice, as the schedule says."""
+        runner.reset()
+        self._text_of.clear()
+        for number, (step, news) in enumerate(schedule.steps()):
+            self._text_of |= {new.req_id: schedule.text_of[new.req_id] for new in news}
+            runner.execute(
+                SchedulerOutput(
+                    step_id=number,
+                    scheduled_new_reqs=news,
+                    scheduled_cached_reqs=CachedRequestData([], []),
+                    num_scheduled_tokens=step,
+                    total_num_scheduled_tokens=sum(step.values()),
+                    preempted_req_ids=[],
+                    finished_req_ids=schedule.take_finished(),
+                )
+            )
+
+
+class Schedule:
+    """Requests for all texts, cut into random chunks and put together at random."""
+
+    def __init__(self, runner: ModelRunner, texts: Sequence[list[int]], rng: random.Random) -> None:
+        self._texts, self._rng = texts, rng
+        self._size = runner.facts.block_size
+        self._num_groups = len(runner.facts.kv_groups)
+        self._free = list(range(1, NUM_BLOCKS))
+        rng.shuffle(self._free)
+        self._finished: list[int] = []
+        self._left: dict[int, int] = {}
+        self.text_of: dict[int, int] = {}
+
+    def take_finished(self) -> list[int]:
+        """Requests that leave the mirror with the next step."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def steps(self) -> Iterator[tuple[dict[int, int], list[NewRequestData]]]:
+        """Tokens of every mirrored request, and the new ones, step by step."""
+        waiting = list(range(len(self._texts)))
+        self._rng.shuffle(waiting)
+        tables: dict[int, list[list[int]]] = {}
+        while waiting or self._left:
+            news = []
+            while waiting and (not self._left or self._rng.random() < 0.4):
+                news.append(self._admit(waiting.pop(), 0, tables))
+            done = [text for text in tables if text not in self._texts_left()]
+            if done and self._rng.random() < 0.3:
+                # Somebody else's blocks, which it neither computes nor writes.
+                text = self._rng.choice(done)
+                start = self._rng.randrange(len(self._texts[text]))
+                news.append(self._admit(text, start - start % self._size, tables))
+            step = {req: self._rng.choice((0, *CHUNKS)) for req in self._left}
+            step = {req: min(count, self._left[req]) for req, count in step.items()}
+            if not sum(step.values()):
+                step[self._rng.choice(list(self._left))] = 1
+            yield step, news
+            for req, count in step.items():
+                self._left[req] -= count
+            self._finished = [req for req, count in self._left.items() if count == 0]
+            for req in self._finished:
+                del self._left[req]
+
+    def _texts_left(self) -> set[int]:
+        return {self.text_of[req] for req in self._left}
+
+    def _admit(self, text: int, start: int, tables: dict[int, list[list[int]]]) -> NewRequestData:
+        token_ids = self._texts[text]
+        num_cached = start // self._size
+        num_new = -(-len(token_ids) // self._size) - num_cached
+        mine = [
+            (tables[text][group][:num_cached] if num_cached else [])
+            + [self._free.pop() for _ in range(num_new)]
+            for group in range(self._num_groups)
+        ]
+        tables.setdefault(text, mine)
+        req_id = len(self.text_of) + 1
+        self.text_of[req_id] = text
+        self._left[req_id] = len(token_ids) - start
+        params = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=0)
+        packed = pack_token_ids(token_ids)
+        return NewRequestData(req_id, packed, len(token_ids), params, mine, start, start)
+
+
+def load(directory: Path, dtype: str, num_threads: int = 2) -> ModelRunner:
+    """Load a checkpoint with a pool in which every schedule fits."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_batched_tokens=1024),
+        worker=WorkerConfig(num_threads=num_threads),
+    )
+    return load_model_runner(config, lambda phase, done, total: None)
+
+
+def make_texts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(4)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in TEXT_LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, config in CONFIGS.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        build_checkpoint(made[name], config)
+    return made
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_the_same_bits_in_every_schedule(
+    name: str, dtype: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on another number of threads."""
+    build()
+    runners = [load(checkpoints[name], dtype, num_threads) for num_threads in NUM_THREADS]
+    assert all(runner.facts.exact_resume for runner in runners)
+    assert not any(runner.facts.exact_resume_reason for runner in runners)
+    compare(runners, monkeypatch)
+
+
+def compare(runners: Sequence[ModelRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute the same texts in many ways, more of them by the first runner."""
+    texts = make_texts(runners[0].facts.vocab_size)
+    recorder = Recorder(texts)
+    compute = model_runner.compute_logits
+
+    def recording(*args: Any) -> torch.Tensor:
+        logits = compute(*args)
+        recorder.record(args[2], logits)
+        return logits
+
+    monkeypatch.setattr(model_runner, "compute_logits", recording)
+    for number, runner in enumerate(runners):
+        torch.set_num_threads(NUM_THREADS[number])
+        for seed in range(NUM_SCHEDULES[number]):
+            recorder.run(runner, Schedule(runner, texts, random.Random(seed + 100 * number)))
+    assert len(recorder.found) == sum(TEXT_LENGTHS)

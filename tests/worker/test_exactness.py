@@ -1,0 +1,80 @@
+"""What a worker declares about exact resumption, and why it does not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3TextConfig
+
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.test_bitwise import CONFIGS, load
+from worker_proc import exactness, fused, model_runner
+from worker_proc.model_runner import ModelRunner
+from worker_proc.native.build import build, compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build()
+    directory = tmp_path_factory.mktemp("llama")
+    build_checkpoint(directory, CONFIGS["llama"])
+    return directory
+
+
+def reason_of(runner: ModelRunner) -> str:
+    """Why the runner promises nothing."""
+    assert not runner.facts.exact_resume
+    assert runner.facts.exact_resume_reason
+    return runner.facts.exact_resume_reason
+
+
+def test_plain_attention_is_declared(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(llama, "float32").facts.exact_resume
+    monkeypatch.setattr(model_runner, "can_attend", lambda *args: False)
+    assert "plain attention" in reason_of(load(llama, "float32"))
+
+
+def test_plain_products_are_declared(llama: Path, tmp_path: Path) -> None:
+    """Of a dtype that cannot be packed, and of layers that are not."""
+    assert "for dtype float16" in reason_of(load(llama, "float16"))
+    mixtral = next(a for a in ARCHITECTURES if a.name == "mixtral")
+    build_checkpoint(tmp_path, mixtral.config())
+    reason = reason_of(load(tmp_path, "float32"))
+    assert "plain matrix products" in reason
+    assert "model.layers.0.mlp" in reason
+
+
+def test_module_whose_bits_depend_on_the_place_is_found_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's gelu computes the end of a tensor in another way than its beginning."""
+    config = CONFIGS["gemma3"]
+    assert isinstance(config, Gemma3TextConfig)
+    build_checkpoint(tmp_path, config)
+    assert load(tmp_path, "float32").facts.exact_resume
+    monkeypatch.setattr(fused, "_activation_of", lambda *args: None)
+    assert "layers.0.mlp (Gemma3MLP) gives rows other bits" in reason_of(load(tmp_path, "float32"))
+
+
+def test_difference_between_decode_and_prefill_is_found(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = exactness.compute_whole
+    monkeypatch.setattr(
+        exactness, "compute_whole", lambda *args: [rows * (1 + 2**-23) for rows in compute(*args)]
+    )
+    assert "computed at once" in reason_of(load(llama, "float32"))
+
+
+def test_rows_are_tried_among_more_and_fewer() -> None:
+    class FirstRowRules(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + hidden.shape[1] // 17
+
+    hidden = torch.randn(1, 8, 4)
+    assert exactness._is_rowwise(FirstRowRules(), (hidden,), 16)
+    assert not exactness._is_rowwise(FirstRowRules(), (hidden,), 17)
+    assert exactness._is_rowwise(nn.Identity(), (hidden,), 65)

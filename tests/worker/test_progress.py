@@ -1,0 +1,72 @@
+"""The worker's loop says in its page what it does: idle, computing which step, for how long."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol import process
+from protocol.core_worker import Adopt, ModelRunnerOutput, SchedulerOutput
+from protocol.progress_page import Mark, Phase, ProgressPage
+from tests.played_child import PlayedChild
+from tests.worker import test_shim
+from tests.worker.test_shim import OWN_EPOCH, Bench, FakeRunner, step
+
+
+class WatchedRunner(FakeRunner):
+    """Looks into the page while it computes."""
+
+    def __init__(self, page: ProgressPage, fd: int) -> None:
+        super().__init__()
+        self.page = page
+        self.fd = fd
+        self.marks: list[Mark | None] = []
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.marks.append(self.page.read())
+        return super().execute(step)
+
+
+@pytest.fixture
+def runner() -> Iterator[WatchedRunner]:
+    page, fd = ProgressPage.create("test")
+    yield WatchedRunner(page, fd)
+    page.close()
+    os.close(fd)
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, runner: WatchedRunner, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bench]:
+    monkeypatch.setattr(process, "show_stacks", lambda: None)
+    monkeypatch.setattr(
+        test_shim,
+        "PlayedChild",
+        lambda *arguments: PlayedChild(*arguments, progress_fd=runner.fd, hang_timeout_s=3.0),
+    )
+    running = Bench(str(tmp_path), runner)
+    yield running
+    running.close()
+
+
+def test_each_step_is_marked_before_it_is_computed(bench: Bench, runner: WatchedRunner) -> None:
+    """The first of its size has more time; at rest the worker ticks."""
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    for step_id in range(2):
+        bench.send(9, step(step_id))
+    bench.until(lambda: len(bench.replies) == 2)
+    marks = [mark for mark in runner.marks if mark is not None]
+    assert [(mark.epoch, mark.phase, mark.step_id) for mark in marks] == [
+        (OWN_EPOCH, Phase.STEP, 0),
+        (OWN_EPOCH, Phase.STEP, 1),
+    ]
+    assert [mark.limit_s for mark in marks] == [60.0, 3.0]
+    assert bench.loop.turn(5)
+    last = runner.page.read()
+    assert last is not None
+    assert last.step_id is None
+    assert last.limit_s == 3.0
+    assert bench.loop._poll_ms() == 500, "it looks up although nothing comes"

@@ -1,0 +1,150 @@
+"""Drafts change no token and no logprob: real models, with and without guessing ahead."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
+from tests.worker.stand_in import StandIn
+from tests.worker.test_mirror import new, step
+from tests.worker.test_parity import make_runner
+from worker_proc import model_runner
+from worker_proc.drafter import NgramIndex
+from worker_proc.model_runner import ModelRunner
+
+NUM_DRAFTS = 4
+NUM_BLOCKS = 400
+MAX_TOKENS = 40
+WHOLE, CHUNK = 64, 5
+MODELS = [a for a in ARCHITECTURES if a.name in ("llama", "gemma3")]
+FEW = dict.fromkeys((17, 23, 99, 260), 60.0)
+"""With this bias almost only four tokens are chosen, so that pairs of them repeat."""
+
+
+def make_params(**more: Any) -> SamplingParams:
+    fields: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    return SamplingParams(**(fields | more))
+
+
+PARAMS = [
+    make_params(),
+    make_params(logprobs=2),
+    make_params(logit_bias=FEW),
+    make_params(logit_bias=FEW, logprobs=3, prompt_logprobs=1),
+    make_params(logit_bias=FEW, repetition_penalty=1.2, frequency_penalty=0.4),
+    make_params(logit_bias=FEW, presence_penalty=1.0, logprobs=0),
+    make_params(logit_bias=FEW, temperature=0.7, seed=3),
+    make_params(logit_bias=FEW, temperature=1.2, seed=4, top_p=0.9, logprobs=1),
+    make_params(logit_bias=FEW, temperature=1.0, seed=5, top_k=3, frequency_penalty=0.2),
+    make_params(logit_bias=FEW | {2: 62.0}, ignore_eos=False, min_tokens=25),
+    make_params(logit_bias=FEW | {2: 58.0}, temperature=2.0, seed=6, ignore_eos=False),
+    make_params(temperature=0.8, seed=7, min_p=0.1, repetition_penalty=1.3, logprobs=2),
+]
+PROMPTS = [[5 + number, *([17, 23, 99, 260] * 5), 40 + number] for number in range(len(PARAMS))]
+"""Each is longer than a window and than a chunk."""
+
+
+class Oracle(NgramIndex):
+    """Knows how texts go on, and errs now and then."""
+
+    texts: Sequence[list[int]] = ()
+
+    def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
+        """The true continuation, with a wrong id at a place that the last ids decide."""
+        known = len(token_ids)
+        text = next((t for t in self.texts if t[:known] == token_ids), [])
+        drafts = text[known : known + max_tokens]
+        wrong = hash(tuple(token_ids[-3:])) % (max_tokens + 2)
+        if wrong < len(drafts):
+            drafts[wrong] = (drafts[wrong] + 1) % 512
+        return drafts
+
+
+@pytest.mark.usefixtures("_backend")
+@pytest.mark.parametrize(
+    ("_backend", "dtype"),
+    [("gathering", "float32"), ("native", "float32"), ("native", "bfloat16")],
+    indirect=["_backend"],
+)
+@pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)
+def test_tokens_and_logprobs_are_those_without_drafts(
+    architecture: Architecture,
+    dtype: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_bitwise = request.node.callspec.params["_backend"] == "native"
+    build_checkpoint(tmp_path, architecture.config())
+    swap = {"swap_space_bytes": 2 << 20}
+    plain = make_runner(tmp_path, NUM_BLOCKS, dtype, **swap)
+    alone = StandIn(plain, WHOLE)
+    expected = alone.run(PROMPTS, PARAMS)
+    assert len({tuple(output) for output in expected}) > len(PARAMS) // 2
+    assert any(len(output) < MAX_TOKENS for output in expected), "one ended by EOS"
+    texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
+    guessing = make_runner(tmp_path, NUM_BLOCKS, dtype, num_speculative_tokens=NUM_DRAFTS, **swap)
+    for drafter in (NgramIndex, Oracle):
+        Oracle.texts = texts
+        monkeypatch.setattr(model_runner, "NgramIndex", drafter)
+        for chunk, swap_every, spare in ((WHOLE, 0, 0), (CHUNK, 7, 3)):
+            stand_in = StandIn(guessing, chunk, swap_every, spare)
+            assert stand_in.run(PROMPTS, PARAMS) == expected, (drafter, chunk)
+            check_logprobs(stand_in, alone, is_exact=is_bitwise)
+            check_happened(stand_in, drafter, everything=not spare)
+    Oracle.texts = ()
+
+
+def check_logprobs(stand_in: StandIn, alone: StandIn, is_exact: bool) -> None:
+    if is_exact:
+        assert stand_in.logprobs == alone.logprobs
+    for found, expected in zip(stand_in.logprobs, alone.logprobs, strict=True):
+        assert [entry.token_id for entry in found] == [entry.token_id for entry in expected]
+        assert [entry.logprob for entry in found] == pytest.approx(
+            [entry.logprob for entry in expected], abs=0.1
+        )
+
+
+def check_happened(stand_in: StandIn, drafter: type[NgramIndex], everything: bool) -> None:
+    num_accepted = sum(accepted for _, accepted in stand_in.accepted)
+    assert num_accepted > 20
+    assert {accepted for _, accepted in stand_in.accepted} >= {0, 1, 2, NUM_DRAFTS}
+    if drafter is Oracle and everything:
+        assert {a for m, a in stand_in.accepted if m == NUM_DRAFTS} == set(range(NUM_DRAFTS + 1))
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    directory = tmp_path_factory.mktemp("llama")
+    build_checkpoint(directory, ARCHITECTURES[0].config())
+    return make_runner(directory, NUM_BLOCKS, num_speculative_tokens=NUM_DRAFTS)
+
+
+def test_drafts_are_announced_for_those_that_sampled(guessing: ModelRunner) -> None:
+    guessing.reset()
+    output = guessing.execute(step(0, 12, [new(1), new(2)], counts={1: 6, 2: 6}))
+    assert (output.num_sampled_tokens, output.num_draft_tokens) == ([], [])
+    bound = make_params(logit_bias={9: 1e3}, max_tokens=9)
+    circling = type(new(3))(
+        *(3, new(3).token_ids, 6, bound, [[31, 32, 33, 34]], 0, 0),
+    )
+    guessing.execute(step(1, 8, [circling], counts={3: 6}))
+    guessing.execute(step(2, 3))
+    output = guessing.execute(step(3, 1, counts={1: 0, 2: 0}))
+    assert (output.sampled_token_ids, output.num_draft_tokens) == ([9], [NUM_DRAFTS])
+    output = guessing.execute(step(4, 5, counts={1: 0, 2: 0, 3: 5}))
+    assert output.sampled_token_ids == [9] * 5
+    assert output.num_sampled_tokens == [5]
+
+
+def test_indices_grow_with_the_chunks_of_a_prompt(guessing: ModelRunner) -> None:
+    guessing.reset()
+    guessing.execute(step(0, 4, [new(1)], counts={1: 4}))
+    index = guessing._mirror.requests[1].ngram_index
+    assert index is not None
+    assert index.num_tokens == 4
+    guessing.execute(step(1, 2, counts={1: 2}))
+    assert index.num_tokens == 7

@@ -1,0 +1,280 @@
+"""The zygote: fit for forking, its workers like any others, and nobody left behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import zmq
+
+from protocol.channel import HighWaterMark, RouterChannel, lifecycle_address
+from protocol.config import EngineConfig
+from protocol.forked_child import ForkedChild, ForkServer, reap_strangers
+from protocol.lifecycle import Fatal, Hello, Ready, Stop, decode_to_supervisor
+from protocol.message import encode
+from protocol.prctl import set_subreaper
+from protocol.settings import configure
+from protocol.zygote_link import Forked, ForkFailed, ForkWorker
+from tests.system.conftest import ROOT, eventually, is_alive
+from worker_proc.zygote import NotForkable, check_forkable
+
+T = TypeVar("T")
+
+FORK = ForkWorker(epoch=2, rank=0, is_standby=False, fd_names=["parent_fd"])
+
+
+class Nursery:
+    """A supervisor's sockets without its policy."""
+
+    def __init__(self, run_dir: str, model: str = "null") -> None:
+        config = configure(model=model)
+        run = msgspec.structs.replace(config.run, run_dir=run_dir)
+        self.config: EngineConfig = msgspec.structs.replace(config, run=run)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.link = RouterChannel(
+            self.context, lifecycle_address(run_dir), HighWaterMark.LIFECYCLE_LINK
+        )
+        self.server = ForkServer(self.config, epoch=1)
+        self.heard: list[tuple[bytes, int, object]] = []
+        self.said: list[object] = []
+
+    def hear(self, kind: type[T], epoch: int) -> T:
+        """Wait for a worker's message on the lifecycle link."""
+
+        def find() -> T | None:
+            for item in self.link.drain(16):
+                body = decode_to_supervisor(item.body)
+                self.heard.append((item.peer, item.header.epoch, body))
+            found = [m for _, e, m in self.heard if e == epoch and isinstance(m, kind)]
+            return found[0] if found else None
+
+        return eventually(find, f"{kind.__name__} of epoch {epoch}")
+
+    def await_zygote(self, kind: type[T]) -> T:
+        """Wait for a message of the zygote, and take it."""
+
+        def find() -> T | None:
+            self.said += self.server.receive()
+            found = [message for message in self.said if isinstance(message, kind)]
+            if found:
+                self.said.remove(found[0])
+            return found[0] if found else None
+
+        return eventually(find, kind.__name__)
+
+    def fork(self, epoch: int) -> ForkedChild:
+        """A forked worker that has said Ready."""
+        self.server.fork(epoch, 0, is_standby=False)
+        child = self.server.claim(self.await_zygote(Forked))
+        assert child.epoch == epoch
+        self.hear(Ready, epoch)
+        return child
+
+    def peer(self, epoch: int) -> bytes:
+        """Where a worker's messages come from."""
+        return next(peer for peer, e, _ in self.heard if e == epoch)
+
+    def close(self) -> None:
+        """End the zygote."""
+        self.server.child.stop(1.0)
+        self.server.close()
+        self.link.close()
+        self.context.term()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[str]:
+    """Short enough for sockets."""
+    path = tempfile.mkdtemp(prefix="troika-")
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def nursery(run_dir: str) -> Iterator[Nursery]:
+    """A zygote of the null worker that is ready; this process reaps its workers."""
+    set_subreaper(True)
+    started = Nursery(run_dir)
+    try:
+        started.await_zygote(Ready)
+        yield started
+    finally:
+        started.close()
+        eventually(lambda: (reap_strangers(frozenset()), not children())[1], "no child is left")
+        set_subreaper(False)
+
+
+def children() -> list[int]:
+    """Pids of this process's children, dead ones included."""
+    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def num_threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def ends(child: ForkedChild, status: int) -> None:
+    """It dies with this status, reaped here."""
+    assert child.wait(5.0) == status
+    assert not Path(f"/proc/{child.pid}").exists()
+    child.close()
+
+
+def test_forked_worker_is_a_child_like_any_other(nursery: Nursery) -> None:
+    """It reports with its epoch, obeys Stop, and its death by a signal is seen."""
+    workers = [nursery.fork(epoch) for epoch in (5, 6)]
+    assert set(children()) == {nursery.server.child.pid, *(worker.pid for worker in workers)}
+    assert nursery.hear(Hello, 5).pid == workers[0].pid
+    assert os.getsid(workers[0].pid) == workers[0].pid
+    nursery.link.send(nursery.peer(5), 5, encode(Stop()))
+    ends(workers[0], 0)
+    assert workers[1].poll() is None
+    workers[1].kill()
+    ends(workers[1], -signal.SIGKILL)
+
+
+def test_zygote_stays_single_threaded(nursery: Nursery) -> None:
+    """Before and after a fork; the worker has ZMQ's threads."""
+    zygote = nursery.server.child.pid
+    assert num_threads(zygote) == 1
+    worker = nursery.fork(2)
+    assert num_threads(zygote) == 1
+    assert num_threads(worker.pid) > 1
+    worker.stop(1.0)
+
+
+def test_worker_outlives_its_zygote_but_not_its_parent_pipe(nursery: Nursery) -> None:
+    """The pipe's only writer is the supervisor: neither zygote nor brothers keep it open."""
+    workers = [nursery.fork(epoch) for epoch in (2, 3)]
+    nursery.server.child.kill()
+    assert nursery.server.child.wait(5.0) == -signal.SIGKILL
+    assert all(worker.poll() is None for worker in workers)
+    for worker in workers:
+        worker.release()
+        ends(worker, 75)
+
+
+def test_worker_that_was_given_up_ends_and_is_reaped(nursery: Nursery) -> None:
+    """The zygote dies between the fork and its answer: the worker has no name here."""
+    nursery.server.fork(2, 0, is_standby=False)
+    forked = nursery.await_zygote(Forked)
+    assert nursery.server.disown(2)
+    assert not nursery.server.disown(2)
+    eventually(lambda: not is_alive(forked.pid), "it ends")
+    reap_strangers(frozenset({nursery.server.child.pid}))
+    assert not Path(f"/proc/{forked.pid}").exists()
+
+
+def test_known_dead_are_left_to_their_owners(nursery: Nursery) -> None:
+    worker = nursery.fork(2)
+    os.kill(worker.pid, signal.SIGKILL)
+    eventually(lambda: not is_alive(worker.pid), "it is dead")
+    reap_strangers(frozenset({worker.pid}))
+    ends(worker, -signal.SIGKILL)
+
+
+def test_fork_that_fails_is_told(nursery: Nursery) -> None:
+    """One descriptor less than named; the next one works."""
+    parent_read, parent_write = os.pipe()
+    os.close(parent_write)
+    nursery.server.link.send(
+        msgspec.structs.replace(FORK, fd_names=["parent_fd", "other_fd"]), [parent_read]
+    )
+    os.close(parent_read)
+    assert nursery.await_zygote(ForkFailed).epoch == FORK.epoch
+    nursery.fork(3).stop(1.0)
+
+
+def test_zygote_ends_with_its_supervisor(nursery: Nursery) -> None:
+    """EOF on the pipe or on the link."""
+    nursery.server.child.release()
+    assert nursery.server.child.wait(2.0) == 75
+
+
+def test_model_that_cannot_be_loaded_is_told(run_dir: str) -> None:
+    """With the reason, and that another try would fail in the same way."""
+    nursery = Nursery(run_dir, model="/nonexistent")
+    try:
+        fatal = nursery.await_zygote(Fatal)
+        assert "/nonexistent holds no config.json" in fatal.error
+        assert not fatal.retry
+    finally:
+        nursery.close()
+
+
+def test_process_with_threads_is_not_forked() -> None:
+    """The error names them."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(NotForkable, match="started threads"):
+            check_forkable()
+    finally:
+        done.set()
+        thread.join()
+
+
+COMPARE = """
+import json, os, sys
+from protocol.sampling import SamplingParams
+from protocol.settings import configure
+from tests.worker.driving import drive
+from worker_proc.start import load_to_fork, make_runner
+from worker_proc.zygote import check_forkable
+
+def quiet(*_): pass
+
+def tokens(runner):
+    prompts = [[(i * 7 + j) % 500 + 5 for j in range(3 + 9 * i)] for i in range(8)]
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(8)
+    ]
+    return drive(runner, prompts, params, max_num_batched_tokens=64).output_token_ids
+
+config = configure(
+    model="scripts/demo_model", dtype=sys.argv[1], num_gpu_blocks_override=200, num_threads=2
+)
+make = load_to_fork(config, quiet)
+check_forkable()
+read_fd, write_fd = os.pipe()
+if os.fork() == 0:
+    runner = make(quiet)
+    found = {"tokens": tokens(runner), "blocks": runner.facts.num_gpu_blocks}
+    found["threads"] = len(os.listdir("/proc/self/task"))
+    os.write(write_fd, json.dumps(found).encode())
+    os._exit(0)
+os.close(write_fd)
+with os.fdopen(read_fd) as pipe:
+    forked = json.load(pipe)
+print(json.dumps({"forked": forked, "cold": tokens(make_runner(config, quiet))}))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(dtype: str) -> None:
+    """Weights packed by one thread, computed by several: the same tokens, greedy and seeded."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE, dtype],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["forked"]["tokens"] == found["cold"]
+    assert found["forked"]["blocks"] == 200
+    assert found["forked"]["threads"] >= 2

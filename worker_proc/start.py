@@ -1,0 +1,104 @@
+"""From the settings to a worker that computes: loading, reporting, waiting to be promoted.
+
+A worker is started in one of two ways. Alone, it loads everything by itself. Forked from a zygote
+(worker_proc/zygote.py), it shares what was loaded there, and does the rest.
+"""
+
+import os
+from collections.abc import Callable
+
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from protocol.failpoints import reach
+from protocol.process import ChildProcess
+from worker_proc.loop import WorkerLoop
+from worker_proc.runner import Runner
+
+NULL_VOCAB_SIZE = 32_000
+NULL_MAX_MODEL_LEN = 8192
+NULL_NUM_BLOCKS = 8192
+NULL_EOS_TOKEN_ID = 2
+NULL_BLOCK_BYTES = 65_536
+"""What a block of the null runner counts against `swap_space_bytes`."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with phase, steps done and steps in all."""
+MakeRunner = Callable[[Progress], Runner]
+
+
+def make_runner(config: EngineConfig, progress: Progress) -> Runner:
+    """Load what `config` names. The null runner never imports torch.
+
+    Raises:
+        ValueError: settings or checkpoint cannot be used; another try would fail in the same way.
+    """
+    if config.model.model == "null":
+        return _null_runner(config)
+    progress("import", 0, 0)
+    from worker_proc.model_runner import load_model_runner
+
+    return load_model_runner(config, progress)
+
+
+def load_to_fork(config: EngineConfig, progress: Progress) -> MakeRunner:
+    """Load all that workers can share, without starting a thread or using a device.
+
+    Returns:
+        What each forked worker does with it.
+
+    Raises:
+        ValueError: settings or checkpoint cannot be used; another try would fail in the same way.
+    """
+    if config.model.model == "null":
+        return lambda _: _null_runner(config)
+    # Before the libraries are loaded: they would start pools of threads, which no fork survives.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    progress("import", 0, 0)
+    from worker_proc.shared_model import load_shared_model
+
+    return load_shared_model(config, progress)
+
+
+def work(child: ChildProcess, make: MakeRunner) -> None:
+    """Make the runner, and compute until told to stop."""
+    reach("worker.load")
+    try:
+        runner = make(child.progress)
+    except ValueError as error:
+        child.fatal("loading the model", error, retry=False)
+    except Exception as error:
+        child.fatal("loading the model", error)
+    reach("worker.after_load")
+    loop = WorkerLoop(child, runner)
+    child.ready(", ".join(filter(None, (runner.facts.device, runner.facts.dtype))))
+    try:
+        loop.run()
+    except Exception as error:
+        child.fatal("computing", error)
+
+
+def null_facts(config: EngineConfig) -> ModelFacts:
+    """What the null runner pretends to have loaded."""
+    return ModelFacts(
+        model="null",
+        vocab_size=NULL_VOCAB_SIZE,
+        max_model_len=config.model.max_model_len or NULL_MAX_MODEL_LEN,
+        block_size=config.cache.block_size,
+        num_gpu_blocks=config.cache.num_gpu_blocks_override or NULL_NUM_BLOCKS,
+        eos_token_ids=[NULL_EOS_TOKEN_ID],
+        dtype="",
+        device="",
+        num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
+        exact_resume=True,
+    )
+
+
+def _null_runner(config: EngineConfig) -> Runner:
+    from worker_proc.null_runner import NullRunner
+
+    return NullRunner(
+        null_facts(config),
+        config.worker.null_step_ms / 1000,
+        num_speculative_tokens=config.scheduler.num_speculative_tokens,
+    )

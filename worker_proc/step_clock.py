@@ -1,0 +1,70 @@
+"""How long a step may take, from what steps of its size took lately.
+
+Steps are sorted into classes by the number of their tokens, each twice as large as the one before.
+A class that was not seen yet borrows from its neighbours, and is trusted with more time.
+"""
+
+from collections import deque
+
+from protocol.config import RecoveryConfig
+
+_HISTORY = 128
+"""Steps of a class that count; its 99th percentile is nearly their maximum, but not quite."""
+_RECOUNT = 16
+
+
+class StepClock:
+    """Learns from each step; no clock of its own."""
+
+    def __init__(self, recovery: RecoveryConfig) -> None:
+        self._least_s = recovery.hang_timeout_s
+        self._factor = recovery.hang_step_factor
+        self._first_s = recovery.first_step_timeout_s
+        self._classes: dict[int, _SizeClass] = {}
+
+    def limit_s(self, num_tokens: int) -> float:
+        """After how long a step of so many tokens is suspected to hang."""
+        size = num_tokens.bit_length()
+        known = self._classes.get(size)
+        if known is not None:
+            return max(self._least_s, self._factor * known.p99_s)
+        return max(self._least_s, min(self._first_s, self._factor * self._guess_s(size)))
+
+    def observe(self, num_tokens: int, duration_s: float) -> None:
+        """A step is over."""
+        size = num_tokens.bit_length()
+        known = self._classes.get(size)
+        if known is None:
+            known = self._classes[size] = _SizeClass()
+        known.observe(duration_s)
+
+    def _guess_s(self, size: int) -> float:
+        """At most as long as a larger class, or as a smaller one with so many tokens."""
+        larger = min((other for other in self._classes if other > size), default=None)
+        if larger is not None:
+            return self._classes[larger].p99_s
+        if not self._classes:
+            return self._first_s
+        smaller = max(self._classes)
+        return self._classes[smaller].p99_s * 2.0 ** (size - smaller)
+
+
+class _SizeClass:
+    """The latest durations of one class."""
+
+    __slots__ = ("_durations", "_num_seen", "p99_s")
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=_HISTORY)
+        self._num_seen = 0
+        self.p99_s = 0.0
+        """The 99th percentile, counted anew every few steps; at first the maximum."""
+
+    def observe(self, duration_s: float) -> None:
+        self._durations.append(duration_s)
+        self._num_seen += 1
+        if self._num_seen % _RECOUNT:
+            self.p99_s = max(self.p99_s, duration_s) if self._num_seen < _RECOUNT else self.p99_s
+            return
+        ordered = sorted(self._durations)
+        self.p99_s = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
