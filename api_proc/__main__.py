@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 
 import uvloop
 
-from api_proc import chat, completions
 from api_proc.acceptor import raise_fd_limit
-from api_proc.app import openai_app
+from api_proc.app import openai_app, start_sessions
 from api_proc.server import HttpServer, adopt, listen, url_of
 from api_proc.state import ApiState
 from api_proc.text import TextProcessor
@@ -50,14 +50,14 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     raise_fd_limit()
     async with _engine_client(child) as client:
         state = ApiState(client, child.config, text)
-        if state.sessions is not None:
-            state.sessions.start({chat.PATH: chat.reread, completions.PATH: completions.reread})
+        start_sessions(state)
         server = HttpServer(
             openai_app(state),
             slow_reader_timeout_s=api.slow_reader_timeout_s,
             on_slow_reader=state.metrics.count_slow_reader,
         )
-        drains: list[asyncio.Task[None]] = []
+        shutdown_timeout_s = child.config.recovery.shutdown_timeout_s
+        tasks: list[asyncio.Task[None]] = []
 
         def on_message(message: Drain | Stop | Health) -> None:
             if isinstance(message, Health):
@@ -70,10 +70,19 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
                     state.sessions.close()
                 sys.stderr.flush()
                 os._exit(0)
+            if message.is_replaced:
+                tasks.append(asyncio.create_task(server.retire(shutdown_timeout_s)))
+                return
             state.drain()
-            drains.append(asyncio.create_task(_report_drained(child, state)))
+            tasks.append(asyncio.create_task(_report_drained(child, state)))
 
-        child.attach_asyncio(asyncio.get_running_loop(), on_message)
+        def on_sigterm() -> None:
+            if not child.ask_for_restart():
+                on_message(Drain(is_replaced=True))
+
+        loop = asyncio.get_running_loop()
+        child.attach_asyncio(loop, on_message)
+        loop.add_signal_handler(signal.SIGTERM, on_sigterm)
         reporting = asyncio.create_task(_report_ready(child, client))
         await server.serve(sockets=[listening])
         reporting.cancel()

@@ -9,18 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from api_proc import admin_routes, info_routes, token_routes
-from api_proc.chat import chat_completions
-from api_proc.completions import completions
+from api_proc import admin_routes, chat, completions, info_routes, token_routes
 from api_proc.connection import KEEP_ALIVE_INTERVAL_S
 from api_proc.endpoint import Endpoint, Handler
 from api_proc.errors import ApiError
 from api_proc.gate import Gate
+from api_proc.sessions import Sessions
 from api_proc.state import ApiState
 
 _ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", completions.PATH, completions.completions),
+    ("POST", chat.PATH, chat.chat_completions),
     ("GET", "/v1/models", info_routes.list_models),
     ("GET", "/v1/models/{name:path}", info_routes.show_model),
     ("GET", "/health", info_routes.health),
@@ -64,6 +63,14 @@ def openai_app(
     )
     app.router.redirect_slashes = False
     return app
+
+
+def start_sessions(state: ApiState) -> None:
+    """Go on with what the journal says, if there is one; inside the event loop."""
+    if state.config.api.journal_dir is not None:
+        state.sessions = Sessions(state.client, state.config.api)
+        rereaders = {completions.PATH: completions.reread, chat.PATH: chat.reread}
+        state.sessions.start(rereaders)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from api_proc.session_log import Brought, Forgotten, Row
-from protocol.journal import LOCK_TIMEOUT_S, Journal
+from protocol.journal import Journal
 from protocol.message import Message, encode
 
 FLUSH_S = 0.005
@@ -19,6 +19,7 @@ FLUSH_S = 0.005
 SEGMENT_BYTES = 16 * 2**20
 """A segment of this size is followed by a new one; or of twice its snapshot's, if that is more."""
 _FIRST_RETRY_S = 1.0
+_LOCK_RETRY_S = 0.1
 _RETRY_MAX_S = 10.0
 _BATCH = 32
 """Requests of a snapshot that are encoded at a time."""
@@ -55,7 +56,7 @@ class Journaling:
         self._journal = Journal(
             self._directory, self._loop.call_soon_threadsafe, self._on_written, self._on_failed
         )
-        self._take_over(LOCK_TIMEOUT_S)
+        self._take_over()
 
     def close(self) -> None:
         """Write what is left."""
@@ -110,11 +111,14 @@ class Journaling:
 
     # Segments -----------------------------------------------------------------------------------
 
-    def _take_over(self, timeout_s: float) -> None:
+    def _take_over(self) -> None:
         self._retry = None
         if not self._journal.is_locked:
             try:
-                records = self._journal.recover(timeout_s)
+                records = self._journal.recover(timeout_s=0.0)
+            except BlockingIOError:  # a predecessor still finishes what it has
+                self._retry = self._loop.call_later(_LOCK_RETRY_S, self._take_over)
+                return
             except OSError as error:
                 self._on_failed(error)
                 return
@@ -171,5 +175,5 @@ class Journaling:
         self._is_rotating = False
         self._on_written()
         if self._retry is None:
-            self._retry = self._loop.call_later(self._retry_s, self._take_over, 0.0)
+            self._retry = self._loop.call_later(self._retry_s, self._take_over)
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)

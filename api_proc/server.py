@@ -6,6 +6,7 @@ each connection, and so is the time for which it is kept.
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ IDLE_WHEN_FULL_S = 5.0
 _SWEEP_S = 0.5
 _KEEP_ALIVE_S = 75
 _STOP_TIMEOUT_S = 5
+_LINGER_S = 1.0
 
 
 class _Protocol(HttpToolsProtocol):
@@ -120,6 +122,25 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """Take no more connections, finish open ones, and return from `serve`."""
         self.should_exit = True
+
+    async def retire(self, timeout_s: float) -> None:
+        """Leave new connections to a successor on the same socket, and finish those that are open.
+
+        Whoever keeps one open without a request may still send one for a moment, and is told to
+        open another for the next: a connection that just closes looks like an error.
+
+        Args:
+            timeout_s: longest wait for requests; `serve` returns after it at the latest.
+        """
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self.server_state.default_headers = [
+            *self.server_state.default_headers,
+            (b"connection", b"close"),
+        ]
+        self.config.timeout_graceful_shutdown = math.ceil(timeout_s)
+        await asyncio.sleep(_LINGER_S)
+        self.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept."""

@@ -120,6 +120,9 @@ class Sessions:
             message = f"request {request_id} is not known here, or not any more"
             raise ApiError(404, message, code="request_not_found")
         if (session.accepted.path, session.accepted.raw) != (path, raw):
+            if last_event_id is None and session.is_ended and not session.num_attached:
+                self.forget(session)  # that one is over, and the id was used again
+                return None
             message = f"request {request_id} is open with another body"
             raise ApiError(409, message, code="request_id_conflict")
         self.num_resumed += 1

@@ -42,7 +42,8 @@ class ApiState:
         )
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
-        self.sessions = None if config.api.journal_dir is None else Sessions(client, config.api)
+        self.sessions: Sessions | None = None
+        """With a journal only; see `api_proc.app.start_sessions`."""
         self.degraded_retry_after_s: float | None = None
         """While processes of the engine die again and again: when to ask again."""
         self._started = time.monotonic()

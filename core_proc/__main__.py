@@ -18,6 +18,7 @@ def main() -> None:
     child = ChildProcess.from_argv("core_proc", Role.CORE, sys.argv[1:])
     reach("core.load")
     _raise_priority()
+    child.restart_on_sigterm()
     loop = CoreLoop(child, EngineCore(child.config))
     child.ready()
     try:

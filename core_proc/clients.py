@@ -6,7 +6,7 @@ is answered, and a client that falls too far behind is dropped with its requests
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from core_proc.engine import EngineCore
 from core_proc.event_log import EventLog
@@ -34,8 +34,42 @@ from protocol.message import MAX_TEXT, ProtocolError, encode
 DRAIN_LIMIT = 64
 OUTBOX_LIMIT = 8192
 """Messages kept for a client that does not read; past it the client counts as gone."""
+OUTBOX_BYTES = 64 * 2**20
+"""The same in bytes; a message alone may be as large as a frame."""
 
 log = logging.getLogger("troika.core")
+
+
+class Outbox:
+    """What one client has not taken yet."""
+
+    __slots__ = ("bodies", "num_bytes")
+
+    def __init__(self) -> None:
+        self.bodies: deque[bytes] = deque()
+        self.num_bytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.bodies)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.bodies)
+
+    @property
+    def excess(self) -> str | None:
+        """What is too much, if the client is too far behind."""
+        if len(self.bodies) > OUTBOX_LIMIT:
+            return f"{OUTBOX_LIMIT} messages"
+        return f"{OUTBOX_BYTES} bytes" if self.num_bytes > OUTBOX_BYTES else None
+
+    def append(self, body: bytes) -> None:
+        """Keep one more."""
+        self.bodies.append(body)
+        self.num_bytes += len(body)
+
+    def popleft(self) -> None:
+        """The first was taken."""
+        self.num_bytes -= len(self.bodies.popleft())
 
 
 class Clients:
@@ -48,7 +82,7 @@ class Clients:
         self._watch = watch
         self._engine = engine
         self._epoch = epoch
-        self._outboxes: dict[bytes, deque[bytes]] = {}
+        self._outboxes: dict[bytes, Outbox] = {}
         self._events = EventLog(epoch, engine.snapshot_kv_events)
         self._num_bad_frames_told = 0
 
@@ -121,7 +155,7 @@ class Clients:
         if num_aborted:
             log.info("client begins anew: %d requests aborted", num_aborted)
         self._events.forget(peer)
-        self._outboxes[peer] = deque()
+        self._outboxes[peer] = Outbox()
         self._watch.add(peer, message.pid)
         self.tell(peer, self._engine.status())
 
@@ -187,13 +221,14 @@ class Clients:
     def _flush(self, peer: bytes) -> None:
         outbox = self._outboxes[peer]
         try:
-            while outbox and self._link.send(peer, self._epoch, outbox[0]):
+            while outbox and self._link.send(peer, self._epoch, outbox.bodies[0]):
                 outbox.popleft()
         except PeerGone:
             self.lose(peer, "has disconnected")
             return
-        if len(outbox) > OUTBOX_LIMIT:
-            self.lose(peer, f"has left {OUTBOX_LIMIT} messages unread")
+        excess = outbox.excess
+        if excess is not None:
+            self.lose(peer, f"has left {excess} unread")
 
     def report(self, status: Status) -> None:
         """Tell everybody how the engine is, and the log what could not be read since last time."""

@@ -256,6 +256,13 @@ class RecoveryConfig(Section):
             "that is not 0. Default: it is tried for ever.",
         ),
     ] = None
+    standby_workers: Annotated[
+        Annotated[int, Meta(ge=0, le=1)] | None,
+        Meta(
+            description="Workers kept loaded to take the place of one that dies: 0 or 1. "
+            "Default: 1 for a model on the CPU, where they share its weights; else 0.",
+        ),
+    ] = None
 
 
 class RunConfig(Section):
@@ -311,6 +318,7 @@ def validate(config: EngineConfig) -> EngineConfig:
     _validate_scheduler(scheduler)
     if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
         raise ConfigError("tensor_parallel_size above 1 works with the null model only")
+    _validate_recovery(config)
     max_model_len = config.model.max_model_len
     if max_model_len is None:
         return config
@@ -325,6 +333,17 @@ def validate(config: EngineConfig) -> EngineConfig:
             f"most max_model_len {max_model_len}"
         )
     return config
+
+
+def _validate_recovery(config: EngineConfig) -> None:
+    if not config.recovery.standby_workers:
+        return
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError("standby_workers above 0 needs tensor_parallel_size 1")
+    if config.model.device is Device.CUDA:
+        raise ConfigError(
+            "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU"
+        )
 
 
 def _validate_scheduler(scheduler: SchedulerConfig) -> None:

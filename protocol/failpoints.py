@@ -10,9 +10,9 @@ every process of it obeys. Its value is one of two things:
   when it fires, so that the successor of whom it has killed lives. Each firing adds a line to
   `log`, and each place that was reached for the first time a file `reached.NAME`.
 
-Actions: `kill9` (SIGKILL to this process), `segv` (SIGSEGV), `stop` (SIGSTOP), `exc` (raise FailpointError),
-`enospc` (raise OSError), `delay:MS` (hold this thread), `hold:MS` (hold the interpreter, and with
-it all threads), `note` (nothing but the line in the log).
+Actions: `kill9` (SIGKILL to this process), `segv` (SIGSEGV), `stop` (SIGSTOP), `exc` (raise
+FailpointError), `enospc` (raise OSError), `delay:MS` (hold this thread), `hold:MS` (hold the
+interpreter, and with it all threads), `note` (nothing but the line in the log).
 """
 
 import ctypes

@@ -60,8 +60,8 @@ class ForkedChild(Child):
 class ForkServer:
     """A zygote, and the workers that it has been asked for."""
 
-    def __init__(self, config: EngineConfig, epoch: int) -> None:
-        """Start the zygote.
+    def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None = None) -> None:
+        """Start the zygote, which reports in a progress page.
 
         Raises:
             OSError: it cannot be started; nothing is left behind.
@@ -75,6 +75,7 @@ class ForkServer:
                     config,
                     epoch=epoch,
                     listen_fd=theirs.fileno(),
+                    progress_fd=progress_fd,
                     arguments=["--zygote"],
                 )
             stack.pop_all()
@@ -82,16 +83,21 @@ class ForkServer:
         self._asked: dict[int, int] = {}
         """Write ends of parent pipes of workers that are not there yet, by epoch."""
 
-    def fork(self, epoch: int, rank: int, *, is_standby: bool) -> None:
+    def fork(
+        self, epoch: int, rank: int, progress_fd: int | None = None, *, is_standby: bool
+    ) -> None:
         """Ask for a worker; `Forked` or `ForkFailed` follows, or the end of the zygote.
 
         Raises:
             OSError: the zygote cannot be asked.
         """
         parent_read, parent_write = os.pipe()
-        message = ForkWorker(epoch, rank, is_standby, ["parent_fd"])
+        fds = {"parent_fd": parent_read}
+        if progress_fd is not None:
+            fds["progress_fd"] = progress_fd
+        message = ForkWorker(epoch, rank, is_standby, list(fds))
         try:
-            if not self.link.send(message, [parent_read]):
+            if not self.link.send(message, list(fds.values())):
                 raise OSError("the zygote does not read")
         except LinkClosed as error:
             os.close(parent_write)

@@ -74,6 +74,8 @@ class Ready(Message):
     """Child → supervisor: the start is over; `detail` is one line for the console."""
 
     detail: Text = ""
+    num_gpu_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """KV blocks that its successors are to have as well; 0: they find out by themselves."""
 
 
 class Fatal(Message):
@@ -92,6 +94,9 @@ class Drained(Message):
 
 class Drain(Message):
     """Supervisor → child: take no new work, finish what runs, say `Drained`."""
+
+    is_replaced: bool = False
+    """A successor takes the new work already, from the same listening socket."""
 
 
 class Stop(Message):
@@ -137,6 +142,20 @@ class StatusQuery(Message):
     """Anyone → supervisor: how are the processes?"""
 
 
+class RestartQuery(Message):
+    """Anyone → supervisor: replace the processes of a role without losing anything."""
+
+    role: Role
+
+
+class RestartReply(Message):
+    """Supervisor → whoever asked."""
+
+    accepted: bool
+    reason: Text = ""
+    """Why not."""
+
+
 class ProcessStatus(Record):
     """One row of the status table."""
 
@@ -162,9 +181,9 @@ class StatusReply(Message):
     """Why the engine gave up, if it did."""
 
 
-ToSupervisor = Hello | Progress | Ready | Fatal | Drained | StatusQuery
+ToSupervisor = Hello | Progress | Ready | Fatal | Drained | StatusQuery | RestartQuery
 Command = Drain | Stop | Promote | Suspect | WorkerDied | Health
-FromSupervisor = Command | StatusReply
+FromSupervisor = Command | StatusReply | RestartReply
 
 decode_to_supervisor: Decoder[ToSupervisor] = Decoder(ToSupervisor)
 decode_from_supervisor: Decoder[FromSupervisor] = Decoder(FromSupervisor)

@@ -39,6 +39,8 @@ from protocol.lifecycle import (
     Hello,
     Progress,
     Ready,
+    RestartQuery,
+    RestartReply,
     Role,
     StatusReply,
     Stop,
@@ -80,6 +82,7 @@ class ChildProcess:
         self.num_fenced_frames = 0
         """Commands to an earlier incarnation, dropped."""
         self._lifecycle: DealerChannel | None = None
+        self._is_terminated = False
         self._deliver_soon: Callable[[], None] | None = None
         if arguments.parent_fd is not None:
             self._lifecycle = DealerChannel(
@@ -134,9 +137,9 @@ class ChildProcess:
         self.pulse.load(phase, done)
         self._tell(Progress(phase, done, total))
 
-    def ready(self, detail: str = "") -> None:
-        """Report that the start is over."""
-        self._tell(Ready(detail))
+    def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
+        """Report that the start is over, and how many KV blocks successors are to have, too."""
+        self._tell(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:
         """Report that nothing is running here any more."""
@@ -155,18 +158,43 @@ class ChildProcess:
         sys.stderr.flush()
         os._exit(EXIT_FATAL)
 
+    def promoted(self, epoch: int) -> None:
+        """Go on as the worker, under a new epoch."""
+        self.epoch = self.pulse.epoch = epoch
+
     def messages(self) -> list[Command]:
         """Commands that have arrived from the supervisor."""
         if self._lifecycle is None:
             return []
+        if self._is_terminated:
+            self._is_terminated = False
+            self.ask_for_restart()
         commands: list[Command] = []
         for received in self._lifecycle.drain(limit=16):
             message = decode_from_supervisor(received.body)
             if received.header.epoch != self.epoch:
                 self.num_fenced_frames += 1
-            elif not isinstance(message, StatusReply):
+            elif not isinstance(message, StatusReply | RestartReply):
                 commands.append(message)
         return commands
+
+    def ask_for_restart(self) -> bool:
+        """Ask the supervisor to replace this process without losing anything.
+
+        Returns:
+            False where there is no supervisor.
+        """
+        self._tell(RestartQuery(self.role))
+        return self._lifecycle is not None
+
+    def restart_on_sigterm(self) -> None:
+        """Let SIGTERM be such a request, made with the next look at `messages`."""
+
+        def remember(*_: object) -> None:
+            self._is_terminated = True
+
+        if self._lifecycle is not None:
+            signal.signal(signal.SIGTERM, remember)
 
     def attach_asyncio(
         self, loop: "asyncio.AbstractEventLoop", on_message: Callable[[Drain | Stop | Health], None]

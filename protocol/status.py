@@ -1,15 +1,26 @@
 """Asks a supervisor how its processes are; for the status command and for embedding programs."""
 
 import time
+from typing import TypeVar
 
 import zmq
 
 from protocol.channel import DealerChannel, HighWaterMark, lifecycle_address
-from protocol.lifecycle import StatusQuery, StatusReply, decode_from_supervisor
-from protocol.message import encode
+from protocol.lifecycle import (
+    FromSupervisor,
+    RestartQuery,
+    RestartReply,
+    Role,
+    StatusQuery,
+    StatusReply,
+    decode_from_supervisor,
+)
+from protocol.message import Message, encode
 
 _ANY_EPOCH = 0
 _DRAIN_LIMIT = 16
+
+T = TypeVar("T", StatusReply, RestartReply)
 
 
 class StatusLink:
@@ -32,24 +43,33 @@ class StatusLink:
         Returns:
             The answer; None if there was none in time.
         """
-        deadline = time.monotonic() + timeout_s
-        self._channel.link_events()
-        self._latest_reply()  # an answer to an earlier question that came too late
-        if not self._wait(zmq.POLLOUT, deadline, watch_fd):
-            return None
-        if not self._channel.send(_ANY_EPOCH, encode(StatusQuery())):
-            return None
-        while self._wait(zmq.POLLIN, deadline, watch_fd):
-            reply = self._latest_reply()
-            if reply is not None:
-                return reply
-        return None
+        return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
+
+    def restart(self, role: Role, timeout_s: float) -> RestartReply | None:
+        """Ask for a planned restart; None if there was no answer in time."""
+        return self._ask(RestartQuery(role), RestartReply, timeout_s, None)
 
     def close(self) -> None:
         """Disconnect."""
         if not self._channel.socket.closed:
             self._channel.close()
             self._context.term()
+
+    def _ask(
+        self, question: Message, kind: type[T], timeout_s: float, watch_fd: int | None
+    ) -> T | None:
+        deadline = time.monotonic() + timeout_s
+        self._channel.link_events()
+        self._latest_reply(kind)  # an answer to an earlier question that came too late
+        if not self._wait(zmq.POLLOUT, deadline, watch_fd):
+            return None
+        if not self._channel.send(_ANY_EPOCH, encode(question)):
+            return None
+        while self._wait(zmq.POLLIN, deadline, watch_fd):
+            reply = self._latest_reply(kind)
+            if reply is not None:
+                return reply
+        return None
 
     def _wait(self, flag: int, deadline: float, watch_fd: int | None) -> bool:
         poller = zmq.Poller()
@@ -60,10 +80,10 @@ class StatusLink:
         ready = dict(poller.poll(remaining_ms))
         return self._channel.socket in ready
 
-    def _latest_reply(self) -> StatusReply | None:
+    def _latest_reply(self, kind: type[T]) -> T | None:
         reply = None
         for received in self._channel.drain(_DRAIN_LIMIT):
-            message = decode_from_supervisor(received.body)
-            if isinstance(message, StatusReply):
+            message: FromSupervisor = decode_from_supervisor(received.body)
+            if isinstance(message, kind):
                 reply = message
         return reply

@@ -37,7 +37,7 @@ class ForkWorker(Message):
 
 
 class Forked(Message):
-    """Zygote → supervisor: the worker runs, as a child of whoever reaps the supervisor's orphans."""
+    """Zygote → supervisor: the worker runs, as an orphan: a child of the subreaper."""
 
     epoch: Epoch
     pid: Annotated[int, Meta(ge=1, lt=2**31)]

@@ -5,8 +5,10 @@ comes next.
 """
 
 from collections import deque
+from collections.abc import Mapping
 
-from protocol.lifecycle import DeathCause, Health, Role
+from protocol.lifecycle import DeathCause, Health, ProcessState, Role
+from scripts.supervised import Action, Group, Tell
 
 WINDOW_S = 60.0
 DEATHS_IN_WINDOW = 5
@@ -19,8 +21,16 @@ _ROLES = (Role.CORE, Role.WORKER)
 class CrashLoop:
     """Counts the deaths of core and workers."""
 
-    def __init__(self, give_up_after_s: float | None) -> None:
-        """`give_up_after_s`: how long it may last; None: for ever."""
+    def __init__(self, give_up_after_s: float | None, groups: Mapping[Role, Group]) -> None:
+        """Look at the groups of an engine.
+
+        Args:
+            give_up_after_s: how long a crash loop may last; None: for ever.
+            groups: by role.
+        """
+        self._groups = groups
+        self._told: tuple[int, Health] | None = None
+        """The API's epoch, and what it believes."""
         self._give_up_after_s = give_up_after_s
         self._deaths: deque[float] = deque(maxlen=DEATHS_IN_WINDOW)
         self._failing_since: float | None = None
@@ -41,17 +51,25 @@ class CrashLoop:
             return False
         return now - since >= limit_s
 
-    def health(self, now: float, *, is_ready: bool, resume_at: float | None) -> Health:
-        """How the engine is, for whoever takes requests.
-
-        Args:
-            is_ready: whether core and workers serve.
-            resume_at: when the last of them that are dead starts again.
-        """
-        if is_ready or not self._is_looping(now):
+    def health(self, now: float) -> Health:
+        """How the engine is, for whoever takes requests."""
+        groups = [self._groups[role] for role in _ROLES if role in self._groups]
+        if not self._is_looping(now) or all(group.is_ready for group in groups):
             return Health(False)
-        wait_s = 0.0 if resume_at is None else max(0.0, resume_at - now)
-        return Health(True, _MIN_RETRY_S + wait_s)
+        waits_s = [group.resume_at - now for group in groups if group.resume_at is not None]
+        return Health(True, _MIN_RETRY_S + max([0.0, *waits_s]))
+
+    def news(self, now: float) -> list[Action]:
+        """Tell the API what it does not know."""
+        apis = self._groups[Role.API].processes if Role.API in self._groups else []
+        health = self.health(now)
+        actions: list[Action] = []
+        for api in apis:
+            known = self._told[1] if self._told and self._told[0] == api.epoch else Health(False)
+            if api.is_alive and api.state is ProcessState.READY and known != health:
+                self._told = (api.epoch, health)
+                actions.append(Tell(api.slot, health))
+        return actions
 
     def _is_looping(self, now: float) -> bool:
         return len(self._deaths) == DEATHS_IN_WINDOW and now - self._deaths[0] <= WINDOW_S

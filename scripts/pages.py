@@ -7,7 +7,7 @@ from protocol.lifecycle import DeathCause, Role
 from protocol.progress_page import Death, Mark, Phase, ProgressPage
 from scripts.supervised import LeaveWord, Slot
 
-WATCHED_ROLES = (Role.CORE, Role.WORKER)
+WATCHED_ROLES = (Role.CORE, Role.WORKER, Role.STANDBY, Role.ZYGOTE)
 
 
 class Pages:
@@ -45,6 +45,12 @@ class Pages:
         if page is not None:
             page.write(epoch, Phase.NONE, None, 0, 0)
         return self._fds.get(slot)
+
+    def exchange(self, one: Slot, other: Slot) -> None:
+        """Two processes change places, and keep what they write in."""
+        pages, fds = self._pages, self._fds
+        pages[one], pages[other] = pages[other], pages[one]
+        fds[one], fds[other] = fds[other], fds[one]
 
     def marks(self) -> dict[Slot, Mark]:
         """What can be read just now."""

@@ -1,19 +1,27 @@
 """The processes of a supervisor: one for each slot at most, with its pidfd in the poller."""
 
+import logging
 import os
 import socket
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
+import msgspec
 import zmq
 
 from protocol.child import Child, rss_bytes
 from protocol.config import EngineConfig
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
+from protocol.message import ProtocolError
+from scripts.forks import Born, Event, Forks, Unborn
 from scripts.pages import Pages
-from scripts.supervised import Process, Slot
+from scripts.peers import SUPERVISOR_EPOCH
+from scripts.succession import HELPERS
+from scripts.supervised import Origin, Process, Slot, Start
 
 MODULES = {Role.API: "api_proc", Role.CORE: "core_proc", Role.WORKER: "worker_proc"}
-SUPERVISOR_EPOCH = 0
+log = logging.getLogger("troika.supervisor")
+
+ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
 
 
 class ProcessTable:
@@ -39,28 +47,98 @@ class ProcessTable:
         self._pages = pages
         self._listener = listener
         self._children: dict[Slot, Child] = {}
+        self._forks = Forks(poller)
+        self._asked: dict[int, Slot] = {}
+        """Slots of processes that are to be forked, by epoch."""
 
-    def start(self, slot: Slot, epoch: int) -> None:
+    def start(self, action: Start) -> None:
         """Start the next incarnation of a slot whose last one is buried.
+
+        One that is forked is there as soon as `births` says so.
 
         Raises:
             OSError: it cannot be started; nothing is left behind.
         """
+        slot, epoch = action.slot, action.epoch
         assert slot not in self._children, f"{slot} would live twice"
+        if action.origin is Origin.PROMOTED:
+            self._pages.exchange(STANDBY, slot)
+            self._children[slot] = self._children.pop(STANDBY)
+            self._children[slot].epoch = epoch
+            return
+        progress_fd = self._pages.begin(slot, epoch)
+        if action.origin is Origin.FORKED:
+            is_standby = slot.role is Role.STANDBY
+            self._forks.ask(epoch, slot.rank, progress_fd, is_standby=is_standby)
+            self._asked[epoch] = slot
+        elif slot.role is Role.ZYGOTE:
+            self._enter(slot, self._forks.start_zygote(self._config, epoch, progress_fd))
+        else:
+            self._enter(slot, self._new_child(slot, epoch, progress_fd))
+
+    def _new_child(self, slot: Slot, epoch: int, progress_fd: int | None) -> Child:
         listen_fd = None
         if slot.role is Role.API:
             assert self._listener is not None
             listen_fd = self._listener.fileno()
-        child = Child(
+        return Child(
             MODULES[slot.role],
             self._config,
             epoch=epoch,
             rank=slot.rank,
             listen_fd=listen_fd,
-            progress_fd=self._pages.begin(slot, epoch),
+            progress_fd=progress_fd,
         )
+
+    def _enter(self, slot: Slot, child: Child) -> None:
         self._children[slot] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
+
+    def births(self) -> list[tuple[Slot, Event]]:
+        """What has become of processes that are to be forked, and what the zygote says."""
+        try:
+            return self._attend(self._forks.receive())
+        except ProtocolError as error:
+            log.error("the zygote is killed: %s", error)
+            self.kill(ZYGOTE)
+            return []
+
+    def _attend(self, events: Sequence[Event]) -> list[tuple[Slot, Event]]:
+        told: list[tuple[Slot, Event]] = []
+        for event in events:
+            match event:
+                case Born():
+                    slot = self._asked.pop(event.child.epoch)
+                    self._enter(slot, event.child)
+                    told.append((slot, event))
+                case Unborn():
+                    given_up = self._asked.pop(event.epoch, None)
+                    told += [] if given_up is None else [(given_up, event)]
+                case _:
+                    told.append((ZYGOTE, event))
+        return told
+
+    def keep_num_blocks(self, num_gpu_blocks: int) -> None:
+        """Start workers with as many KV blocks as the first one found memory for.
+
+        The core would have to begin anew with a worker that has another number of them.
+
+        Args:
+            num_gpu_blocks: of a process that is ready; 0: it has no such wish.
+        """
+        if not num_gpu_blocks:
+            return
+        cache = msgspec.structs.replace(self._config.cache, num_gpu_blocks_override=num_gpu_blocks)
+        self._config = msgspec.structs.replace(self._config, cache=cache)
+
+    def hello(self, epoch: int, pid: int, peer: bytes) -> None:
+        """Keep where a process can be reached that is not known to be born yet."""
+        self._forks.hello(epoch, pid, peer)
+
+    def swap(self, one: Slot, other: Slot) -> None:
+        """Two processes change places."""
+        children = self._children
+        children[one], children[other] = children[other], children[one]
 
     def find(self, slot: Slot) -> Child | None:
         """The process of a slot; None for one that was never there or is buried."""
@@ -68,20 +146,41 @@ class ProcessTable:
 
     def dead(self, ready: Container[int]) -> list[Slot]:
         """Whose pidfd is among what a poll has found."""
-        return [slot for slot, child in self._children.items() if child.pidfd in ready]
+        dead = [slot for slot, child in self._children.items() if child.pidfd in ready]
+        # Helpers first, so that no dead standby is promoted.
+        return sorted(dead, key=lambda slot: slot.role not in HELPERS)
 
-    def bury(self, slot: Slot) -> None:
-        """Let go of a process that is dead and reaped."""
+    def bury(self, slot: Slot) -> list[tuple[Slot, Event]]:
+        """Let go of a process that is dead and reaped; returns what its death means for others."""
         child = self._children.pop(slot)
         assert child.poll() is not None, "only the dead are buried"
         self._poller.unregister(child.pidfd)
+        told = self._attend(self._forks.zygote_died()) if slot == ZYGOTE else []
         child.close()
+        return told
 
-    def kill(self, slot: Slot) -> None:
-        """Send SIGKILL to whoever is there."""
+    def reap_strangers(self) -> None:
+        """Reap dead workers that were given up before they were known."""
+        self._forks.reap(frozenset(child.pid for child in self._children.values()))
+
+    def kill(self, slot: Slot) -> bool:
+        """Send SIGKILL to whoever is there.
+
+        A process that the zygote has not forked yet is given up, and so is the zygote.
+
+        Returns:
+            False if there is none whose death could be noticed.
+        """
         child = self._children.get(slot)
         if child is not None:
             child.kill()
+            return True
+        epochs = [epoch for epoch, asked in self._asked.items() if asked == slot]
+        for epoch in epochs:
+            del self._asked[epoch]
+            self._forks.give_up(epoch)
+            self.kill(ZYGOTE)
+        return not epochs
 
     def dump_stacks(self, slot: Slot) -> None:
         """Have whoever is there, and has reported in its page, print its stacks."""
@@ -101,6 +200,18 @@ class ProcessTable:
             0 if child is None else child.rss_bytes(),
             process.num_restarts,
         )
+
+
+def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
+    """How many processes of each role an engine has, in the order in which they are started."""
+    has_standby = bool(config.recovery.standby_workers)
+    return {
+        **({Role.ZYGOTE: 1} if has_standby else {}),
+        Role.WORKER: config.parallel.tensor_parallel_size,
+        **({Role.STANDBY: 1} if has_standby else {}),
+        Role.CORE: 1,
+        **({Role.API: 1} if has_api else {}),
+    }
 
 
 def supervisor_row(state: ProcessState) -> ProcessStatus:

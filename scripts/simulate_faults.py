@@ -23,6 +23,7 @@ from scripts.simulation.report import table
 from scripts.simulation.simulation import run_seed
 
 _MOST_SHOWN = 20
+_PROGRESS_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         share_s = None if arguments.limit_s is None else arguments.limit_s / len(modes)
         deadline = None if share_s is None else time.monotonic() + share_s
         with contextlib.suppress(KeyboardInterrupt):
-            tallies[mode] = run_batch(batch, arguments.jobs, deadline)
+            tallies[mode] = run_batch(batch, arguments.jobs, deadline, _Progress(mode))
     print(table(tallies, time.monotonic() - began))
     return _tell_violations(tallies)
+
+
+class _Progress:
+    """Tells a long run's reader now and then how far it is."""
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._next = time.monotonic() + _PROGRESS_S
+
+    def __call__(self, total: Tally) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _PROGRESS_S
+            text = f"{self._mode}: {total.num_seeds:,} seeds, {len(total.violations)} violations"
+            print(text, file=sys.stderr, flush=True)
 
 
 def _tell_violations(tallies: dict[str, Tally]) -> int:

@@ -10,19 +10,26 @@ from pathlib import Path
 import msgspec
 
 from protocol import settings
-from protocol.config import ConfigError, EngineConfig
+from protocol.config import ConfigError, Device, EngineConfig
+from protocol.launch import failure_file
 
 DEMO_MODEL_DIR = Path(__file__).resolve().parent / "demo_model"
 _BACKLOG = 2048
+_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Where drivers of devices that torch computes on show themselves."""
 
 
 def complete(config: EngineConfig) -> EngineConfig:
     """Replace the name of the model by its directory.
 
+    Decide how many standby workers there are, if nobody has.
+
     Raises:
         ConfigError: there is no such model; the text says what is possible.
     """
     model = config.model
+    recovery = msgspec.structs.replace(config.recovery, standby_workers=num_standby_workers(config))
+    config = msgspec.structs.replace(config, recovery=recovery)
     if model.model == "null":
         return config
     directory = DEMO_MODEL_DIR if model.model == "demo" else Path(model.model).absolute()
@@ -35,6 +42,17 @@ def complete(config: EngineConfig) -> EngineConfig:
     served = model.served_model_name or ("demo" if model.model == "demo" else None)
     model = msgspec.structs.replace(model, model=str(directory), served_model_name=served)
     return msgspec.structs.replace(config, model=model)
+
+
+def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = _GPU_NODES) -> int:
+    """As configured; by default 1 where it costs little: a real model, one rank, the CPU."""
+    if config.recovery.standby_workers is not None:
+        return config.recovery.standby_workers
+    on_cpu = config.model.device is Device.CPU or (
+        config.model.device is Device.AUTO and not any(map(os.path.exists, gpu_nodes))
+    )
+    is_plain = config.parallel.tensor_parallel_size == 1 and config.model.model != "null"
+    return int(on_cpu and is_plain)
 
 
 def served_name(config: EngineConfig) -> str:
@@ -79,6 +97,12 @@ def watch_signals() -> int:
     for number in numbers:
         signal.signal(number, lambda *_: None)
     return read_fd
+
+
+def leave_word(run_dir: str | None, failure: str) -> None:
+    """For the program that embeds this engine; it may have removed the directory already."""
+    if run_dir is not None and os.path.isdir(run_dir):
+        failure_file(run_dir, os.getpid()).write_text(failure)
 
 
 def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:

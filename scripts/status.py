@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     try:
-        run_dir = arguments.run_dir or _only_run_dir()
+        run_dir = arguments.run_dir or only_run_dir()
         reply = _ask(run_dir)
     except (LookupError, ProtocolError, ValueError) as error:
         print(error.args[0], file=sys.stderr)
@@ -62,7 +62,12 @@ def render(reply: StatusReply, run_dir: str) -> str:
     return "\n".join([*lines, *([reply.failure] if reply.failure else [])])
 
 
-def _only_run_dir() -> str:
+def only_run_dir() -> str:
+    """The directory of the only engine of this user that runs.
+
+    Raises:
+        LookupError: there is none, or there are several; the text says what to do.
+    """
     found = live_run_dirs()
     if not found:
         raise LookupError("no engine of this user is running")

@@ -1,5 +1,6 @@
 """What supervision handles: slots, processes, groups of ranks, and the actions it asks for."""
 
+import enum
 import random
 import signal
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from protocol.lifecycle import (
     DeathCause,
     Drain,
     Fatal,
+    Health,
     ProcessState,
     Progress,
+    Promote,
     Ready,
     Role,
     Stop,
@@ -34,12 +37,24 @@ class Slot:
         return f"{self.role} {self.rank}" if self.rank else str(self.role)
 
 
+class Origin(enum.Enum):
+    """How a process comes into its slot."""
+
+    STARTED = "started"
+    """By command: it loads everything by itself."""
+    FORKED = "forked"
+    """From the zygote, which has loaded it."""
+    PROMOTED = "promoted"
+    """It was the standby."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Start a process with this epoch."""
 
     slot: Slot
     epoch: int
+    origin: Origin = Origin.STARTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,15 @@ class Tell:
     """Send a message over the lifecycle link."""
 
     slot: Slot
-    message: Drain | Stop | Suspect | WorkerDied
+    message: Drain | Stop | Promote | Suspect | WorkerDied | Health
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The processes of two slots of one role change places."""
+
+    one: Slot
+    other: Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +125,7 @@ class Exit:
     status: int
 
 
-Action = Start | Kill | DumpStacks | LeaveWord | Tell | Show | Announce | Note | Exit
+Action = Start | Kill | DumpStacks | LeaveWord | Tell | Swap | Show | Announce | Note | Exit
 
 
 class Process:
@@ -138,7 +161,17 @@ class Process:
         self.fatal: Fatal | None = None
         """Its last words."""
 
-    def begin(self, epoch: int, deadline: float) -> Start:
+    @property
+    def serves(self) -> bool:
+        """Whether it can be relied on now."""
+        return self.is_alive and not self.is_doomed and self.state is ProcessState.READY
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether its start goes on."""
+        return self.is_alive and not self.is_doomed and self.state is ProcessState.STARTING
+
+    def begin(self, epoch: int, deadline: float, origin: Origin = Origin.STARTED) -> Start:
         """A new incarnation."""
         assert not self.is_alive, f"{self.slot} would live twice"
         assert epoch > self.epoch
@@ -151,7 +184,19 @@ class Process:
         self.deadline = deadline
         self.last_progress = None
         self.fatal = None
-        return Start(self.slot, epoch)
+        return Start(self.slot, epoch, origin)
+
+    def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
+        """Ask it to end; it is killed when it has not by then."""
+        self.state = ProcessState.DRAINING
+        self.deadline = deadline
+        return [Tell(self.slot, message)]
+
+    def vacate(self) -> None:
+        """It lives on in another slot."""
+        self.is_alive = False
+        self.deadline = None
+        self.state = ProcessState.BACKOFF
 
     def moves_on(self, message: object) -> bool:
         """Whether a start goes on, by what it says. Saying the same again does not count."""
@@ -181,15 +226,23 @@ class Group:
 
     __slots__ = (
         "is_failing",
+        "is_leaving",
         "num_deaths",
         "num_failures",
         "processes",
         "ready_since",
         "resume_at",
+        "role",
+        "spare",
     )
 
     def __init__(self, role: Role, num_ranks: int) -> None:
+        self.role = role
         self.processes = [Process(Slot(role, rank)) for rank in range(num_ranks)]
+        self.spare: Process | None = None
+        """One more beside them during a planned restart: first the successor, then who leaves."""
+        self.is_leaving = False
+        """They were asked to end and to be replaced: their deaths count for nothing."""
         self.resume_at: float | None = None
         """When the successors start; the group may still have to die until then."""
         self.is_failing = False
@@ -201,15 +254,27 @@ class Group:
         self.ready_since: float | None = None
 
     @property
+    def members(self) -> list[Process]:
+        """All processes, the spare one included."""
+        return [*self.processes, *([] if self.spare is None else [self.spare])]
+
+    @property
     def is_gone(self) -> bool:
-        return not any(process.is_alive for process in self.processes)
+        return not any(process.is_alive for process in self.members)
 
     @property
     def is_ready(self) -> bool:
         return all(process.state is ProcessState.READY for process in self.processes)
 
+    def begin(self) -> None:
+        """New incarnations of all its processes follow."""
+        self.resume_at = None
+        self.is_failing = False
+        self.is_leaving = False
+        self.ready_since = None
+
     def kill(self) -> list[Action]:
-        return [action for process in self.processes for action in process.kill()]
+        return [action for process in self.members for action in process.kill()]
 
     def count_death(self, status: int, now: float) -> None:
         """One more in a row, unless the group was healthy meanwhile."""

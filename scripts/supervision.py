@@ -23,7 +23,10 @@ from protocol.lifecycle import (
     Stop,
 )
 from protocol.progress_page import Mark
+from scripts.crash_loop import CrashLoop
 from scripts.death_causes import Evidence, classify, story
+from scripts.planned_restarts import PlannedRestarts
+from scripts.succession import HANDOVER_TIMEOUT_S, HELPERS, Succession
 from scripts.supervised import (
     Action,
     Announce,
@@ -31,6 +34,7 @@ from scripts.supervised import (
     Exit,
     Group,
     Note,
+    Origin,
     Process,
     Show,
     Slot,
@@ -44,7 +48,7 @@ STOP_GRACE_S = 5.0
 CRASH_LOOP_DEATHS = 5
 _LONGEST_LOOK_S = 1.0
 _NO_EVIDENCE = Evidence()
-_STOP_ORDER = (Role.API, Role.CORE, Role.WORKER)
+_STOP_ORDER = (Role.API, Role.CORE, Role.WORKER, *HELPERS)
 _DRAIN_ORDER = (Role.API, Role.CORE)
 
 
@@ -63,12 +67,24 @@ class Supervision:
         num_ranks: Mapping[Role, int],
         next_epoch: Callable[[], int],
         rng: random.Random,
+        *,
+        is_api_alone: bool = False,
     ) -> None:
-        """Supervise `num_ranks[role]` processes of each role, started in the mapping's order."""
+        """Supervise `num_ranks[role]` processes of each role, started in the mapping's order.
+
+        Args:
+            recovery: deadlines and pauses.
+            num_ranks: by role.
+            next_epoch: issues epochs, ever increasing.
+            rng: for jitter.
+            is_api_alone: whether an API must have ended before its successor starts.
+        """
         self._recovery = recovery
         self._next_epoch = next_epoch
         self._rng = rng
         self._groups = {role: Group(role, number) for role, number in num_ranks.items()}
+        self._succession = Succession(self._groups)
+        self._planned = PlannedRestarts(self._groups, recovery, next_epoch, is_api_alone)
         self._phase = _Phase.RUNNING
         self._was_ready = False
         self._deadline: float | None = None
@@ -76,21 +92,24 @@ class Supervision:
         self._fronts = [role for role in _DRAIN_ORDER if role in self._groups]
         self._stages = [role for role in _STOP_ORDER if role in self._groups]
         self._told: set[Role] = set()
+        self._is_front_drained = False
         self._exit_status = 0
         self._watcher = Watcher(min(_LONGEST_LOOK_S, recovery.hang_timeout_s / 2))
         self._testimony = Testimony(self._groups.get(Role.CORE))
+        self._crash_loop = CrashLoop(recovery.give_up_after_s, self._groups)
         self.failure: str | None = None
         """Why the engine gave up."""
 
     @property
     def processes(self) -> list[Process]:
         """All slots, for reports."""
-        return [process for group in self._groups.values() for process in group.processes]
+        return [process for group in self._groups.values() for process in group.members]
 
     @property
     def is_ready(self) -> bool:
-        """Whether every process serves."""
-        return self._phase is _Phase.RUNNING and all(g.is_ready for g in self._groups.values())
+        """Whether every process serves that is needed for requests."""
+        needed = [group for role, group in self._groups.items() if role not in HELPERS]
+        return self._phase is _Phase.RUNNING and all(group.is_ready for group in needed)
 
     @property
     def state(self) -> ProcessState:
@@ -105,8 +124,9 @@ class Supervision:
 
     def next_deadline(self) -> float | None:
         """When `tick` is due at the latest; None: only after an event."""
-        times = [self._deadline, *(process.deadline for process in self.processes)]
-        times += [group.resume_at for group in self._groups.values() if group.is_gone]
+        times = [self._deadline, self._planned.deadline]
+        times += [process.deadline for process in self.processes]
+        times += [self._due_at(group) for group in self._groups.values()]
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -117,8 +137,15 @@ class Supervision:
     # Events -------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Action]:
-        """Start everything; nobody waits for anybody."""
-        return [action for group in self._groups.values() for action in self._start(group, now)]
+        """Start everything; nobody waits, but a worker for its zygote."""
+        actions: list[Action] = []
+        for role, group in self._groups.items():
+            group.resume_at = now
+            if role is Role.ZYGOTE or self._due_at(group) is not None:
+                actions += self._start(group, now)
+            elif role is Role.WORKER:
+                group.processes[0].state = ProcessState.STARTING
+        return actions
 
     def on_message(
         self, epoch: int, message: Hello | Progress | Ready | Fatal | Drained, now: float
@@ -145,10 +172,12 @@ class Supervision:
     ) -> list[Action]:
         """A child is dead and reaped; `status` is negative for a signal."""
         group = self._groups[slot.role]
-        process = group.processes[slot.rank]
+        process = group.members[slot.rank]
         assert process.is_alive, f"{slot} died twice"
         process.is_alive = False
         process.deadline = None
+        if process is group.spare:
+            return self._on_spare_death(group, process, status, now)
         if self._phase is _Phase.STOPPING:
             process.state = ProcessState.STOPPED
             return self._advance_stop()
@@ -159,8 +188,11 @@ class Supervision:
             status, process.fatal, is_overdue=process.is_overdue, is_oom=evidence.is_oom
         )
         text = story(process, status, cause, evidence.step_id)
+        if group.is_leaving:
+            return self._on_left(group, text, now)
         group.count_death(status, now)
-        if self._is_hopeless(group, process):
+        self._crash_loop.death(slot.role, cause, now)
+        if self._is_hopeless(group, process) or self._crash_loop.is_over(now):
             return self._give_up(process, text, now)
         actions: list[Action] = [Note(logging.WARNING, text)]
         actions += self._testimony.death(process, cause, evidence.step_id)
@@ -168,7 +200,13 @@ class Supervision:
             return actions + self._begin_stop(now)
         group.is_failing = True
         group.resume_at = now + group.delay_s(self._recovery.restart_backoff_max_s, self._rng)
-        return actions + group.kill() + self._resume(group, now)
+        return actions + group.kill() + self._resume(group, now) + self._crash_loop.news(now)
+
+    def on_restart(self, role: Role, now: float) -> tuple[str | None, list[Action]]:
+        """Asked to replace the processes of a role. Returns why not, or None; and what to do."""
+        if self._phase is not _Phase.RUNNING:
+            return "the engine is stopping", []
+        return self._planned.ask(role, now)
 
     def on_signal(self, now: float) -> list[Action]:
         """Asked to end: drain first; asked again: end at once."""
@@ -196,6 +234,7 @@ class Supervision:
                 actions += [Note(logging.ERROR, text), *process.kill_overdue()]
         for group in self._groups.values():
             actions += self._resume(group, now)
+        actions += self._planned.tick(now)
         if self._deadline is None or now < self._deadline:
             return actions
         if self._phase is _Phase.DRAINING:
@@ -228,16 +267,22 @@ class Supervision:
     # Starting -----------------------------------------------------------------------------------
 
     def _start(self, group: Group, now: float) -> list[Action]:
-        group.resume_at = None
-        group.is_failing = False
-        group.ready_since = None
-        deadline = now + self._recovery.startup_timeout_s
-        return [process.begin(self._next_epoch(), deadline) for process in group.processes]
+        origin = self._succession.origin(group.role)
+        group.begin()
+        if origin is Origin.PROMOTED:
+            self._succession.hand_over(now)
+        is_alone = origin is Origin.STARTED
+        deadline = now + (self._recovery.startup_timeout_s if is_alone else HANDOVER_TIMEOUT_S)
+        return [process.begin(self._next_epoch(), deadline, origin) for process in group.processes]
+
+    def _due_at(self, group: Group) -> float | None:
+        if group.role in HELPERS and self._phase is not _Phase.RUNNING:
+            return None
+        return self._succession.due_at(group)
 
     def _resume(self, group: Group, now: float) -> list[Action]:
-        if group.resume_at is None or now < group.resume_at or not group.is_gone:
-            return []
-        return self._start(group, now)
+        due = self._due_at(group)
+        return [] if due is None or now < due else self._start(group, now)
 
     def _on_ready(self, process: Process, message: Ready, now: float) -> list[Action]:
         if process.state is not ProcessState.STARTING or process.is_doomed:
@@ -245,19 +290,21 @@ class Supervision:
         process.state = ProcessState.READY
         process.deadline = None
         group = self._groups[process.slot.role]
+        actions: list[Action] = [Show(process.slot, message), *self._testimony.pending()]
+        if process is group.spare:
+            return actions + self._planned.on_spare_ready(group, now)
         if group.is_ready:
             group.ready_since = now
-        actions: list[Action] = [Show(process.slot, message), *self._testimony.pending()]
         if self.is_ready and not self._was_ready:
             self._was_ready = True
             actions.append(Announce())
-        return actions
+        return actions + self._crash_loop.news(now)
 
     # Dying --------------------------------------------------------------------------------------
 
     def _is_hopeless(self, group: Group, process: Process) -> bool:
         """Only a first start is given up: afterwards there are requests to come back for."""
-        if self._was_ready or self._phase is not _Phase.RUNNING:
+        if self._was_ready or self._phase is not _Phase.RUNNING or group.role is Role.STANDBY:
             return False
         told = process.fatal is not None and not process.fatal.retry
         return told or group.num_failures >= CRASH_LOOP_DEATHS
@@ -267,6 +314,21 @@ class Supervision:
         self.failure = text + (f"\nhint: {hint}" if hint else "")
         self._exit_status = 1
         return self._begin_stop(now)
+
+    def _on_left(self, group: Group, text: str, now: float) -> list[Action]:
+        """Who was asked to leave has left."""
+        group.is_failing = True
+        group.resume_at = now
+        return [Note(logging.INFO, text), *group.kill(), *self._resume(group, now)]
+
+    def _on_spare_death(
+        self, group: Group, process: Process, status: int, now: float
+    ) -> list[Action]:
+        note = Note(logging.INFO, f"{process.slot} ended with status {status}")
+        actions = [note, *self._planned.on_spare_death(group)]
+        if self._phase is _Phase.STOPPING:
+            return actions + self._advance_stop()
+        return actions + self._advance_drain(now)
 
     # Ending -------------------------------------------------------------------------------------
 
@@ -281,8 +343,17 @@ class Supervision:
         return [Tell(front.slot, Drain())]
 
     def _on_drained(self, process: Process, now: float) -> list[Action]:
+        """Only the front is asked to say that; who is replaced ends by itself."""
         if self._phase is not _Phase.DRAINING or process.slot.role is not self._fronts[0]:
             return []
+        self._is_front_drained = True
+        return self._advance_drain(now)
+
+    def _advance_drain(self, now: float) -> list[Action]:
+        """The next front, if nobody of this one has anything to finish."""
+        if not self._is_front_drained or self._groups[self._fronts[0]].spare is not None:
+            return []
+        self._is_front_drained = False
         self._fronts.pop(0)
         return self._drain_next(now)
 
@@ -306,7 +377,7 @@ class Supervision:
         if role in self._told:
             return []
         self._told.add(role)
-        return [action for p in self._groups[role].processes for action in _stop(p)]
+        return [action for p in self._groups[role].members for action in _stop(p)]
 
     def _end_stop(self, now: float) -> list[Action]:
         kills = self._kill_all()
@@ -321,9 +392,9 @@ class Supervision:
 
 
 def _stop(process: Process) -> list[Action]:
-    """Whoever is still starting does not listen yet."""
+    """Whoever is still starting does not listen yet, and helpers have nothing to lose."""
     if not process.is_alive:
         return []
-    if process.state is ProcessState.STARTING:
+    if process.state is ProcessState.STARTING or process.slot.role in HELPERS:
         return process.kill()
     return [Tell(process.slot, Stop())]

@@ -19,7 +19,6 @@ import zmq
 
 from protocol.channel import (
     HighWaterMark,
-    PeerGone,
     Received,
     RouterChannel,
     client_address,
@@ -27,24 +26,42 @@ from protocol.channel import (
 )
 from protocol.config import ConfigError, EngineConfig
 from protocol.failpoints import reach
-from protocol.launch import failure_file
 from protocol.lifecycle import (
     Fatal,
     Hello,
     Progress,
-    Role,
+    Promote,
+    RestartQuery,
+    RestartReply,
     StatusQuery,
     StatusReply,
     decode_to_supervisor,
 )
-from protocol.message import Message, ProtocolError, encode
+from protocol.message import ProtocolError
+from protocol.prctl import set_subreaper
 from protocol.process import EXIT_FATAL, configure_logging
 from scripts.console import Console
 from scripts.death_causes import Evidence, OomCounter
+from scripts.forks import Born, Event, Said, Unborn
 from scripts.pages import Pages
-from scripts.process_table import SUPERVISOR_EPOCH, ProcessTable, supervisor_row
+from scripts.peers import Peers
+from scripts.process_table import (
+    STANDBY,
+    ZYGOTE,
+    ProcessTable,
+    num_ranks,
+    supervisor_row,
+)
 from scripts.run_dirs import RunDir, RunDirBusyError
-from scripts.startup import complete, open_listener, parse, served_name, url_of, watch_signals
+from scripts.startup import (
+    complete,
+    leave_word,
+    open_listener,
+    parse,
+    served_name,
+    url_of,
+    watch_signals,
+)
 from scripts.supervised import (
     Action,
     Announce,
@@ -53,9 +70,11 @@ from scripts.supervised import (
     Kill,
     LeaveWord,
     Note,
+    Origin,
     Show,
     Slot,
     Start,
+    Swap,
     Tell,
 )
 from scripts.supervision import Supervision
@@ -92,17 +111,17 @@ class Supervisor:
         # Both: a fork of the parent may hold the pipe open beyond the parent's end.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
-        num_ranks = {Role.WORKER: config.parallel.tensor_parallel_size, Role.CORE: 1}
-        if listener is not None:
-            num_ranks[Role.API] = 1
         self.supervision = Supervision(
-            config.recovery, num_ranks, run_dir.next_epoch, random.Random()
+            config.recovery,
+            num_ranks(config, has_api=listener is not None),
+            run_dir.next_epoch,
+            random.Random(),
+            is_api_alone=config.api.journal_dir is not None,
         )
         self._pages = Pages(process.slot for process in self.supervision.processes)
         self._oom_counter = OomCounter()
         self.num_fenced_frames = 0
         """Messages of the dead, dropped."""
-        self._peers: dict[Slot, bytes] = {}
         self._stillborn: list[Slot] = []
         self._exit_status: int | None = None
         self.was_orphaned = False
@@ -110,6 +129,7 @@ class Supervisor:
         self._link = RouterChannel(
             self._context, lifecycle_address(run_dir.path), HighWaterMark.LIFECYCLE_LINK
         )
+        self._peers = Peers(self._link)
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         for fd in self._parent_fds:
@@ -139,6 +159,7 @@ class Supervisor:
                 self._perform(self.supervision.on_signal(time.monotonic()))
             if any(fd in ready for fd in self._parent_fds):
                 self._on_orphaned()
+            self._on_births(self._table.births())
             self._drain_link()
             self._reap(ready)
             self._perform(self.supervision.tick(time.monotonic()))
@@ -153,15 +174,9 @@ class Supervisor:
         if self._stillborn:
             return 0
         supervision = self.supervision
-        deadlines = [
-            supervision.next_deadline(),
-            supervision.next_look,
-            self._console.next_tick(),
-        ]
+        deadlines = [supervision.next_deadline(), supervision.next_look, self._console.next_tick()]
         deadline = min((due for due in deadlines if due is not None), default=None)
-        if deadline is None:
-            return None
-        return max(0, int((deadline - time.monotonic()) * 1000) + 1)
+        return None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
 
     def _look(self) -> None:
         """Who hangs? The pages are read when the earliest deadline in them is over."""
@@ -189,9 +204,10 @@ class Supervisor:
     def _on_message(self, received: Received) -> None:
         message = decode_to_supervisor(received.body)
         if isinstance(message, StatusQuery):
-            self._send(received.peer, SUPERVISOR_EPOCH, self._status())
-            if received.peer not in self._peers.values():
-                self._link.forget(received.peer)
+            self._peers.answer(received.peer, self._status())
+            return
+        if isinstance(message, RestartQuery):
+            self._on_restart_query(received.peer, message)
             return
         epoch = received.header.epoch
         process = self.supervision.find(epoch)
@@ -200,9 +216,35 @@ class Supervisor:
             return
         if isinstance(message, Hello):
             child = self._table.find(process.slot)
-            if child is not None and child.pid == message.pid:
-                self._peers[process.slot] = received.peer
+            if child is None:
+                self._table.hello(epoch, message.pid, received.peer)
+            elif child.pid == message.pid:
+                self._peers.learn(process.slot, received.peer)
         self._perform(self.supervision.on_message(epoch, message, time.monotonic()))
+
+    def _on_restart_query(self, peer: bytes, query: RestartQuery) -> None:
+        refusal, actions = self.supervision.on_restart(query.role, time.monotonic())
+        self._peers.answer(peer, RestartReply(refusal is None, refusal or ""))
+        self._perform(actions)
+
+    def _on_births(self, events: Sequence[tuple[Slot, Event]]) -> None:
+        """What the zygote says, and what has become of those that it was to fork."""
+        for slot, event in events:
+            match event:
+                case Born():
+                    if event.peer is not None:
+                        self._peers.learn(slot, event.peer)
+                case Unborn():
+                    self._die_unborn(slot, event.epoch, event.error)
+                case Said():
+                    now = time.monotonic()
+                    self._perform(self.supervision.on_message(event.epoch, event.message, now))
+
+    def _die_unborn(self, slot: Slot, epoch: int, error: str) -> None:
+        """One that cannot be started dies at once, and says why."""
+        fatal = Fatal("start", error)
+        self._perform(self.supervision.on_message(epoch, fatal, time.monotonic()))
+        self._stillborn.append(slot)
 
     def _reap(self, ready: Mapping[Any, int]) -> None:
         """Report the dead, after their last words."""
@@ -212,6 +254,7 @@ class Supervisor:
             self._perform(self.supervision.on_death(slot, _CANNOT_START, time.monotonic()))
         for slot in self._table.dead(ready):
             self._bury(slot)
+        self._table.reap_strangers()
 
     def _bury(self, slot: Slot) -> None:
         child = self._table.find(slot)
@@ -221,18 +264,15 @@ class Supervisor:
         if status == EXIT_FATAL:
             self._link.socket.poll(_LAST_WORDS_MS)
             self._drain_link()
-        self._table.bury(slot)
-        self._forget_peer(slot)
+        if slot == ZYGOTE:
+            self._on_births(self._table.births())
+        self._on_births(self._table.bury(slot))
+        self._peers.forget(slot)
         self._console.ended(slot)
         reach("supervisor.after_death")
         is_oom = status == -signal.SIGKILL and self._oom_counter.take()
         evidence = Evidence(self._pages.step_of(slot, child.epoch), is_oom)
         self._perform(self.supervision.on_death(slot, status, time.monotonic(), evidence))
-
-    def _forget_peer(self, slot: Slot) -> None:
-        peer = self._peers.pop(slot, None)
-        if peer is not None:
-            self._link.forget(peer)
 
     def _status(self) -> StatusReply:
         rows = [supervisor_row(self.supervision.state)]
@@ -247,13 +287,17 @@ class Supervisor:
                 case Start():
                     self._start(action)
                 case Kill():
-                    self._table.kill(action.slot)
+                    if not self._table.kill(action.slot):
+                        self._stillborn.append(action.slot)
                 case DumpStacks():
                     self._table.dump_stacks(action.slot)
                 case LeaveWord():
                     self._pages.leave_word(action)
                 case Tell():
                     self._tell(action)
+                case Swap():
+                    self._table.swap(action.one, action.other)
+                    self._peers.exchange(action.one, action.other)
                 case Show():
                     self._show(action)
                 case Announce():
@@ -264,30 +308,21 @@ class Supervisor:
                     self._exit_status = action.status
 
     def _start(self, action: Start) -> None:
-        """One that cannot be started dies at once, and says why."""
-        slot, now = action.slot, time.monotonic()
-        self._console.starting(slot, now)
+        self._console.starting(slot := action.slot, time.monotonic())
+        if action.origin is Origin.PROMOTED:  # it hears of its epoch under the one it has
+            self._tell(Tell(STANDBY, Promote(action.epoch)))
+            self._peers.exchange(STANDBY, slot)
         try:
-            self._table.start(slot, action.epoch)
+            self._table.start(action)
         except OSError as error:
-            fatal = Fatal("start", str(error))
-            self._perform(self.supervision.on_message(action.epoch, fatal, now))
-            self._stillborn.append(slot)
+            self._die_unborn(slot, action.epoch, str(error))
             return
         reach("supervisor.after_start")
 
     def _tell(self, action: Tell) -> None:
-        """Whoever does not hear it is killed when its time is over."""
-        peer = self._peers.get(action.slot)
         child = self._table.find(action.slot)
-        if peer is not None and child is not None:
-            self._send(peer, child.epoch, action.message)
-
-    def _send(self, peer: bytes, epoch: int, message: Message) -> None:
-        try:
-            self._link.send(peer, epoch, encode(message))
-        except PeerGone:
-            return
+        if child is not None:
+            self._peers.tell(action.slot, child.epoch, action.message)
 
     def _show(self, action: Show) -> None:
         now = time.monotonic()
@@ -295,6 +330,7 @@ class Supervisor:
             self._console.progress(action.slot, action.message, now)
         else:
             self._console.ready(action.slot, action.message, now)
+            self._table.keep_num_blocks(action.message.num_gpu_blocks)
 
     def _announce(self) -> None:
         name = served_name(self._config)
@@ -319,7 +355,7 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     if failure is not None:
         console.error(failure)
         if is_embedded:
-            _leave_word(config.run.run_dir, failure)
+            leave_word(config.run.run_dir, failure)
     return status
 
 
@@ -342,6 +378,7 @@ def _serve(
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
         listener = None if arguments.no_api else open_listener(config.api.host, config.api.port)
+        set_subreaper(bool(config.recovery.standby_workers))
         supervisor = Supervisor(
             config,
             run_dir,
@@ -356,12 +393,6 @@ def _serve(
         return status, supervisor.supervision.failure
     finally:
         run_dir.close(is_abandoned=is_abandoned)
-
-
-def _leave_word(run_dir: str | None, failure: str) -> None:
-    """For the program that embeds this engine; it may have removed the directory already."""
-    if run_dir is not None and os.path.isdir(run_dir):
-        failure_file(run_dir, os.getpid()).write_text(failure)
 
 
 if __name__ == "__main__":

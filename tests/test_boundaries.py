@@ -39,7 +39,7 @@ PURE = {
     "worker_proc": ["kv_groups", "mirror", "null_runner", "runner", "shim"],
     "protocol": [
         *("api_core", "config", "controls", "core_worker", "kv_events", "ledger", "message"),
-        *("sampling", "settings"),
+        *("sampling", "sequence", "settings"),
     ],
 }
 """Modules that decide: no sockets, no threads, no sleeping."""

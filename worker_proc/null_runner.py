@@ -16,7 +16,8 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.failpoints import reach
+from protocol.failpoints import POISON_TOKEN_ID, reach
+from protocol.message import pack_token_ids
 from worker_proc.mirror import (
     Mirror,
     MirroredRequest,

@@ -12,6 +12,7 @@ import torch
 from protocol.config import EngineConfig
 from worker_proc.forward import attach_cache
 from worker_proc.kv_groups import KVLayout
+from worker_proc.loader import Progress
 from worker_proc.model_runner import (
     ModelRunner,
     PreparedModel,
@@ -21,7 +22,6 @@ from worker_proc.model_runner import (
     prepare_model,
     resolve_device,
 )
-from worker_proc.loader import Progress
 from worker_proc.self_check import num_blocks_needed
 from worker_proc.start import MakeRunner
 

@@ -5,11 +5,14 @@ A worker is started in one of two ways. Alone, it loads everything by itself. Fo
 """
 
 import os
+import sys
 from collections.abc import Callable
 
+from protocol import garbage
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.failpoints import reach
+from protocol.lifecycle import Promote, Stop
 from protocol.process import ChildProcess
 from worker_proc.loop import WorkerLoop
 from worker_proc.runner import Runner
@@ -60,8 +63,8 @@ def load_to_fork(config: EngineConfig, progress: Progress) -> MakeRunner:
     return load_shared_model(config, progress)
 
 
-def work(child: ChildProcess, make: MakeRunner) -> None:
-    """Make the runner, and compute until told to stop."""
+def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> None:
+    """Make the runner, and compute until told to stop; a standby from its promotion on."""
     reach("worker.load")
     try:
         runner = make(child.progress)
@@ -70,12 +73,39 @@ def work(child: ChildProcess, make: MakeRunner) -> None:
     except Exception as error:
         child.fatal("loading the model", error)
     reach("worker.after_load")
+    facts = runner.facts
+    detail = ", ".join(filter(None, (facts.device, facts.dtype)))
+    # On the CPU a successor would find other free memory; elsewhere it may have to take less.
+    num_blocks = facts.num_gpu_blocks if facts.device == "cpu" else 0
+    if is_standby:
+        garbage.settle()  # now, when nobody waits
+        child.ready(detail)
+        if not _wait_for_promotion(child):
+            return
+    child.restart_on_sigterm()
     loop = WorkerLoop(child, runner)
-    child.ready(", ".join(filter(None, (runner.facts.device, runner.facts.dtype))))
+    child.ready(detail, num_blocks)
     try:
         loop.run()
     except Exception as error:
         child.fatal("computing", error)
+    sys.stderr.flush()
+    os._exit(0)  # the libraries would take longer to end than this process took to compute
+
+
+def _wait_for_promotion(child: ChildProcess) -> bool:
+    """Wait until this standby is to be the worker; False: it is to stop."""
+    assert child.lifecycle_socket is not None
+    while True:
+        child.pulse.idle()
+        child.lifecycle_socket.poll(child.pulse.tick_ms)
+        child.pulse.turn()
+        for message in child.messages():
+            if isinstance(message, Promote):
+                child.promoted(message.epoch)
+                return True
+            if isinstance(message, Stop):
+                return False
 
 
 def null_facts(config: EngineConfig) -> ModelFacts:

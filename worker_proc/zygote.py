@@ -23,7 +23,14 @@ from protocol.config import EngineConfig
 from protocol.lifecycle import Fatal, Progress, Ready, Role
 from protocol.message import MAX_TEXT, ProtocolError
 from protocol.prctl import die_with_parent, set_name
-from protocol.process import EXIT_FATAL, EXIT_ORPHANED, ChildProcess, configure_logging
+from protocol.process import (
+    EXIT_FATAL,
+    EXIT_ORPHANED,
+    ChildProcess,
+    configure_logging,
+    show_stacks,
+)
+from protocol.pulse import Pulse
 from protocol.zygote_link import (
     Forked,
     ForkFailed,
@@ -64,7 +71,10 @@ def main(argv: Sequence[str]) -> None:
         config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
     configure_logging(str(Role.ZYGOTE), config.run.log_level)
     link = ZygoteLink(socket.socket(fileno=arguments.listen_fd), decode_to_zygote)
-    zygote = Zygote(link, arguments.parent_fd)
+    if arguments.progress_fd is not None:
+        show_stacks()
+    pulse = Pulse(arguments.progress_fd, arguments.epoch, config.recovery)
+    zygote = Zygote(link, arguments.parent_fd, pulse)
     try:
         make = zygote.load(config)
         order = zygote.serve()
@@ -76,16 +86,18 @@ def main(argv: Sequence[str]) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("worker_proc", allow_abbrev=False)
     parser.add_argument("--zygote", action="store_true", required=True)
-    for flag in ("--config-fd", "--parent-fd", "--listen-fd"):
+    for flag in ("--config-fd", "--parent-fd", "--listen-fd", "--epoch"):
         parser.add_argument(flag, type=int, required=True)
+    parser.add_argument("--progress-fd", type=int)
     return parser.parse_known_args(argv)[0]
 
 
 class Zygote:
     """One process that forks."""
 
-    def __init__(self, link: ZygoteLink[ToZygote], parent_fd: int) -> None:
+    def __init__(self, link: ZygoteLink[ToZygote], parent_fd: int, pulse: Pulse) -> None:
         self._link = link
+        self._pulse = pulse
         self._parent_fd = parent_fd
 
     def load(self, config: EngineConfig) -> MakeRunner:
@@ -119,7 +131,9 @@ class Zygote:
         poller.register(self._link, select.POLLIN)
         poller.register(self._parent_fd, select.POLLIN)
         while True:
-            ready = poller.poll()
+            self._pulse.idle()
+            ready = poller.poll(self._pulse.tick_ms)
+            self._pulse.turn()
             if any(fd == self._parent_fd for fd, _ in ready):
                 raise LinkClosed
             received = self._receive()
@@ -131,6 +145,7 @@ class Zygote:
 
     def _report(self, phase: str, done: int, total: int) -> None:
         """A report that finds no room is as good as the next one."""
+        self._pulse.load(phase, done)
         self._link.send(Progress(phase, done, total))
 
     def _fatal(self, error: Exception, *, retry: bool) -> NoReturn:
@@ -162,8 +177,7 @@ class Zygote:
                 os.close(self._parent_fd)
                 return Order(message, dict(zip(message.fd_names, fds, strict=True)))
             self._link.tell(Forked(message.epoch, pid))
-        finally_close = fds
-        close_all(finally_close)
+        close_all(fds)
         return None
 
 
@@ -173,7 +187,9 @@ def check_forkable() -> None:
     Raises:
         NotForkable: there are other threads; names them.
     """
-    tasks = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+    tasks = [
+        path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()
+    ]
     if len(tasks) != 1:
         raise NotForkable(f"loading has started threads: {', '.join(sorted(tasks))}")
 
@@ -206,8 +222,11 @@ def fork_twice() -> int:
 def _fork_and_leave(write_fd: int) -> int:
     """The process between: its child goes on, itself it ends here."""
     try:
+        own_pidfd = os.pidfd_open(os.getpid())
         pid = os.fork()
         if pid == 0:
+            _wait_for_end(own_pidfd)
+            os.close(own_pidfd)
             return 0
         os.write(write_fd, pid.to_bytes(_PID_BYTES, "little"))
     except BaseException:
@@ -228,13 +247,22 @@ def _reap(pid: int) -> None:
     """Wait for the end of a child that is about to end."""
     pidfd = os.pidfd_open(pid)
     try:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        if not poller.poll(FORK_TIMEOUT_S * 1000):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        _wait_for_end(pidfd)
         os.waitpid(pid, 0)
     finally:
         os.close(pidfd)
+
+
+def _wait_for_end(pidfd: int) -> None:
+    """Wait for the end of a process that is about to end; from then on its child has a new parent.
+
+    One that does not is killed.
+    """
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    if not poller.poll(FORK_TIMEOUT_S * 1000):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poller.poll(FORK_TIMEOUT_S * 1000)
 
 
 def be_worker(order: Order, config: EngineConfig, make: MakeRunner) -> None:
@@ -246,12 +274,11 @@ def be_worker(order: Order, config: EngineConfig, make: MakeRunner) -> None:
         epoch=order.message.epoch, rank=order.message.rank, listen_fd=None, **order.fds
     )
     configure_logging(str(Role.WORKER), config.run.log_level)
-    work(ChildProcess(Role.WORKER, arguments, config), make)
+    child = ChildProcess(Role.WORKER, arguments, config)
+    work(child, make, is_standby=order.message.is_standby)
 
 
 def _shared_mib() -> int:
     """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-

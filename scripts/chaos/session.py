@@ -25,7 +25,10 @@ ENGINE_FLAGS = (
 )
 """Small, so that requests queue, prompts are chunked and running requests are preempted; and
 without long pauses between restarts, because here more dies in a minute than anywhere else."""
-NULL_FLAGS = ("--null-step-ms", "4", "--num-gpu-blocks-override", "130")
+NULL_FLAGS = (
+    *("--null-step-ms", "4", "--num-gpu-blocks-override", "130"),
+    *("--standby-workers", "1"),  # by default only models that take long to load have one
+)
 MODEL_FLAGS = ("--num-gpu-blocks-override", "72")
 """Fewer: to a real tokenizer the same texts are shorter."""
 _MAX_ROUNDS = 100_000

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from scripts.simulation.planted import planted
@@ -105,8 +105,19 @@ def _rare_collections() -> Iterator[None]:
             gc.enable()
 
 
-def run_batch(batch: Batch, jobs: int, deadline: float | None = None) -> Tally:
-    """Run a batch in `jobs` processes; past `deadline`, on the monotonic clock, begin no more."""
+def run_batch(
+    batch: Batch,
+    jobs: int,
+    deadline: float | None = None,
+    on_chunk: Callable[[Tally], None] = lambda total: None,
+) -> Tally:
+    """Run a batch in `jobs` processes.
+
+    Args:
+        jobs: 1 runs everything here.
+        deadline: on the monotonic clock; past it no more is begun.
+        on_chunk: told the sum so far whenever it has grown.
+    """
     end = batch.first_seed + batch.num_seeds
     chunks = [
         Batch(batch.mode, first, min(CHUNK, end - first), batch.kinds, batch.plant)
@@ -118,11 +129,13 @@ def run_batch(batch: Batch, jobs: int, deadline: float | None = None) -> Tally:
             if deadline is not None and time.monotonic() >= deadline:
                 break
             total.add(run_chunk(chunk))
+            on_chunk(total)
         return total
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, _ignore_interrupts) as pool:
         for tally in pool.imap(run_chunk, chunks):
             total.add(tally)
+            on_chunk(total)
             if deadline is not None and time.monotonic() >= deadline:
                 break
     return total

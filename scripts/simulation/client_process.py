@@ -5,7 +5,7 @@ import contextlib
 import contextvars
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from protocol.client import AsyncEngineClient
@@ -120,6 +120,7 @@ class ClientProcess(Process):
         self._plans = plans
         self._client = AsyncEngineClient(CLIENT_ADDRESS)
         self._loop = SimulatedLoop(self)
+        self._readings: list[Coroutine[Any, Any, None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_started = False
         self._child = None if connect is None else connect(self)
@@ -164,6 +165,7 @@ class ClientProcess(Process):
         reading = self._read(stream, record)
         self._plans.remove(plan)
         task = asyncio.Task(reading, loop=cast(asyncio.AbstractEventLoop, self._loop))
+        self._readings.append(reading)
         self._tasks.add(task)
         if plan.cancel_after_s is not None:
             self._loop.call_later(plan.cancel_after_s, self._cancel, stream, record)
@@ -185,6 +187,8 @@ class ClientProcess(Process):
     def _abandon(self) -> None:
         if self._child is None:  # nobody starts it again
             self._plans.clear()
+        for reading in self._readings:
+            reading.close()
         self._oracle.abandon(self.name)
 
     def arrived(self, fd: int) -> None:

@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from protocol.scheduler_config import SchedulerConfig
 from scripts.simulation.sockets import FRAME_FAULTS
 
-PROCESS_FAULTS = ("kill", "stop", "reset", "partition")
+PROCESS_FAULTS = ("kill", "stop", "restart", "reset", "partition")
 FAULTS = (*PROCESS_FAULTS, "failpoint", *FRAME_FAULTS)
 """All kinds of faults that can be chosen."""
 MODES = ("safety", "progress")
@@ -177,6 +177,8 @@ def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str
 def _target(rng: random.Random, kind: str) -> str:
     if kind in ("reset", "partition"):
         return rng.choice(("core.sock", "workers.sock", "core.sock", "workers.sock", "supervisor"))
+    if kind == "restart":
+        return rng.choice(("worker", "core"))
     if kind == "stop":
         return rng.choice(("worker", "core", "client", "supervisor"))
     return rng.choice(("worker", "worker", "core", "core", "client"))

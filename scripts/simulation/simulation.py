@@ -144,6 +144,12 @@ class Simulation:
         if fault.kind in ("reset", "partition"):
             self._break_link(fault)
             return
+        if fault.kind == "restart":
+            world.counts[f"restart {fault.target}"] += 1
+            assert self._supervisor is not None
+            if self._supervisor.is_alive:
+                self._supervisor.restart(Role(fault.target))
+            return
         living = [p for p in world.processes.values() if p.name.startswith(fault.target)]
         if fault.target == "client":
             living = [p for p in self._clients if p.is_alive]

@@ -32,6 +32,7 @@ from protocol.lifecycle import (
     Hello,
     Progress,
     Ready,
+    RestartReply,
     Role,
     StatusReply,
     Stop,
@@ -139,7 +140,7 @@ class SimulatedChild:
             message = decode_from_supervisor(received.body)
             if received.header.epoch != self.epoch:
                 self.num_fenced_frames += 1
-            elif not isinstance(message, StatusReply):
+            elif not isinstance(message, StatusReply | RestartReply):
                 messages.append(message)
         self.is_told_to_stop |= any(isinstance(message, Stop) for message in messages)
         return messages

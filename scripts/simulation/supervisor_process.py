@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.channel import HighWaterMark, PeerGone, RouterChannel
 from protocol.config import EngineConfig
-from protocol.lifecycle import Hello, Role, StatusQuery, decode_to_supervisor
+from protocol.lifecycle import Hello, RestartQuery, Role, StatusQuery, decode_to_supervisor
 from protocol.message import ProtocolError, encode
 from scripts.death_causes import Evidence
 from scripts.pages import Pages
@@ -41,6 +41,7 @@ class SupervisorProcess(Process):
         self.children: dict[Slot, Process] = {}
         self._peers: dict[Slot, bytes] = {}
         self._epochs: dict[Slot, int] = {}
+        self._asked: list[Role] = []
         self._deaths: list[tuple[Process, int]] = []
         self._is_started = False
         self.wake()
@@ -61,6 +62,9 @@ class SupervisorProcess(Process):
                     self._link.forget(peer)
                 evidence = Evidence(self.pages.step_of(slot, self._epochs[slot]))
                 self._perform(self.supervision.on_death(slot, status, now, evidence))
+        asked, self._asked = self._asked, []
+        for role in asked:
+            self._perform(self.supervision.on_restart(role, now)[1])
         self._perform(self.supervision.tick(now))
         look_at = self.supervision.next_look
         if look_at is None or now >= look_at:
@@ -70,6 +74,11 @@ class SupervisorProcess(Process):
         times = (self.supervision.next_deadline(), self.supervision.next_look)
         deadline = min((time for time in times if time is not None), default=None)
         return None if deadline is None else int(deadline * SECOND) + 1000
+
+    def restart(self, role: Role) -> None:
+        """Somebody asks for a planned restart."""
+        self._asked.append(role)
+        self.wake()
 
     def notice_death(self, process: Process, status: int) -> None:
         self._deaths.append((process, status))
@@ -81,7 +90,7 @@ class SupervisorProcess(Process):
                 message = decode_to_supervisor(received.body)
             except ProtocolError:
                 continue
-            if isinstance(message, StatusQuery):
+            if isinstance(message, StatusQuery | RestartQuery):
                 continue
             epoch = received.header.epoch
             if isinstance(message, Hello):

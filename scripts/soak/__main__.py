@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as base:
-        session = Session(plan, Path(base))
+        session = Session(plan, Path(base), arguments.keep)
         outcome = None
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=1, help="of everything drawn; default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy the engine's log there")
     parser.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the supervisor")
     return parser
 
@@ -91,7 +92,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         sample_every=max(10, num_requests // _SAMPLES),
         seed=arguments.seed,
         flags=[
-            *("--log-level", "error", "--restart-backoff-max-s", "0.1"),
+            *("--log-level", "warning", "--restart-backoff-max-s", "0.1"),
             *("--num-gpu-blocks-override", "1024", *arguments.engine_flags),
         ],
     )

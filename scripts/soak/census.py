@@ -42,6 +42,8 @@ class Reading(msgspec.Struct, frozen=True):
     """Requests in the core and in the ledger of the embedding client."""
     kv_usage_ppm: int
     """Millionths of the KV blocks."""
+    num_unasked_restarts: int
+    """Of processes that nobody has killed."""
     gauges: dict[str, int]
     """What the API says that it holds, by name."""
 
@@ -55,6 +57,7 @@ def take_census(
     living: Set[int],
     num_held: int,
     kv_usage_ppm: int,
+    num_unasked_restarts: int,
     gauges: dict[str, int],
 ) -> Reading:
     """Look at this process and all that descend from it.
@@ -67,6 +70,7 @@ def take_census(
         living: pids known to belong to the engine, to find those that do not descend from here.
         num_held: to be noted down.
         kv_usage_ppm: likewise.
+        num_unasked_restarts: likewise.
         gauges: likewise.
     """
     readings, num_zombies = [], 0
@@ -91,6 +95,7 @@ def take_census(
         num_strays,
         num_held,
         kv_usage_ppm,
+        num_unasked_restarts,
         gauges,
     )
 

@@ -88,6 +88,15 @@ class SoakClient:
         self._latencies_s[number] = time.monotonic() - began
         tally.num_ended += 1
 
+    async def probe(self) -> None:
+        """Be served once in both ways: from here on, whoever was killed before is back.
+
+        Raises:
+            Lost: it is not served.
+        """
+        for way, ask in ((Way.WHOLE, self._http), (Way.EMBEDDED, self._embedded)):
+            await ask(SoakRequest(0, way, [1, 2, 3, 4], 2, 0))
+
     async def close(self) -> None:
         """Disconnect; the next request connects again."""
         connection, self._connection = self._connection, None

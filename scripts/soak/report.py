@@ -119,6 +119,9 @@ def counts_of(before: Reading, after: Reading) -> list[Counts]:
         Counts("zombies", before.num_zombies, after.num_zombies),
         Counts("requests held", before.num_held, after.num_held),
         Counts("KV blocks in use, millionths", before.kv_usage_ppm, after.kv_usage_ppm),
+        Counts(
+            "restarts of what was not killed", *[r.num_unasked_restarts for r in (before, after)]
+        ),
         Counts("sockets in the run directory", before.num_sockets, after.num_sockets),
         Counts("files in the run directory", before.num_files, after.num_files),
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import time
 from array import array
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from scripts.soak.requests import Workload
 MODEL = "null"
 _READY_TIMEOUT_S = 60.0
 _SETTLE_TIMEOUT_S = 15.0
-_POLL_S = 0.1
+_POLL_S = 0.3
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,8 +50,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Session:
     """One run of a plan."""
 
-    def __init__(self, plan: Plan, base: Path) -> None:
-        """Prepare; `run` starts the engine in `base`, an empty directory with a short path."""
+    def __init__(self, plan: Plan, base: Path, keep: Path | None = None) -> None:
+        """Prepare; `run` starts the engine.
+
+        Args:
+            plan: what to do.
+            base: an empty directory with a short path.
+            keep: where the engine's log goes at the end.
+        """
+        self._keep = keep
         self._plan = plan
         self._base = base
         self._rng = random.Random(plan.seed)
@@ -86,6 +94,9 @@ class Session:
                 return await self._go_through_parts()
         finally:
             self._engine.close()
+            if self._keep is not None:
+                self._keep.mkdir(parents=True, exist_ok=True)
+                shutil.copy(self._engine.log_file, self._keep)
 
     def _draw_leaving(self) -> list[int]:
         """Numbers of the requests whose clients leave, not in the quiet part."""
@@ -129,24 +140,34 @@ class Session:
                 self.readings.append(await self._read())
 
     async def _settle(self, before: Reading | None) -> Reading:
-        """A reading while nothing runs; after a while, when counts do not come down to `before`."""
+        """A reading while nothing runs; after a while, where counts do not come down to `before`.
+
+        It is taken when all processes and connections are back, and nothing changes any more.
+        """
+        await self._engine.ready(_READY_TIMEOUT_S)
+        await self._clients[0].probe()
         for client in self._clients:
             await client.close()
-        await self._engine.ready(_READY_TIMEOUT_S)
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        began = time.monotonic()
+        previous = await self._read(is_quiet=True)
         while True:
             await asyncio.sleep(_POLL_S)
             reading = await self._read(is_quiet=True)
             is_idle = not (reading.num_held or reading.kv_usage_ppm or reading.num_zombies)
+            is_fresh = self._client.last_status_time > began
+            is_same = all(row.before == row.after for row in counts_of(previous, reading))
             is_back = before is None or not any(c.has_grown for c in counts_of(before, reading))
-            if (is_idle and is_back) or time.monotonic() >= deadline:
+            is_late = time.monotonic() >= began + _SETTLE_TIMEOUT_S
+            if (is_idle and is_fresh and is_same and is_back) or is_late:
                 return reading
+            previous = reading
 
     async def _read(self, *, is_quiet: bool = False) -> Reading:
         status = self._client.status
         assert status is not None
         reply = await self._engine.status()
-        for row in [] if reply is None else reply.processes:
+        rows = [] if reply is None else reply.processes
+        for row in rows:
             if row.pid is not None:
                 self._names[row.pid] = f"{row.role} {row.rank}" if row.rank else str(row.role)
         stats = status.stats
@@ -160,6 +181,7 @@ class Session:
             + stats.num_waiting_reqs
             + self._client.num_open_requests,
             kv_usage_ppm=round(stats.kv_cache_usage * 1e6),
+            num_unasked_restarts=sum(row.num_restarts for row in rows) - self.tally.num_kills,
             gauges=await read_gauges(self._place) if is_quiet else {},
         )
 

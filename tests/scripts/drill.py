@@ -16,10 +16,22 @@ from protocol.lifecycle import (
     WorkerDied,
 )
 from scripts.death_causes import Evidence
-from scripts.supervised import Action, Exit, Kill, LeaveWord, Note, Slot, Start, Tell
+from scripts.supervised import (
+    Action,
+    Exit,
+    Kill,
+    LeaveWord,
+    Note,
+    Origin,
+    Slot,
+    Start,
+    Swap,
+    Tell,
+)
 from scripts.supervision import Supervision
 
 API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
+ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
 RECOVERY = RecoveryConfig(
     startup_timeout_s=10.0, shutdown_timeout_s=20.0, restart_backoff_max_s=2.0
 )
@@ -28,9 +40,21 @@ RECOVERY = RecoveryConfig(
 class Drill:
     """A supervision, a clock, and the processes it believes in; checks what always holds."""
 
-    def __init__(self, num_workers: int = 1, recovery: RecoveryConfig = RECOVERY, api: bool = True):
+    def __init__(
+        self,
+        num_workers: int = 1,
+        recovery: RecoveryConfig = RECOVERY,
+        api: bool = True,
+        *,
+        standby: bool = False,
+        is_api_alone: bool = False,
+    ):
         num_ranks = {Role.WORKER: num_workers, Role.CORE: 1, **({Role.API: 1} if api else {})}
-        self.supervision = Supervision(recovery, num_ranks, count(1).__next__, random.Random(0))
+        if standby:
+            num_ranks = {Role.ZYGOTE: 1, Role.STANDBY: 1, **num_ranks}
+        self.supervision = Supervision(
+            recovery, num_ranks, count(1).__next__, random.Random(0), is_api_alone=is_api_alone
+        )
         self.now = 1000.0
         self.living: dict[Slot, int] = {}
         self.doomed: set[Slot] = set()
@@ -48,10 +72,17 @@ class Drill:
         assert self.exit_status is None or not actions, "something happens after the end"
         for action in actions:
             match action:
-                case Start(slot, epoch):
+                case Start(slot, epoch, origin):
+                    if origin is Origin.PROMOTED:
+                        self._promote()
+                    if origin is Origin.FORKED:
+                        assert ZYGOTE in self.living
                     assert slot not in self.living, "two incarnations at once"
                     assert epoch > self.last_epoch, "epochs must grow"
                     self.last_epoch = self.living[slot] = epoch
+                case Swap(one, other):
+                    living = self.living
+                    living[one], living[other] = living[other], living[one]
                 case Kill(slot):
                     assert slot in self.living
                     assert slot not in self.doomed, "killed twice"
@@ -67,6 +98,10 @@ class Drill:
                 case Exit(status):
                     self.exit_status = status
         return [action for action in actions if not _is_word(action)]
+
+    def _promote(self) -> None:
+        assert STANDBY not in self.doomed, "who was killed cannot be promoted"
+        del self.living[STANDBY]
 
     def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
         return self.take(self.supervision.on_message(self.living[slot], message, self.now))

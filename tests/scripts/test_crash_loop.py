@@ -1,7 +1,19 @@
 """When the engine counts as failing, and when it is given up."""
 
-from protocol.lifecycle import DeathCause, Role
+from protocol.lifecycle import DeathCause, Health, ProcessState, Role
 from scripts.crash_loop import DEATHS_IN_WINDOW, WINDOW_S, CrashLoop
+from scripts.supervised import Group, Tell
+
+
+def make(give_up_after_s: float | None = None) -> tuple[CrashLoop, dict[Role, Group]]:
+    """An engine whose core and API serve, and whose worker does not."""
+    groups = {role: Group(role, 1) for role in (Role.WORKER, Role.CORE, Role.API)}
+    for epoch, group in enumerate(groups.values(), 1):
+        (process,) = group.processes
+        process.begin(epoch, 0.0)
+        process.state = ProcessState.READY
+    groups[Role.WORKER].processes[0].state = ProcessState.BACKOFF
+    return CrashLoop(give_up_after_s, groups), groups
 
 
 def die(loop: CrashLoop, times: int, start: float = 0.0, step: float = 1.0) -> float:
@@ -12,30 +24,32 @@ def die(loop: CrashLoop, times: int, start: float = 0.0, step: float = 1.0) -> f
 
 
 def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
-    loop = CrashLoop(None)
+    """The API is told once, with the time to the next start, and once when it is over."""
+    loop, groups = make()
     now = die(loop, DEATHS_IN_WINDOW - 1)
-    assert not loop.health(now, is_ready=False, resume_at=None).is_degraded
+    assert loop.news(now) == []
     now = die(loop, 1, now + 1)
-    health = loop.health(now, is_ready=False, resume_at=now + 3)
-    assert health.is_degraded
-    assert health.retry_after_s == 4.0
-    assert not loop.health(now, is_ready=True, resume_at=None).is_degraded
-    assert not loop.health(now + WINDOW_S, is_ready=False, resume_at=None).is_degraded
+    groups[Role.WORKER].resume_at = now + 3
+    assert loop.news(now) == [Tell(groups[Role.API].processes[0].slot, Health(True, 4.0))]
+    assert loop.news(now) == []
+    groups[Role.WORKER].processes[0].state = ProcessState.READY
+    assert loop.news(now) == [Tell(groups[Role.API].processes[0].slot, Health(False))]
+    assert loop.news(now) == []
 
 
 def test_slow_deaths_and_kills_from_outside_do_not_count() -> None:
-    slow, killed = CrashLoop(1.0), CrashLoop(1.0)
+    (slow, _), (killed, _) = make(1.0), make(1.0)
     now = die(slow, 20, step=WINDOW_S / 3)
     for number in range(20):
         killed.death(Role.WORKER, DeathCause.KILLED, float(number))
         killed.death(Role.API, DeathCause.SIGNAL, float(number))
     for loop in (slow, killed):
-        assert not loop.health(now, is_ready=False, resume_at=None).is_degraded
+        assert not loop.health(now).is_degraded
         assert not loop.is_over(now)
 
 
 def test_it_is_given_up_only_where_that_was_asked_for() -> None:
-    patient, bounded = CrashLoop(None), CrashLoop(10.0)
+    (patient, _), (bounded, _) = make(), make(10.0)
     for loop in (patient, bounded):
         die(loop, 10)
         assert not loop.is_over(9.0)
@@ -45,7 +59,7 @@ def test_it_is_given_up_only_where_that_was_asked_for() -> None:
 
 
 def test_a_quiet_time_begins_the_count_anew() -> None:
-    loop = CrashLoop(10.0)
+    loop, _ = make(10.0)
     die(loop, 5)
     now = die(loop, 5, 5.0 + WINDOW_S + 1.0)
     assert not loop.is_over(now)

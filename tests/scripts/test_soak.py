@@ -25,7 +25,16 @@ def reading(
 ) -> Reading:
     """An engine with one process."""
     fields = dict.fromkeys(
-        ("num_zombies", "num_sockets", "num_files", "num_strays", "num_held", "kv_usage_ppm"), 0
+        (
+            "num_zombies",
+            "num_sockets",
+            "num_files",
+            "num_strays",
+            "num_held",
+            "kv_usage_ppm",
+            "num_unasked_restarts",
+        ),
+        0,
     )
     process = ProcessReading(7, "core", rss, rss, rss, num_fds, 4)
     gauges = {"sessions": counts.pop("num_sessions", 0)}
@@ -72,6 +81,7 @@ def test_brief_lives_have_no_slope() -> None:
         "num_held",
         "kv_usage_ppm",
         "num_sessions",
+        "num_unasked_restarts",
     ],
 )
 def test_counts_that_do_not_come_back_are_found(field: str) -> None:

@@ -7,6 +7,7 @@ JSON, and ends with status 1 if that breaks a promise of docs/embedding.md.
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from scripts.soak.report import theil_sen
 from tests.system import host_state
 
 CLOSE_LIMIT_S = 5.0
-MAX_SLOPE_KIB = 16.0
+MAX_SLOPE_KIB = 10.0
 """Per cycle, of resident memory."""
 NUM_WARM_UP = 5
 """One cycle of each kind, at least."""
@@ -47,6 +48,7 @@ class Cycles:
     def __init__(self) -> None:
         self.close_s: list[float] = []
         self.problems: list[str] = []
+        self._victims = itertools.cycle((Role.WORKER, Role.SUPERVISOR, Role.CORE))
         self.kinds: list[Callable[[], Any]] = [
             self.serve_synchronously,
             self.serve_in_the_loop,
@@ -127,8 +129,7 @@ class Cycles:
         next(stream)
         reply = engine.status()
         assert reply is not None
-        victims = (Role.WORKER, Role.CORE, Role.SUPERVISOR)
-        role = victims[len(self.close_s) % len(victims)]
+        role = next(self._victims)
         pid = next(row.pid for row in reply.processes if row.role is role)
         assert pid is not None
         processes.kill(pid)

@@ -1,12 +1,20 @@
 """Chaos in small: real processes die in every way, and every failpoint is reached by some run."""
 
 import asyncio
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from protocol.failpoints import FAILPOINTS, LOG_FILE, REACHED_PREFIX, VARIABLE, arm
+from protocol.failpoints import (
+    FAILPOINTS,
+    LOG_FILE,
+    POISON_TOKEN_ID,
+    REACHED_PREFIX,
+    VARIABLE,
+    arm,
+)
 from protocol.lifecycle import Role
 from scripts.chaos import processes
 from scripts.chaos.__main__ import main
@@ -74,6 +82,7 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
     for stream in streams:
         stream.close()
     engine.kill(Role.CORE)
+    engine.post("/v1/completions", **{**PROMPT, "prompt": [POISON_TOKEN_ID, 5]})
     eventually(lambda: reached() == set(FAILPOINTS), f"all but {set(FAILPOINTS) - reached()}")
 
 
@@ -122,8 +131,9 @@ def test_other_servers_are_measured_by_the_same_client(
 ) -> None:
     """Told only an address and a command, it sees when a server loses nothing and when it does."""
     engine = start_engine("--null-step-ms", "3")
-    arguments = ["--url", engine.url(), "--kills", "1", "--streams", "8", "--kill-command"]
+    arguments = ["--url", engine.url(), "--kills", "1", "--streams", "8", "--seed", "1"]
+    arguments.append("--kill-command")
     assert main([*arguments, f"kill -9 {engine.pid(Role.WORKER)}"]) == 0
     assert "server  random" in capsys.readouterr().out
     assert main([*arguments, f"kill -9 {engine.pid(Role.API)}"]) == 1
-    assert "lost greedy-0: cut" in capsys.readouterr().out
+    assert re.search(r"lost [a-z0-9-]+: cut", capsys.readouterr().out)

@@ -320,7 +320,7 @@ def test_streams_of_a_host_survive_a_killed_core() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_cycles", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "num_cycles", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_cycles_leak_nothing_and_touch_nothing(num_cycles: int) -> None:
     """In a host with handlers, a loop, threads and logging of its own: see embedding_cycles."""

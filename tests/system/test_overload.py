@@ -130,7 +130,8 @@ def test_clients_that_vanish_leave_nothing(start_engine: EngineFactory, num_clie
             visits.append(pool.submit(visit, delay_s, rng.choice([Stream.reset, Stream.close])))
     for item in visits:
         item.result()
-    eventually(lambda: is_idle(engine), "nothing is left", 1.5)
+    eventually(lambda: metric(engine, "ledger_requests") == 0, "the ledger is empty", 5.0)
+    eventually(lambda: is_idle(engine), "nothing is left", 5.0)
     eventually(lambda: metric(engine, "kv_cache_usage_perc") == 0, "all blocks are free", 2.0)
 
 

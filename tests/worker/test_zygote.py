@@ -29,6 +29,9 @@ from worker_proc.zygote import NotForkable, check_forkable
 
 T = TypeVar("T")
 
+START_TIMEOUT_S = 60.0
+"""Importing torch may take long where others compute."""
+
 FORK = ForkWorker(epoch=2, rank=0, is_standby=False, fd_names=["parent_fd"])
 
 
@@ -69,7 +72,7 @@ class Nursery:
                 self.said.remove(found[0])
             return found[0] if found else None
 
-        return eventually(find, kind.__name__)
+        return eventually(find, kind.__name__, START_TIMEOUT_S)
 
     def fork(self, epoch: int) -> ForkedChild:
         """A forked worker that has said Ready."""

@@ -1,0 +1,110 @@
+"""Replaces processes of a running engine: `python -m scripts.restart ROLE [--run-dir DIR]`.
+
+Requests go on: what is open is finished, or computed on by the successor.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
+from protocol.message import ProtocolError
+from protocol.status import StatusLink
+from scripts.status import only_run_dir
+
+ROLES = (Role.WORKER, Role.CORE, Role.API)
+DEFAULT_TIMEOUT_S = 660.0
+"""More than the default `startup_timeout_s`: a worker may have to load its model."""
+_ANSWER_TIMEOUT_S = 2.0
+_POLL_S = 0.05
+
+
+class RestartFailed(Exception):
+    """The processes were not replaced; the text says why."""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.restart") -> int:
+    """Replace the processes of one role. Returns 1 if that was not possible."""
+    arguments = _parse(program, argv)
+    try:
+        link = StatusLink(arguments.run_dir or only_run_dir())
+        try:
+            text = restart(link, Role(arguments.role), arguments.timeout)
+        finally:
+            link.close()
+    except (LookupError, ProtocolError, ValueError, RestartFailed) as error:
+        print(error.args[0], file=sys.stderr)
+        return 1
+    print(text)
+    return 0
+
+
+def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
+    """Replace the processes of `role`, and wait until their successors serve.
+
+    Returns:
+        What was replaced, for a person.
+
+    Raises:
+        RestartFailed: refused, or not within `timeout_s`.
+    """
+    began = time.monotonic()
+    before = _rows(link.query(_ANSWER_TIMEOUT_S), role)
+    reply = link.restart(role, _ANSWER_TIMEOUT_S)
+    if reply is None:
+        raise RestartFailed("the supervisor does not answer")
+    if not reply.accepted:
+        raise RestartFailed(reply.reason)
+    while True:
+        after = _rows(link.query(_ANSWER_TIMEOUT_S), role)
+        if _are_replaced(before, after):
+            break
+        if time.monotonic() - began > timeout_s:
+            raise RestartFailed(f"the {role} is not replaced after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    seconds = time.monotonic() - began
+    return f"{role} replaced in {seconds:.2f} s: pid {_pids(before)} by {_pids(after)}"
+
+
+def _parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        program,
+        description="Replace the processes of one role of a running engine. Requests go on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("role", choices=[str(role) for role in ROLES], help="what to replace")
+    parser.add_argument("--run-dir", help="which engine, if several run")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help="longest wait for the successors (default: %(default)g)",
+    )
+    return parser.parse_args(argv)
+
+
+def _rows(reply: StatusReply | None, role: Role) -> list[ProcessStatus]:
+    """Without those that are about to leave."""
+    if reply is None:
+        raise RestartFailed("the supervisor does not answer")
+    rows = [row for row in reply.processes if row.role is role]
+    if not rows:
+        raise RestartFailed(f"this engine has no {role}")
+    return [row for row in rows if role is not Role.API or row.rank == 0]
+
+
+def _are_replaced(before: list[ProcessStatus], after: list[ProcessStatus]) -> bool:
+    return all(
+        new.state is ProcessState.READY and new.epoch > old.epoch
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def _pids(rows: list[ProcessStatus]) -> str:
+    return ", ".join(str(row.pid) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What the server holds open is counted, refused past its bound, and given back."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from api_proc.budget import Budget
+from api_proc.errors import ApiError
+from protocol.api_core import AddRequest, RequestOutput
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FakeClient, repeating, wait_until
+
+BODY = {"prompt": "hi", "max_tokens": 3}
+
+
+def test_requests_and_bytes_are_bounded() -> None:
+    budget = Budget(2, 100)
+    first = budget.open(60)
+    with pytest.raises(ApiError) as caught:
+        budget.open(41)
+    assert (caught.value.status, budget.num_requests, budget.num_bytes) == (429, 1, 60)
+    second = budget.open()
+    second.grow(40)
+    with pytest.raises(ApiError):
+        second.grow(1)
+    with pytest.raises(ApiError):
+        budget.open()
+    first.close()
+    first.close()
+    assert (budget.num_requests, budget.num_bytes) == (1, 40)
+    second.close()
+    assert (budget.num_requests, budget.num_bytes) == (0, 0)
+
+
+def test_one_request_is_taken_whatever_its_size() -> None:
+    """Else a bound that is too small would refuse everything for ever."""
+    budget = Budget(1, 10)
+    budget.open(11).close()
+    assert budget.num_bytes == 0
+
+
+def test_a_held_request_keeps_others_out(make_server: MakeServer) -> None:
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        for i, output in enumerate(repeating()(add)):
+            client.is_paused = i >= 1
+            yield output
+
+    client = FakeClient(script=script)
+    live = make_server(client, max_open_requests=1)
+    body = {**BODY, "stream": True, "max_tokens": 50}
+    with httpx.stream("POST", live.url + "/v1/completions", json=body) as stream:
+        assert stream.status_code == 200
+        refused = httpx.post(live.url + "/v1/completions", json=BODY)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert json.loads(refused.text)["error"]["code"] == "overloaded"
+        assert httpx.get(live.url + "/readyz").status_code == 200
+    wait_until(lambda: live.state.budget.num_requests == 0)
+    client.is_paused = False
+    client.script = repeating()
+    assert httpx.post(live.url + "/v1/completions", json=BODY).status_code == 200

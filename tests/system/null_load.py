@@ -1,0 +1,105 @@
+"""Open streams of token ids over HTTP, recorded with their times, for tests that kill processes."""
+
+import http.client
+import json
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+from worker_proc.null_runner import next_token_id
+from worker_proc.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
+
+TIMEOUT_S = 60.0
+
+
+class Stream:
+    """One streamed completion, read by a thread of its own."""
+
+    def __init__(self, url: str, **body: Any) -> None:
+        self._url = urlsplit(url)
+        self._body = {"stream": True, "ignore_eos": True, "return_token_ids": True, **body}
+        self.token_ids: list[int] = []
+        self.times: list[float] = []
+        """Monotonic, one for each chunk."""
+        self.error: str | None = None
+        self.finish_reason: str | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            connection = http.client.HTTPConnection(
+                str(self._url.hostname), self._url.port, timeout=TIMEOUT_S
+            )
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(self._body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                self.error = f"{response.status}: {response.read().decode()}"
+                return
+            while line := response.readline():
+                if line.startswith(b"data: {"):
+                    self._take(json.loads(line[6:]))
+            connection.close()
+        except (OSError, http.client.HTTPException) as error:
+            self.error = repr(error)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = json.dumps(event["error"])
+            return
+        for choice in event["choices"]:
+            self.token_ids += choice.get("token_ids") or []
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+        self.times.append(time.monotonic())
+
+    def join(self) -> "Stream":
+        """Wait for the end."""
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), f"stream stalls after {len(self.token_ids)} tokens"
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may come."""
+        return self._thread.is_alive()
+
+    def longest_gap_s(self, begin: float, end: float) -> float:
+        """Between two chunks of which the later came after `begin`, the earlier before `end`."""
+        gaps = [b - a for a, b in pairwise(self.times) if b >= begin and a <= end]
+        return max(gaps, default=0.0)
+
+
+def null_tokens(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the null model answers."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(next_token_id(ids, NULL_VOCAB_SIZE, [NULL_EOS_TOKEN_ID]))
+    return ids[len(prompt) :]
+
+
+class NullLoad:
+    """Some streams of the null model, each with a prompt of its own."""
+
+    def __init__(self, url: str, num_streams: int, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._prompts = [[5 + n, 6, 7] for n in range(num_streams)]
+        self.streams = [
+            Stream(url, model="null", prompt=prompt, max_tokens=num_tokens)
+            for prompt in self._prompts
+        ]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether every stream has tokens."""
+        return all(stream.token_ids for stream in self.streams)
+
+    def check(self) -> None:
+        """Wait for the ends: nothing lost, nothing repeated, nothing else."""
+        for prompt, stream in zip(self._prompts, self.streams, strict=True):
+            stream.join()
+            assert stream.error is None, stream.error
+            assert stream.token_ids == null_tokens(prompt, self._num_tokens)
+            assert stream.finish_reason == "length"

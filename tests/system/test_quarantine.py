@@ -1,0 +1,58 @@
+"""One request kills every worker that computes it: its client alone is told, within seconds."""
+
+import asyncio
+import time
+
+import pytest
+
+from protocol import failpoints
+from protocol.channel import client_address
+from protocol.client import AsyncEngineClient
+from protocol.errors import RequestQuarantined
+from protocol.lifecycle import Role
+from protocol.sampling import SamplingParams
+from tests.system.conftest import TIMEOUT_S, EngineFactory
+from tests.system.test_embedding import collect, expected_tokens
+
+NUM_STREAMS = 32
+CULPRIT = 17
+PROMPTS = [[5, 6, 7, n] for n in range(NUM_STREAMS)]
+POISON = [failpoints.POISON_TOKEN_ID, 6, 7]
+PARAMS = SamplingParams(max_tokens=200)
+ANSWERED_WITHIN_S = 15.0
+MAX_DEATHS = 7
+QUICK = ("--no-api", "--null-step-ms", "1", "--hang-timeout-s", "0.3")
+
+
+@pytest.mark.parametrize("harm", ["segv@*", "exc@*", "hold:30000@*"])
+def test_only_the_culprit_is_refused_and_all_others_are_exact(
+    start_engine: EngineFactory, harm: str
+) -> None:
+    start_engine.environ[failpoints.VARIABLE] = f"worker.poison={harm}"
+    engine = start_engine(*QUICK, "--first-step-timeout-s", "0.5")
+    engine.ready()
+    streams: list[list[int]] = [[] for _ in PROMPTS]
+    answered_after_s: list[float] = []
+
+    async def poison(client: AsyncEngineClient) -> None:
+        started_at = time.monotonic()
+        with pytest.raises(RequestQuarantined):
+            await collect(client, POISON, PARAMS, [])
+        answered_after_s.append(time.monotonic() - started_at)
+
+    async def main() -> None:
+        address = client_address(engine.run_dir)
+        async with AsyncEngineClient(address) as client, asyncio.timeout(90):
+            await client.wait_ready(timeout_s=TIMEOUT_S)
+            work = [collect(client, PROMPTS[n], PARAMS, streams[n]) for n in range(NUM_STREAMS)]
+            work.insert(CULPRIT, poison(client))
+            await asyncio.gather(*work)
+            num_restarts = engine.row(Role.WORKER).num_restarts
+            assert num_restarts <= MAX_DEATHS
+            with pytest.raises(RequestQuarantined):
+                await collect(client, POISON, PARAMS, [])
+            assert engine.row(Role.WORKER).num_restarts == num_restarts, "refused at the door"
+
+    asyncio.run(main())
+    assert streams == expected_tokens(PROMPTS, PARAMS)
+    assert answered_after_s[0] <= ANSWERED_WITHIN_S

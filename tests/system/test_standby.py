@@ -1,0 +1,240 @@
+"""A standby takes the dead worker's place: every death of worker, standby and zygote, under load.
+
+With the null model, whose tokens are known, and once with the demo model.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol.lifecycle import ProcessState, ProcessStatus, Role
+from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.null_load import NullLoad, Stream
+from tests.timing import any_of
+
+HELPERS = (Role.ZYGOTE, Role.STANDBY)
+NUM_STREAMS = 8
+NUM_TOKENS = 300
+LOAD_TIMEOUT_S = 90.0
+"""For a model, where others compute too."""
+FLAGS = ("--standby-workers", "1", "--null-step-ms", "5")
+
+
+def find(engine: Engine, role: Role) -> ProcessStatus | None:
+    """One process, whether the engine is ready or not."""
+    reply = engine.status()
+    return None if reply is None else next((r for r in reply.processes if r.role is role), None)
+
+
+def wait_for(
+    engine: Engine, role: Role, above: int = 0, timeout_s: float = TIMEOUT_S
+) -> ProcessStatus:
+    """Wait until a process is ready whose epoch is greater than one before."""
+
+    def ask() -> ProcessStatus | None:
+        row = find(engine, role)
+        if row is None or row.state is not ProcessState.READY or row.epoch <= above:
+            return None
+        return row
+
+    return eventually(ask, f"{role} above epoch {above} is ready", timeout_s)
+
+
+def complete(engine: Engine, timeout_s: float = TIMEOUT_S) -> dict[Role, ProcessStatus]:
+    """Wait until worker and helpers are there."""
+    roles = (Role.WORKER, *HELPERS)
+    return {role: wait_for(engine, role, timeout_s=timeout_s) for role in roles}
+
+
+def pid_of(row: ProcessStatus) -> int:
+    assert row.pid is not None
+    return row.pid
+
+
+def zombies(engine: Engine) -> list[int]:
+    """Children of the supervisor that wait to be reaped."""
+    text = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children").read_text()
+    return [int(pid) for pid in text.split() if not is_alive(int(pid))]
+
+
+def wait_for_tokens(streams: list[Stream], number: int) -> None:
+    eventually(lambda: all(len(s.token_ids) >= number for s in streams), "tokens come")
+
+
+@pytest.fixture
+def standing(start_engine: EngineFactory) -> Engine:
+    """An engine of the null model with worker, standby and zygote."""
+    started = start_engine(*FLAGS)
+    complete(started)
+    return started
+
+
+def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
+    """Streams that are under way."""
+    load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
+    eventually(lambda: load.has_begun, "every stream has begun")
+    return load
+
+
+def test_standby_becomes_the_worker(standing: Engine) -> None:
+    """The same process, under a new epoch; another one takes its place."""
+    before = complete(standing)
+    load = loaded(standing)
+    os.kill(pid_of(before[Role.WORKER]), signal.SIGKILL)
+    worker = wait_for(standing, Role.WORKER, before[Role.WORKER].epoch)
+    assert worker.pid == before[Role.STANDBY].pid
+    assert worker.epoch > before[Role.STANDBY].epoch
+    standby = wait_for(standing, Role.STANDBY, worker.epoch)
+    assert standby.pid != worker.pid
+    load.check()
+    assert zombies(standing) == []
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        [Role.STANDBY],
+        [Role.ZYGOTE],
+        [Role.WORKER, Role.STANDBY],
+        [Role.STANDBY, Role.WORKER],
+        [Role.ZYGOTE, Role.WORKER],
+        [Role.WORKER, Role.ZYGOTE],
+        [Role.WORKER, Role.STANDBY, Role.ZYGOTE],
+        [Role.CORE, Role.WORKER],
+        [Role.CORE, Role.STANDBY, Role.WORKER, Role.ZYGOTE],
+    ],
+    ids="+".join,
+)
+def test_whoever_dies_comes_back_and_no_token_is_lost(
+    standing: Engine, victims: list[Role]
+) -> None:
+    """At once, in this order, under load; only they and a promoted standby change."""
+    before = {role: wait_for(standing, role) for role in (*HELPERS, Role.WORKER, Role.CORE)}
+    load = loaded(standing)
+    for role in victims:
+        os.kill(pid_of(before[role]), signal.SIGKILL)
+    for role in victims:
+        wait_for(standing, role, before[role].epoch)
+    load.check()
+    after = complete(standing)
+    if Role.ZYGOTE not in victims:
+        assert after[Role.ZYGOTE] == before[Role.ZYGOTE]
+    if Role.WORKER not in victims:
+        assert after[Role.WORKER].pid == before[Role.WORKER].pid
+    assert zombies(standing) == []
+
+
+def test_three_deaths_within_ten_seconds(standing: Engine) -> None:
+    """Whatever helpers are there by then."""
+    load = loaded(standing, 600)
+    for _ in range(3):
+        worker = wait_for(standing, Role.WORKER)
+        os.kill(pid_of(worker), signal.SIGKILL)
+        wait_for(standing, Role.WORKER, worker.epoch)
+    load.check()
+    complete(standing)
+
+
+def test_worker_does_without_helpers(standing: Engine) -> None:
+    """No zygote lives long enough: the next worker loads by itself, and then there are helpers."""
+    before = complete(standing)
+    load = loaded(standing)
+    for role in (Role.ZYGOTE, Role.STANDBY, Role.WORKER):
+        os.kill(pid_of(before[role]), signal.SIGKILL)
+
+    def replaced() -> ProcessStatus | None:
+        rows = {role: find(standing, role) for role in (Role.ZYGOTE, Role.WORKER)}
+        zygote, worker = rows[Role.ZYGOTE], rows[Role.WORKER]
+        if zygote is not None and zygote.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(zygote.pid, signal.SIGKILL)
+        is_new = worker is not None and worker.epoch > before[Role.WORKER].epoch
+        return worker if is_new and worker is not None and worker.pid is not None else None
+
+    worker = eventually(replaced, "there is another worker")
+    assert "--zygote" not in Path(f"/proc/{worker.pid}/cmdline").read_text().split("\0")
+    load.check()
+    complete(standing)
+
+
+def test_zygote_that_hangs_is_replaced_when_it_is_needed(standing: Engine) -> None:
+    """It answers no request to fork; the worker does not wait for it for long."""
+    before = complete(standing)
+    os.kill(pid_of(before[Role.ZYGOTE]), signal.SIGSTOP)
+    load = loaded(standing)
+    for role in (Role.STANDBY, Role.WORKER):
+        os.kill(pid_of(before[role]), signal.SIGKILL)
+    wait_for(standing, Role.ZYGOTE, before[Role.ZYGOTE].epoch)
+    load.check()
+    complete(standing)
+    assert zombies(standing) == []
+
+
+def test_standby_that_hangs_is_replaced_when_it_is_needed(standing: Engine) -> None:
+    """It does not take over; another does."""
+    before = complete(standing)
+    load = loaded(standing)
+    os.kill(pid_of(before[Role.STANDBY]), signal.SIGSTOP)
+    os.kill(pid_of(before[Role.WORKER]), signal.SIGKILL)
+    load.check()
+    after = complete(standing)
+    assert after[Role.WORKER].pid != before[Role.STANDBY].pid
+    assert zombies(standing) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nobody_is_left_behind(standing: Engine, number: signal.Signals) -> None:
+    """After an end by request, and after one without a word."""
+    complete(standing)
+    standing.process.send_signal(number)
+    standing.process.wait(10.0)
+    eventually(lambda: not any(map(is_alive, standing.all_pids)), "all have left", 2.0)
+
+
+def test_engine_without_standby_starts_no_zygote(start_engine: EngineFactory) -> None:
+    """The null model has none unless it is asked for."""
+    engine = start_engine("--no-api")
+    assert {row.role for row in engine.ready().processes} == {
+        Role.SUPERVISOR,
+        Role.WORKER,
+        Role.CORE,
+    }
+
+
+@any_of(3)
+def check_stall(engine: Engine, bound_s: float) -> None:
+    """How long the streams wait after a kill."""
+    before = complete(engine)
+    load = loaded(engine, 150)
+    killed_at = time.monotonic()
+    os.kill(pid_of(before[Role.WORKER]), signal.SIGKILL)
+    load.check()
+    gaps = [stream.longest_gap_s(killed_at, killed_at + 5.0) for stream in load.streams]
+    assert max(gaps) < bound_s
+
+
+def test_streams_pause_for_less_than_a_second(standing: Engine) -> None:
+    check_stall(standing, 1.0)
+
+
+def test_demo_model_goes_on_with_the_standby(start_engine: EngineFactory) -> None:
+    """By default there is one; seeded, with penalties, token for token, twice."""
+    engine = start_engine("--num-gpu-blocks-override", "512", "--num-threads", "1", model="demo")
+    complete(engine, LOAD_TIMEOUT_S)
+    body = {"model": "demo", "prompt": "def __init__(self, ", "max_tokens": 200, "seed": 7}
+    body |= {"temperature": 0.8, "frequency_penalty": 0.5}
+    expected = Stream(engine.url(), **body).join().token_ids
+    assert len(expected) == 200
+    for _ in range(2):
+        before = complete(engine, LOAD_TIMEOUT_S)
+        streams = [Stream(engine.url(), **body) for _ in range(4)]
+        wait_for_tokens(streams, 20)
+        os.kill(pid_of(before[Role.WORKER]), signal.SIGKILL)
+        assert [stream.join().error for stream in streams] == [None] * 4
+        assert [stream.token_ids for stream in streams] == [expected] * 4
+        worker = wait_for(engine, Role.WORKER, before[Role.WORKER].epoch)
+        assert worker.pid == before[Role.STANDBY].pid
