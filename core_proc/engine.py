@@ -86,7 +86,6 @@ class EngineCore:
             FactsChanged: they do not fit to what was promised to clients.
         """
         if self._facts is None:
-            self._facts = facts
             self._scheduler = Scheduler(
                 SchedulerOptions.combine(self._config, facts, swap_cost_tokens)
             )
@@ -95,10 +94,11 @@ class EngineCore:
             self._quarantine.inherit(self._inherited_marks)
             if self._draining:
                 self._pausing.drain()
-        elif facts != self._facts:
+        elif not facts.can_replace(self._facts):
             raise FactsChanged(f"workers came back with {facts} instead of {self._facts}")
         else:
             self.num_worker_restarts += 1
+        self._facts = facts
         assert self._scheduler is not None
         self._has_workers = True
         return self._scheduler.next_step_id

@@ -17,6 +17,7 @@ mirrored request computes one more token unless the message says otherwise. Rule
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, field
 
 from protocol.message import (
@@ -68,6 +69,14 @@ class ModelFacts(Record):
     gets the same logits bit for bit, and so the same tokens."""
     exact_resume_reason: Text = ""
     """Why not; empty if it is so."""
+
+    def can_replace(self, before: "ModelFacts") -> bool:
+        """Whether all that clients were promised still holds; how exact it is may have changed."""
+        return self == msgspec.structs.replace(
+            before,
+            exact_resume=self.exact_resume,
+            exact_resume_reason=self.exact_resume_reason,
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of the pool that a request of so many tokens holds at once, at most."""

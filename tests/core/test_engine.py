@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from core_proc.engine import EngineCore, FactsChanged
@@ -99,6 +100,15 @@ def test_what_cannot_be_served_is_refused_with_the_field(
     assert refused is not None
     assert (refused.request_id, refused.error.code, refused.error.param) == (1, code, param)
     assert not engine.has_unfinished
+
+
+def test_workers_may_come_back_more_exact_than_they_were() -> None:
+    engine = make_engine()
+    engine.lose_workers()
+    engine.adopt_workers(msgspec.structs.replace(FACTS, exact_resume=True))
+    facts = engine.status().facts
+    assert facts is not None
+    assert facts.exact_resume
 
 
 def test_without_workers_ever_requests_are_refused() -> None:

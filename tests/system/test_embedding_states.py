@@ -104,15 +104,16 @@ def is_stopped(pid: int) -> bool:
 
 def test_while_a_model_is_loaded() -> None:
     """A real one, which takes seconds."""
-    engine = EngineProcesses(configure(model="demo", log_level="error"))
+    with EngineProcesses(configure(model="demo", log_level="error")) as engine:
 
-    def is_loading() -> bool:
-        reply = engine.status()
-        rows = [] if reply is None else reply.processes
-        return any(row.role is Role.WORKER and row.pid is not None for row in rows)
+        def is_loading() -> bool:
+            reply = engine.status()
+            rows = [] if reply is None else reply.processes
+            roles = {row.role for row in rows if row.pid is not None}
+            return bool(roles - {Role.SUPERVISOR, Role.CORE})
 
-    eventually(is_loading, "the worker has been started")
-    close(engine)
+        eventually(is_loading, "somebody loads", TIMEOUT_S)
+        close(engine)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """Clients come back, with the id of their request and of the last event, and read on exactly."""
 
+import itertools
 import json
 import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,19 @@ from tests.system.streams import Event, Stream, metric
 TOKENS = 120
 
 
-def start(start_engine: EngineFactory, tmp_path: Path, *flags: str) -> Engine:
-    journal = str(tmp_path / "journal")
-    engine = start_engine("--journal-dir", journal, "--null-step-ms", "5", *flags)
-    engine.ready()
-    return engine
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    """An engine with a journal; each test names its requests in its own way."""
+    base = tempfile.mkdtemp(prefix="troika-test-")
+    factory = EngineFactory(base)
+    try:
+        flags = ("--null-step-ms", "5", "--restart-backoff-max-s", "0")  # many kills in a row
+        engine = factory("--journal-dir", f"{base}/journal", *flags)
+        engine.ready()
+        yield engine
+    finally:
+        factory.close()
+        shutil.rmtree(base)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -104,28 +116,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kill", ["", "api", "core", "worker"])
-def test_stream_in_pieces_is_the_stream_in_one(
-    start_engine: EngineFactory, tmp_path: Path, case: str, kill: str
-) -> None:
+@pytest.mark.parametrize(
+    ("kill", "case"),
+    [
+        *itertools.product(["", "api"], CASES),
+        *itertools.product(["core", "worker"], ["sampled", "chat"]),
+    ],
+)
+def test_stream_in_pieces_is_the_stream_in_one(shared: Engine, case: str, kill: str) -> None:
     """Lost connections, with the death of a process between them or without."""
     path, extra = CASES[case]
     fields = body(**extra)
     if "messages" in fields:
         del fields["prompt"]
-    engine = start(start_engine, tmp_path)
-    whole = Stream(engine.url(), fields, path=path).events()
+    whole = Stream(shared.url(), fields, path=path).events()
     assert whole[-1].data == "[DONE]"
     interrupt = {"kill": kill} if kill else {}
-    pieces = read_in_pieces(engine, fields, f"{case}-1", [1, 7, 20], path, **interrupt)
+    name = f"{case}-{kill}.1"
+    pieces = read_in_pieces(shared, fields, name, [1, 7, 20], path, **interrupt)
     assert pieces[-1].data == "[DONE]"
     assert content(pieces) == content(whole)
 
 
-def test_what_is_told_completely_ends_at_once(start_engine: EngineFactory, tmp_path: Path) -> None:
+def test_what_is_told_completely_ends_at_once(shared: Engine) -> None:
     """Whoever has seen the last event gets the end; whoever has seen nothing gets everything."""
-    engine = start(start_engine, tmp_path)
+    engine = shared
     fields = body(max_tokens=10, stream_options={"include_usage": True})
     headers = {"X-Request-Id": "r.1"}
     events = Stream(engine.url(), fields, headers=headers).events()
@@ -140,13 +155,14 @@ def test_what_is_told_completely_ends_at_once(start_engine: EngineFactory, tmp_p
         assert len(back) == rest
 
 
-def test_whole_answers_are_told_again(start_engine: EngineFactory, tmp_path: Path) -> None:
+def test_whole_answers_are_told_again(shared: Engine) -> None:
     """A request that was repeated because its answer got lost runs once."""
-    engine = start(start_engine, tmp_path)
+    engine = shared
     fields = body(stream=False, n=2, temperature=1.0)
     del fields["seed"]  # each run would draw another
+    num_before = metric(engine, "sessions")
     lost = Stream(engine.url(), fields, headers={"X-Request-Id": "w"})
-    eventually(lambda: metric(engine, "sessions") == 1, "it is accepted")
+    eventually(lambda: metric(engine, "sessions") == num_before + 1, "it is accepted")
     lost.reset()
     engine.kill(Role.API)
     answers = []
@@ -163,9 +179,9 @@ def error_of(stream: Stream) -> tuple[int, str]:
     return status, json.loads(stream.body())["error"]["code"]
 
 
-def test_ids_are_checked(start_engine: EngineFactory, tmp_path: Path) -> None:
+def test_ids_are_checked(shared: Engine) -> None:
     """Another body, an unknown request and a wrong place are errors, and disturb nothing."""
-    engine = start(start_engine, tmp_path)
+    engine = shared
     url = engine.url()
     named = {"X-Request-Id": "mine"}
     stream = Stream(url, body(), headers=named)
@@ -182,7 +198,7 @@ def test_ids_are_checked(start_engine: EngineFactory, tmp_path: Path) -> None:
 
 def test_nobody_comes_back(start_engine: EngineFactory, tmp_path: Path) -> None:
     """The request runs on for a bounded time; afterwards its id is free, also after a restart."""
-    engine = start(start_engine, tmp_path, "--resume-window-s", "1")
+    engine = start_engine("--journal-dir", str(tmp_path / "j"), "--resume-window-s", "1")
     fields = body(max_tokens=8000)
     stream = Stream(engine.url(), fields, headers={"X-Request-Id": "gone"})
     assert stream.next() is not None
@@ -197,11 +213,9 @@ def test_nobody_comes_back(start_engine: EngineFactory, tmp_path: Path) -> None:
     assert error_of(Stream(engine.url(), fields, headers=lost)) == (404, "request_not_found")
 
 
-def test_many_clients_come_back_after_each_death_of_the_api(
-    start_engine: EngineFactory, tmp_path: Path
-) -> None:
+def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> None:
     """Killed twice under load: every client that comes back by itself reads all, exactly."""
-    engine = start(start_engine, tmp_path)
+    engine = shared
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "seed": 8, "logprobs": 1},
@@ -253,11 +267,9 @@ def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> No
     assert engine.get("/readyz")["journal"] == "off"
 
 
-def test_a_full_disk_costs_the_journal_and_nothing_else(
-    start_engine: EngineFactory, tmp_path: Path
-) -> None:
+def test_a_full_disk_costs_the_journal_and_nothing_else(shared: Engine) -> None:
     """Requests go on in memory; when there is room again, they are in the journal again."""
-    engine = start(start_engine, tmp_path)
+    engine = shared
     assert engine.get("/readyz")["journal"] == "writing"
     fields = body(max_tokens=2000)
     stream = Stream(engine.url(), fields, headers={"X-Request-Id": "full"})

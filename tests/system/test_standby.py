@@ -222,14 +222,18 @@ def test_streams_pause_for_less_than_a_second(standing: Engine) -> None:
 
 
 def test_demo_model_goes_on_with_the_standby(start_engine: EngineFactory) -> None:
-    """By default there is one; seeded, with penalties, token for token, twice."""
-    engine = start_engine("--num-gpu-blocks-override", "512", "--num-threads", "1", model="demo")
-    complete(engine, LOAD_TIMEOUT_S)
+    """By default there is one; seeded, with penalties, token for token, with a second zygote too.
+
+    A worker of the second has as many KV blocks as those of the first: the core need not end.
+    """
+    engine = start_engine("--num-threads", "1", model="demo")
+    core = wait_for(engine, Role.CORE, timeout_s=LOAD_TIMEOUT_S)
     body = {"model": "demo", "prompt": "def __init__(self, ", "max_tokens": 200, "seed": 7}
     body |= {"temperature": 0.8, "frequency_penalty": 0.5}
+    complete(engine, LOAD_TIMEOUT_S)
     expected = Stream(engine.url(), **body).join().token_ids
     assert len(expected) == 200
-    for _ in range(2):
+    for round_number in range(3):
         before = complete(engine, LOAD_TIMEOUT_S)
         streams = [Stream(engine.url(), **body) for _ in range(4)]
         wait_for_tokens(streams, 20)
@@ -238,3 +242,8 @@ def test_demo_model_goes_on_with_the_standby(start_engine: EngineFactory) -> Non
         assert [stream.token_ids for stream in streams] == [expected] * 4
         worker = wait_for(engine, Role.WORKER, before[Role.WORKER].epoch)
         assert worker.pid == before[Role.STANDBY].pid
+        if round_number == 0:
+            zygote = complete(engine, LOAD_TIMEOUT_S)[Role.ZYGOTE]
+            os.kill(pid_of(zygote), signal.SIGKILL)
+            wait_for(engine, Role.ZYGOTE, zygote.epoch, LOAD_TIMEOUT_S)
+    assert wait_for(engine, Role.CORE).epoch == core.epoch

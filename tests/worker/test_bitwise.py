@@ -35,7 +35,7 @@ NUM_BLOCKS = 900
 BLOCK_SIZE = 16
 TEXT_LENGTHS = (1, 2, 17, 40, 93, 330)
 """The longest spans several of any block, tile and vector of the kernels, and any window."""
-NUM_THREADS = (2, 1, 3)
+NUM_THREADS = (1, 2, 3)
 NUM_SCHEDULES = (5, 1, 1)
 """For each number of threads."""
 CHUNKS = (1, 1, 1, 2, 3, 7, 16, 33, 64, 65, 130)

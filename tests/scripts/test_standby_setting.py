@@ -1,0 +1,56 @@
+"""When an engine has a standby: as asked for, or by default where it costs little."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.config import ConfigError
+from protocol.settings import configure
+from scripts.process_table import num_ranks
+from scripts.startup import complete, num_standby_workers
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model": "demo", "device": "cpu"}, 1),
+        ({"model": "demo", "device": "cpu", "standby_workers": 0}, 0),
+        ({"model": "demo", "device": "cuda"}, 0),
+        ({"model": "null"}, 0),
+        ({"model": "null", "standby_workers": 1}, 1),
+        ({"model": "null", "tensor_parallel_size": 2}, 0),
+    ],
+)
+def test_default_by_model_device_and_ranks(settings: dict[str, Any], expected: int) -> None:
+    assert num_standby_workers(configure(**settings)) == expected
+
+
+def test_automatic_device_is_looked_for(tmp_path: Path) -> None:
+    """A driver's node in /dev means that the model may be computed there."""
+    node = tmp_path / "nvidiactl"
+    config = configure(model="demo")
+    assert num_standby_workers(config, [str(node)]) == 1
+    node.touch()
+    assert num_standby_workers(config, [str(node)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model": "null", "tensor_parallel_size": 2}, "needs tensor_parallel_size 1"),
+        ({"model": "demo", "device": "cuda"}, "needs device cpu"),
+    ],
+)
+def test_standby_that_cannot_be_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"standby_workers above 0 {problem}"):
+        configure(standby_workers=1, **settings)
+
+
+def test_only_engines_with_a_standby_have_a_zygote() -> None:
+    """The zygote comes first, for the worker waits for it."""
+    with_standby = complete(configure(model="demo", device="cpu"))
+    roles = [str(role) for role in num_ranks(with_standby, has_api=True)]
+    assert roles == ["zygote", "worker", "standby", "core", "api"]
+    without = complete(configure(model="null"))
+    assert [str(role) for role in num_ranks(without, has_api=False)] == ["worker", "core"]
