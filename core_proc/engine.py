@@ -59,7 +59,6 @@ class EngineCore:
         self._pausing: Pausing | None = None
         self._quarantine: Quarantine | None = None
         self._inherited_marks: Sequence[int] = ()
-        self._told_marks: object = None
         self.now = 0.0
         """Monotonic seconds, as the loop tells it."""
         self._facts: ModelFacts | None = None
@@ -91,7 +90,7 @@ class EngineCore:
             )
             self._pausing = Pausing(self._scheduler, self._tell)
             self._quarantine = Quarantine(self._scheduler, CANARY_ID)
-            self._quarantine.inherit(self._inherited_marks)
+            self._quarantine.inherit(self._inherited_marks, self.now)
             if self._draining:
                 self._pausing.drain()
         elif not facts.can_replace(self._facts):
@@ -118,22 +117,20 @@ class EngineCore:
         """The workers that were lost last died of what they computed, not of something outside."""
         if self._quarantine is None or self._scheduler is None:
             return
-        guilty = self._quarantine.charge()
-        if guilty is not None:
-            self._scheduler.abort_request(guilty.req_id)
-            self._refuse(guilty, "the request has killed its worker twice", ErrorCode.QUARANTINED)
-            self._quarantine.convict(guilty, self.now)
+        guilty = self._quarantine.charge(self.now)
+        if guilty is None:
+            return
+        for request in self._quarantine.convict(guilty, self.now):
+            self._scheduler.abort_request(request.req_id)
+            self._refuse(request, "the request has killed its worker twice", ErrorCode.QUARANTINED)
 
     def inherit_marks(self, marks: Sequence[int]) -> None:
         """A core has died of what it was doing; before it did, `take_marks` had said this."""
         self._inherited_marks = marks
 
     def take_marks(self) -> list[int] | None:
-        """What a successor must know if this core dies of the next step; None: nothing new."""
-        if self._quarantine is None or self._told_marks == self._quarantine.progress:
-            return None
-        self._told_marks = self._quarantine.progress
-        return self._quarantine.marks()
+        """What a successor must know if this core dies of what is under way; None: nothing new."""
+        return None if self._quarantine is None else self._quarantine.take_marks()
 
     # Clients ------------------------------------------------------------------------------------
 
@@ -329,6 +326,8 @@ class EngineCore:
 
     def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """Tell whoever still waits for a request that nothing more will come."""
+        if request.owner is None:  # a canary's end is told to nobody
+            return
         owner = owner_of(request)
         ids = self._ids.get(owner.client, {})
         if ids.get(owner.request_id) == request.req_id:

@@ -80,7 +80,6 @@ class CoreLoop:
         if page is None or death is None:
             return
         steps = page.read_in_flight()
-        page.clear_in_flight()
         self._workers.on_core_death(death.epoch, list(DeathCause)[death.cause], steps)
 
     def turn(self, timeout_ms: int) -> None:

@@ -72,7 +72,9 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.PREEMPTED: (
         frozenset({RequestStatus.RUNNING, RequestStatus.WAITING_FOR_TRIAL}) | _FINISHED
     ),
-    RequestStatus.WAITING_FOR_TRIAL: frozenset({RequestStatus.WAITING}) | _FINISHED,
+    RequestStatus.WAITING_FOR_TRIAL: (
+        frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED}) | _FINISHED
+    ),
     **dict.fromkeys(_FINISHED, frozenset()),
 }
 """From each status to the ones that may follow it."""

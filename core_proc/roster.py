@@ -102,7 +102,8 @@ class Roster:
         request = self.requests.get(req_id)
         if request is not None and request.status in BLOCKED:
             self.waiting.remove(request)
-            request.become(RequestStatus.WAITING)
+            has_run = request.num_cached_tokens is not None
+            request.become(RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING)
             self.waiting.push(request)
 
     def hold(self, request: Request) -> bool:

@@ -93,7 +93,7 @@ class Scheduler(Roster):
             first += step.grant_one_each(running[first:position])
             if step.budget == 0:
                 break
-            step.reached = request.admission_index
+            step.reached, step.num_behind = request.admission_index, len(running) - position - 1
             request.num_computed_tokens -= 1
             try:
                 self._continue(request, step)
@@ -104,22 +104,19 @@ class Scheduler(Roster):
                 running = self.running
                 first = bisect_right(running, step.reached, key=attrgetter("admission_index"))
         first += step.grant_one_each(running[first:])
-        for request in running[first:]:
-            self._hold_back(request, step)
+        for request in running[first:]:  # nothing of the step is left for them
+            request.num_computed_tokens -= 1
+            step.granted[request.req_id] = 0
+            self.calendar.postpone(request)
         step.reached = math.inf
-
-    def _hold_back(self, request: Request, step: ScheduledStep) -> None:
-        """Nothing of the step is left for a running request."""
-        request.num_computed_tokens -= 1
-        step.granted[request.req_id] = 0
-        self.calendar.postpone(request)
 
     def _continue(self, request: Request, step: ScheduledStep) -> None:
         """Grant a running request its next tokens, taking blocks from others if it must."""
         computed = request.num_computed_tokens
         num_new = request.num_tokens - computed
         if self.speculation.is_on and num_new == 1:
-            num_new += self.speculation.num_drafts(request, self.kv)
+            room = step.budget - 1 - step.num_behind
+            num_new += self.speculation.num_drafts(request, self.kv, room)
         must_wait = self.speculation.is_on and num_new <= 0
         if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
             step.granted[request.req_id] = 0
@@ -173,7 +170,10 @@ class Scheduler(Roster):
         """Admit from the front of the queue until something is used up."""
         if self.waiting and self.options.enable_prefix_caching:
             for due in self.calendar.due_next():
-                self.kv.remember_full_blocks(due, due.num_computed_tokens)
+                try:
+                    self.kv.remember_full_blocks(due, due.num_computed_tokens)
+                except Exception as error:
+                    self._fail(due, step, error)
         while (request := self._front()) is not None:
             try:
                 has_slot = step.budget > 0 and len(self.running) < self.options.max_num_running

@@ -25,13 +25,15 @@ class Speculation:
         self.accepted_per_position = [0] * options.num_speculative_tokens
         """How often the first, second, ... draft was right."""
 
-    def num_drafts(self, request: Request, kv: KVCacheManager) -> int:
+    def num_drafts(self, request: Request, kv: KVCacheManager, room: int) -> int:
         """Drafts worth verifying beside the one known token that is left to compute.
 
-        None that could only be cut at the request's end, and none at all where there are no blocks
-        for them: nobody is preempted for guesses.
+        Not more than `room`, so that whoever runs behind gets a token; none that could only be cut
+        at the request's end; and none at all where there are no blocks for them: nobody is
+        preempted for guesses.
         """
-        num_drafts = min(request.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
+        left = request.max_num_tokens - request.num_tokens - 1
+        num_drafts = min(request.num_draft_tokens, left, room)
         if not kv.has_room(request, request.num_tokens + num_drafts):
             return 0
         return max(0, num_drafts)

@@ -33,6 +33,7 @@ class ScheduledStep:
         "granted",
         "grown",
         "new_reqs",
+        "num_behind",
         "ran_out_of_blocks",
         "reached",
         "sampling",
@@ -56,6 +57,8 @@ class ScheduledStep:
         """Somebody was preempted for want of blocks, so nobody is admitted."""
         self.reached: float = math.inf
         """Whoever runs and was admitted later has not had its turn yet."""
+        self.num_behind = 0
+        """So many run behind the one whose turn it is."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
 

@@ -62,8 +62,10 @@ class WorkerLink:
         self._swap_cost_tokens = 0.0
         self._page = page
         self._core_epoch = core_epoch
-        self._last_lost: int | None = None
-        """Epoch of the worker that was lost last, until it is known why it died."""
+        self._unjudged: set[int] = set()
+        """Epochs of the group that was lost last, until it is known why one of them died."""
+        self._adopted: set[int] = set()
+        """Epochs of the workers that were adopted last."""
         self._suspects: set[int] = set()
         """Epochs of workers that show no progress: they get no steps, and so nobody is admitted."""
 
@@ -82,6 +84,7 @@ class WorkerLink:
             self._obey(received.peer, received.header.epoch, message)
         except (ProtocolError, WorkerMisbehaved) as problem:
             self._lose(received.peer, str(problem), kill=True)
+            self._judge(is_fault=True)
 
     def _obey(self, peer: bytes, epoch: int, message: WorkerToCore) -> None:
         if isinstance(message, WorkerHello):
@@ -95,7 +98,7 @@ class WorkerLink:
                 self._tell_client(client, outputs)
         elif isinstance(message, StepFailed):  # it exits by itself, and tells its supervisor why
             self._lose(peer, f"step {message.step_id} failed: {message.error}")
-            self._judge(epoch=self._last_lost, is_fault=True)
+            self._judge(is_fault=True)
 
     def _on_hello(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         before = self._group.peers
@@ -115,12 +118,15 @@ class WorkerLink:
     def _adopt(self) -> None:
         first_step_id = self._engine.adopt_workers(self._group.facts, self._swap_cost_tokens)
         epoch = self._adopted_epoch = self._group.begin_epoch()
-        self._suspects &= self._group.epochs
+        self._adopted = self._group.epochs
+        self._suspects &= self._adopted
         if self._tell_all(Adopt(first_step_id)):
             log.info("workers adopted, link epoch %d", epoch)
             reach("core.after_adopt")
 
     def _end_adoption(self) -> None:
+        if self._adopted_epoch is not None:
+            self._unjudged = self._adopted
         self._adopted_epoch = None
         self._engine.lose_workers()
 
@@ -136,10 +142,8 @@ class WorkerLink:
 
     def _lose(self, peer: bytes, why: str, *, kill: bool = False) -> None:
         """Give up a worker, if it is known; alive or not, it must say Hello to be used again."""
-        epoch = self._group.epoch_of(peer)
         if not self._group.leave(peer):
             return
-        self._last_lost = epoch
         log.warning("worker lost, running requests wait for its successor: %s", why)
         if kill:
             self._watch.kill(peer)
@@ -169,14 +173,13 @@ class WorkerLink:
         peer = self._group.peer_of(death.epoch)
         if peer is not None:
             self.bury([peer])
-        self._judge(death.epoch, is_fault=death.cause in FAULTS and death.step_id is not None)
+        if death.epoch in self._unjudged:
+            self._judge(is_fault=death.cause in FAULTS and death.step_id is not None)
 
-    def _judge(self, epoch: int | None, *, is_fault: bool) -> None:
-        """It is known why a worker died; the first word on it counts."""
-        if epoch is None or epoch != self._last_lost:
-            return
-        self._last_lost = None
-        if is_fault:
+    def _judge(self, *, is_fault: bool) -> None:
+        """It is known why the group was lost; the first word on it counts."""
+        is_first, self._unjudged = bool(self._unjudged), set()
+        if is_first and is_fault:
             self._engine.blame_requests()
 
     def on_core_death(self, epoch: int, cause: DeathCause, steps: list[StepInFlight]) -> None:
@@ -194,14 +197,19 @@ class WorkerLink:
             step = self._engine.schedule()
             if step is None:
                 break
-            marks = self._engine.take_marks()
-            if marks is not None and self._page is not None:
-                self._page.write_in_flight(self._core_epoch, _MARKS_SLOT, marks)
+            self._keep_marks()
             self._tell_all(step)
             reach("core.after_dispatch")
             reach("core.after_preemption", when=bool(step.preempted_req_ids))
+        self._keep_marks()
         if self._engine.is_sleep_due and self._tell_all(Sleep()):
             self._engine.sleep_sent()
+
+    def _keep_marks(self) -> None:
+        """Who is in the steps under way, where it survives this process."""
+        marks = None if self._page is None else self._engine.take_marks()
+        if marks is not None and self._page is not None:
+            self._page.write_in_flight(self._core_epoch, _MARKS_SLOT, marks)
 
     def _tell_all(self, message: CoreToWorker) -> bool:
         """The same bytes to every rank. A rank that cannot take them is lost, and so the group."""

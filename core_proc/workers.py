@@ -68,10 +68,6 @@ class WorkerGroup:
         """The connection of the worker of that epoch, if it is there."""
         return next((w.peer for w in self._workers.values() if w.epoch == epoch), None)
 
-    def epoch_of(self, peer: bytes) -> int | None:
-        """The epoch of the worker behind a connection, if it is a rank."""
-        return next((w.epoch for w in self._workers.values() if w.peer == peer), None)
-
     def leave(self, peer: bytes) -> bool:
         """A connection is gone. Returns whether it belonged to a rank."""
         for rank, worker in self._workers.items():

@@ -7,6 +7,7 @@ dropped, one that starts too high is asked for again. Prompt logprobs go by posi
 """
 
 import re
+from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -77,7 +78,7 @@ class _Entry:
 
     def __init__(self, add: AddRequest) -> None:
         self.add = add
-        self.output_token_ids = list(add.output_token_ids)
+        self.output_token_ids = array("i", add.output_token_ids)
         self.num_repairs = 0
         """Since the last output that fitted."""
         self.next_prompt_position = 0
@@ -193,7 +194,7 @@ class Ledger:
         if entry.num_repairs:
             entry.num_repairs = 0
             self._repairing.discard(output.request_id)
-        known += output.token_ids
+        known.extend(output.token_ids)
         if output.finish_reason is not None:
             self.fail(output.request_id)
         return output
@@ -202,7 +203,8 @@ class Ledger:
         self, output: RequestOutput, entry: _Entry, num_again: int
     ) -> RequestOutput | AddRequest | None:
         again = output.token_ids[:num_again]
-        if entry.output_token_ids[output.first_index :][: len(again)] != again:
+        first = output.first_index
+        if entry.output_token_ids[first : first + len(again)].tolist() != again:
             self.fail(output.request_id)
             message = f"output {output.first_index} came again with other tokens"
             raise failure_of(RequestError(ErrorCode.INTERNAL, message))

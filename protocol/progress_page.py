@@ -167,7 +167,10 @@ class ProgressPage:
     # Steps in flight ----------------------------------------------------------------------------
 
     def write_in_flight(self, epoch: int, step_id: int, fingerprints: Sequence[int]) -> None:
-        """Keep who is in a step, each a number of 64 bits, before it is dispatched."""
+        """Keep who is in a step, each a number of 64 bits, before it is dispatched.
+
+        Without numbers it counts as ended.
+        """
         words, first = self._words, _step_index(step_id)
         kept = fingerprints[:MAX_FINGERPRINTS]
         words[first] |= 1
@@ -182,14 +185,8 @@ class ProgressPage:
         )
         words[first] += 1
 
-    def end_in_flight(self, step_id: int) -> None:
-        """A step's results were taken in, or it was taken back."""
-        first = _step_index(step_id)
-        if self._words[first + 1] == step_id:
-            self._words[first + 3] = 0
-
     def read_in_flight(self) -> list[StepInFlight]:
-        """Steps that were written and not ended, in order.
+        """Steps that were written with numbers, in order.
 
         One that its writer died over is left out: it was not dispatched.
         """
@@ -202,11 +199,6 @@ class ProgressPage:
                 kept = list(self._words[rows : rows + min(total, MAX_FINGERPRINTS)])
                 found.append(StepInFlight(epoch, step_id, kept, total))
         return sorted(found, key=lambda step: (step.epoch, step.step_id))
-
-    def clear_in_flight(self) -> None:
-        """Forget what a predecessor has left."""
-        for number in range(NUM_STEP_SLOTS):
-            self._words[_step_index(number) + 3] = 0
 
     # The last death -----------------------------------------------------------------------------
 

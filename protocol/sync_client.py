@@ -170,11 +170,9 @@ class EngineClient:
                 return
             self._is_open = False
             closing = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
-        try:
-            closing.result(_CLOSE_TIMEOUT_S)
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_JOIN_TIMEOUT_S)
+            closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        closing.result(_CLOSE_TIMEOUT_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine in the client's loop and wait for it.

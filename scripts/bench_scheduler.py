@@ -21,11 +21,10 @@ from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol import garbage
 from protocol.api_core import AddRequest, decode_from_client
-from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput
 from protocol.message import encode
 from protocol.sampling import SamplingParams
-from protocol.scheduler_config import SchedulerConfig
+from protocol.settings import configure
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512
@@ -297,7 +296,7 @@ def measure_waiting_memory(plan: Plan) -> WaitingMemory:
 
 
 def _engine(num_waiting: int) -> EngineCore:
-    engine = EngineCore(EngineConfig(scheduler=SchedulerConfig(max_num_waiting=num_waiting)))
+    engine = EngineCore(configure(max_num_waiting=num_waiting))
     facts = ModelFacts(
         model="bench",
         vocab_size=VOCAB_SIZE,

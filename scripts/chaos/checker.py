@@ -64,7 +64,7 @@ def check_stream(
             continue
         problems = check_choice(actual, wanted, is_whole=is_whole)
         found += [(harm, f"choice {index}: {detail}") for harm, detail in problems]
-    if is_whole and history.usages != expected.usages:
+    if is_whole and not history.errors and history.usages != expected.usages:
         detail = f"usage {history.usages}, golden {expected.usages}"
         found.append((Harm.MISMATCHED, detail))
     return [Violation(harm, recording.name, detail) for harm, detail in found]

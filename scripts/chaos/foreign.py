@@ -6,8 +6,11 @@ import random
 import time
 
 from scripts.chaos import processes
-from scripts.chaos.client import Declined, StreamClient
+from scripts.chaos.client import StreamClient
+from scripts.chaos.history import History
 from scripts.chaos.injection import Kill
+from scripts.chaos.recording import End
+from scripts.chaos.workload import COMPLETIONS, ChaosRequest
 
 _MODELS_TIMEOUT_S = 10.0
 _RETURN_POLL_S = 0.1
@@ -49,14 +52,17 @@ class ForeignServer:
             return None
         return Kill(moment_or_none, self._kill_pattern, pid, "outside")
 
-    async def wait_back(self, timeout_s: float) -> bool:
-        """Wait until it names its models again; False if it does not in time."""
+    async def wait_back(self, model: str, timeout_s: float) -> bool:
+        """Wait until it generates a token; False if it does not in time.
+
+        Nothing less counts: a server whose engine is dead may still name its models.
+        """
+        body = {"model": model, "prompt": "x", "max_tokens": 1, "stream": True}
+        request = ChaosRequest("probe", COMPLETIONS, body)
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            try:
-                await self.model()
-            except (OSError, Declined, ValueError):
-                await asyncio.sleep(_RETURN_POLL_S)
-            else:
+            recording = await self.client.record(request, deadline)
+            if recording.end is End.DONE and not History(recording).errors:
                 return True
+            await asyncio.sleep(_RETURN_POLL_S)
         return False

@@ -39,7 +39,7 @@ class RoundResult(msgspec.Struct):
     """Answers that asked to come again later."""
     violations: list[Violation] = []
     stalls_s: list[float] = []
-    """Of each stream that had begun before a kill: its longest silence around that."""
+    """Of each stream that had begun before a kill and went on: its longest silence around that."""
     detections_s: list[float] = []
     """From a kill to the supervisor's notice."""
     recovery_s: float | None = None
@@ -159,7 +159,7 @@ class RoundRunner:
             result.num_deferred += recording.num_deferred
             result.num_broken += may_break and recording.end not in (End.DONE, End.LEFT)
             stall = stall_s(recording, [kill.time for kill in result.kills])
-            if stall is not None and not may_break:
+            if stall is not None and not may_break and not found:
                 result.stalls_s.append(stall)
 
     async def _settle(self, result: RoundResult, cell: Cell, files: set[str]) -> None:

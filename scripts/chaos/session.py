@@ -247,8 +247,8 @@ class ForeignSession(Session):
             result.violations += found
             result.recordings += [recording] if found else []
             stall = stall_s(recording, [kill.time for kill in result.kills])
-            result.stalls_s += [] if stall is None else [stall]
-        if await self._server.wait_back(FOREIGN_RETURN_TIMEOUT_S) and kill is not None:
+            result.stalls_s += [] if stall is None or found else [stall]
+        if await self._server.wait_back(self._model, FOREIGN_RETURN_TIMEOUT_S) and kill is not None:
             result.recovery_s = time.monotonic() - kill.time
         result.seconds = time.monotonic() - began
         return result

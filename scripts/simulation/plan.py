@@ -71,7 +71,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
     """Draw a plan; only faults of `kinds` are in it."""
     rng = random.Random(seed * 2 + MODES.index(mode))
     config = _config(rng)
-    duration_s = rng.choice((0.4, 1.0, 3.0))
+    duration_s = rng.choice((0.05, 0.3, 1.0, 2.0))
     plan = Plan(
         config=config,
         num_host_blocks=rng.choice((0, 0, 0, 8)),
@@ -96,7 +96,7 @@ def _config(rng: random.Random) -> EngineConfig:
         model=ModelConfig(model="null", max_model_len=_MAX_MODEL_LEN),
         cache=CacheConfig(
             block_size=block_size,
-            num_gpu_blocks_override=rng.choice((48, 64, 128)) // block_size + 1,
+            num_gpu_blocks_override=rng.choice((32, 32, 48, 96)) // block_size + 1,
             enable_prefix_caching=rng.random() < 0.8,
         ),
         scheduler=SchedulerConfig(

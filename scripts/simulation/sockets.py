@@ -257,6 +257,11 @@ class SimulatedSocket:
         self._parts: Parts = []
         owner.on_death.append(self.close)
 
+    @property
+    def has_link_events(self) -> bool:
+        """Whether its owner has yet to hear of a connection made or lost."""
+        return self.monitor is not None and bool(self.monitor.events)
+
     def __hash__(self) -> int:
         return self.fd
 

@@ -125,13 +125,17 @@ class SimulatedChild:
             HighWaterMark.LIFECYCLE_LINK,
         )
 
+        self._socket: Any = self._link.socket
+
     @property
     def lifecycle_socket(self) -> Any:
         """To poll."""
-        return self._link.socket
+        return self._socket
 
     def messages(self) -> list[Command]:
         """Commands that have arrived; what could not be said before is said now."""
+        if not (self._greeting or self._socket.inbox or self._socket.has_link_events):
+            return []
         self._link.link_events()
         while self._greeting and self._link.send(self.epoch, encode(self._greeting[0])):
             self._greeting.pop(0)

@@ -93,7 +93,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         seed=arguments.seed,
         flags=[
             *("--log-level", "warning", "--restart-backoff-max-s", "0.1"),
-            *("--num-gpu-blocks-override", "1024", *arguments.engine_flags),
+            *("--num-gpu-blocks-override", "1024", "--standby-workers", "1"),
+            *arguments.engine_flags,
         ],
     )
 

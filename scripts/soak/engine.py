@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from protocol.channel import client_address
-from protocol.lifecycle import ProcessState, StatusReply
+from protocol.lifecycle import ProcessState, ProcessStatus, StatusReply
 from protocol.status import StatusLink
 from scripts.chaos import processes
 
@@ -62,7 +62,7 @@ class SoakEngine:
         return await loop.run_in_executor(self._executor, self._link.query, _STATUS_TIMEOUT_S)
 
     async def ready(self, timeout_s: float) -> StatusReply:
-        """Wait until every process is ready.
+        """Wait until every process is ready, those in waiting included.
 
         Raises:
             EngineLost: it has ended, or takes too long.
@@ -72,7 +72,7 @@ class SoakEngine:
             if self._process.poll() is not None:
                 raise EngineLost(f"the supervisor has ended:\n{self.log_tail()}")
             reply = await self.status()
-            if reply is not None and reply.ready:
+            if reply is not None and reply.ready and all(map(_is_ready, reply.processes)):
                 return reply
             await asyncio.sleep(_POLL_S)
         raise EngineLost(f"not ready within {timeout_s:g} s:\n{self.log_tail()}")
@@ -87,7 +87,7 @@ class SoakEngine:
         while time.monotonic() < deadline:
             reply = await self.status()
             for row in [] if reply is None else reply.processes:
-                if str(row.role) != role or row.state is not ProcessState.READY:
+                if str(row.role) != role or not _is_ready(row):
                     continue
                 if row.pid is not None and processes.kill(row.pid) is not None:
                     return row.pid
@@ -116,3 +116,7 @@ class SoakEngine:
     def log_tail(self) -> str:
         """The last lines that it has written."""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-15:])
+
+
+def _is_ready(row: ProcessStatus) -> bool:
+    return row.state is ProcessState.READY

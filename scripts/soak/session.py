@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from protocol.client import AsyncEngineClient
+from protocol.lifecycle import ProcessStatus, Role
 from scripts.soak.census import Reading, take_census
 from scripts.soak.clients import Place, SoakClient, read_gauges
 from scripts.soak.engine import SoakEngine
@@ -181,7 +182,7 @@ class Session:
             + stats.num_waiting_reqs
             + self._client.num_open_requests,
             kv_usage_ppm=round(stats.kv_cache_usage * 1e6),
-            num_unasked_restarts=sum(row.num_restarts for row in rows) - self.tally.num_kills,
+            num_unasked_restarts=_num_restarts(rows) - self.tally.num_kills,
             gauges=await read_gauges(self._place) if is_quiet else {},
         )
 
@@ -196,3 +197,8 @@ class Session:
                 value = ordered[min(len(ordered) - 1, share * len(ordered) // 100)]
                 figures[f"{name} quarter p{share}"] = 1000 * value
         return figures
+
+
+def _num_restarts(rows: Sequence[ProcessStatus]) -> int:
+    """Of processes that serve; a standby that takes over is followed by another one."""
+    return sum(row.num_restarts for row in rows if row.role is not Role.STANDBY)

@@ -74,6 +74,7 @@ EVENTS: dict[str, tuple[int, Values]] = {
     "fail": (1, {"which": WHICH}),
     "preempt": (1, {"which": WHICH}),
     "unblock": (1, {"which": WHICH}),
+    "hold": (1, {"which": WHICH}),
     "begin_load": (1, {"which": WHICH, "share": (1.0, 0.5)}),
     "end_load": (1, {"which": WHICH, "share": (1.0, 0.5, 0.0)}),
     "disturb": (

@@ -172,10 +172,22 @@ class Machine:
             self._owes_copies = True
 
     def _on_unblock(self, which: int) -> None:
-        request = self._pick(which, RequestStatus.WAITING_FOR_GRAMMAR)
+        blocked = RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_TRIAL
+        request = self._pick(which, *blocked)
         if request is not None:
             self.scheduler.unblock(request.req_id)
-            assert request.status is RequestStatus.WAITING
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    def _on_hold(self, which: int) -> None:
+        request = self._pick(
+            which, RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED
+        )
+        if request is None:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self.scheduler.preempt(request)
+            self._owes_copies = True
+        assert self.scheduler.hold(request)
 
     # Loads --------------------------------------------------------------------------------------
 

@@ -136,8 +136,8 @@ MUTATIONS = (
     Mutation(
         "what sits a step out counts as computed",
         "scheduler.py",
-        "        request.num_computed_tokens -= 1\n        step.granted[request.req_id] = 0",
-        "        step.granted[request.req_id] = 0",
+        "            request.num_computed_tokens -= 1\n            step.granted",
+        "            step.granted",
     ),
     Mutation(
         "a victim whose turn had not come keeps a token",

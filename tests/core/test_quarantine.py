@@ -8,7 +8,7 @@ import pytest
 
 from core_proc.engine import CANARY_ID, EngineCore
 from core_proc.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprint
-from protocol.api_core import AddRequest, ErrorCode, Refused
+from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
 from protocol.core_worker import ModelFacts, SchedulerOutput
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
@@ -239,16 +239,91 @@ def test_a_death_from_outside_does_not_disturb_a_search() -> None:
     assert patient.num_deaths <= 7
 
 
-def test_a_fault_of_the_workers_charges_nobody() -> None:
-    is_broken = [True]
-    patient = Patient(lambda computing: bool(computing) and is_broken[0])
+@pytest.mark.parametrize("in_step", [1, 2, 3, 5])
+def test_a_fault_of_the_workers_charges_nobody(in_step: int) -> None:
+    """They die in their first step, or later: in whatever they compute then."""
+    is_broken, num_steps = [True], [0, 0]
+
+    def kills(computing: list[tuple[int, int]]) -> bool:
+        if num_steps[0] != patient.num_deaths:
+            num_steps[:] = patient.num_deaths, 0
+        num_steps[1] += bool(computing)
+        return is_broken[0] and num_steps[1] == in_step
+
+    patient = Patient(kills)
     for request_id in range(1, 9):
         patient.add(request_id)
-    while patient.num_deaths < 30:
+    for _ in range(300):
         patient.turn()
     is_broken[0] = False
     patient.run()
     patient.check_innocents(8, set())
+
+
+def test_a_search_begins_again_after_a_fault_of_the_workers() -> None:
+    """One death by chance while the canary runs must not protect the culprit for ever."""
+    num_canary_deaths = [0]
+
+    def kills(computing: list[tuple[int, int]]) -> bool:
+        if any(i == CANARY_ID for i, _ in computing) and not num_canary_deaths[0]:
+            num_canary_deaths[0] = 1
+            return True
+        return any(i == 3 for i, _ in computing)
+
+    patient = Patient(kills)
+    for request_id in range(1, 9):
+        patient.add(request_id)
+    for _ in range(100):
+        patient.turn()
+    assert num_canary_deaths == [1]
+    patient.engine.now += 60
+    patient.run()
+    patient.check_innocents(8, {3})
+
+
+def test_a_pause_of_new_requests_does_not_hold_those_that_run() -> None:
+    patient = Patient(poisoned(1, at=25))
+    for request_id in range(1, 3):
+        patient.add(request_id)
+    while patient.num_deaths < 2:
+        patient.turn()
+    assert patient.engine._scheduler is not None
+    patient.engine._scheduler.pause(PauseMode.PAUSED_NEW)
+    patient.run()
+    patient.check_innocents(2, {1})
+
+
+def test_late_tokens_may_end_whoever_was_held() -> None:
+    """Held while a step still owes it its last token, and released before that comes."""
+    for num_turns in range(40):
+        patient = Patient(poisoned(1, at=27))
+        for request_id in range(1, 5):
+            patient.add(request_id)
+        while patient.num_deaths < 2:
+            patient.turn()
+        for _ in range(num_turns):
+            patient.turn()
+        patient.engine.abort(CLIENT, [1])
+        patient.run()
+        assert patient.ended | set(patient.refused) | {1} == {1, 2, 3, 4}
+
+
+def test_the_same_request_many_times_is_convicted_at_once() -> None:
+    patient = Patient(lambda computing: any(i == 50 for i, _ in computing))
+    for request_id in range(1, 9):
+        add = AddRequest(request_id, [1, 50, 51], SamplingParams(max_tokens=NUM_TOKENS, seed=1))
+        assert patient.engine.add(CLIENT, add) is None
+    patient.run()
+    assert set(patient.refused) == set(range(1, 9))
+    assert patient.num_deaths <= 6
+
+
+def test_marks_end_with_the_steps_that_they_are_about() -> None:
+    patient = Patient(lambda computing: False)
+    patient.add(1)
+    patient.run()
+    assert patient.engine.take_marks() == []
+    assert patient.engine.take_marks() is None
 
 
 def test_a_suspect_that_is_aborted_ends_its_trial() -> None:

@@ -38,6 +38,7 @@ MAX_SLOPE_KIB = 10.0
 NUM_WARM_UP = 5
 """One cycle of each kind, at least."""
 CONFIG = configure(model="null", null_step_ms=2.0, log_level="error")
+WITH_STANDBY = configure(model="null", null_step_ms=2.0, log_level="error", standby_workers=1)
 _TIMEOUT_S = 60.0
 _MARK = "_TROIKA_CYCLES"
 
@@ -122,7 +123,7 @@ class Cycles:
 
     def close_after_a_death(self) -> None:
         """A process was killed just before, in turn."""
-        engine = EngineProcesses.start(CONFIG, timeout_s=_TIMEOUT_S)
+        engine = EngineProcesses.start(WITH_STANDBY, timeout_s=_TIMEOUT_S)
         client = EngineClient(engine.address)
         client.wait_ready(_TIMEOUT_S)
         stream = client.submit([5, 6, 7], SamplingParams(max_tokens=4000))
@@ -138,7 +139,7 @@ class Cycles:
 
     def close_while_starting(self) -> None:
         """At any moment of the start."""
-        engine = EngineProcesses(CONFIG)
+        engine = EngineProcesses(WITH_STANDBY)
         time.sleep(random.Random(len(self.close_s)).uniform(0.0, 0.6))
         self.close(engine)
 

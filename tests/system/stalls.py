@@ -1,4 +1,4 @@
-"""Measures how long streams wait after a kill or a planned restart: `python -m tests.system.stalls`.
+"""How long streams wait after a kill or a planned restart: `python -m tests.system.stalls --help`.
 
 An engine with the demo model, some greedy streams, one event after the other. A stall is the time
 to the next token, the longest within five seconds of the event; every stream is compared with an

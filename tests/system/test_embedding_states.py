@@ -15,6 +15,7 @@ import pytest
 
 from protocol import failpoints
 from protocol.client import AsyncEngineClient
+from protocol.config import EngineConfig
 from protocol.errors import RequestFailed
 from protocol.launch import EngineProcesses
 from protocol.lifecycle import Role
@@ -25,6 +26,8 @@ from scripts.chaos import processes
 from tests.system.conftest import ROOT, eventually
 
 CONFIG = configure(model="null", null_step_ms=2.0, log_level="error")
+WITH_STANDBY = configure(model="null", null_step_ms=2.0, log_level="error", standby_workers=1)
+"""Then workers are no children of the supervisor's making: a zygote forks them."""
 TIMEOUT_S = 30.0
 CLOSE_LIMIT_S = 5.0
 LONG = SamplingParams(max_tokens=6000)
@@ -55,9 +58,9 @@ def close(engine: EngineProcesses | EngineClient) -> float:
     return took
 
 
-def start() -> EngineProcesses:
+def start(config: EngineConfig = CONFIG) -> EngineProcesses:
     """A ready engine."""
-    return EngineProcesses.start(CONFIG, timeout_s=TIMEOUT_S)
+    return EngineProcesses.start(config, timeout_s=TIMEOUT_S)
 
 
 def connect(engine: EngineProcesses) -> EngineClient:
@@ -84,7 +87,7 @@ def test_while_starting(delay_s: float) -> None:
     close(engine)
 
 
-@pytest.mark.parametrize("name", ["core.load", "worker.load", "worker.after_load"])
+@pytest.mark.parametrize("name", ["core.load", "worker.load"])
 def test_while_a_start_hangs(name: str, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
     """A process stands still in the middle of its start."""
     monkeypatch.setenv(failpoints.VARIABLE, f"{name}=stop@1")
@@ -123,15 +126,16 @@ def test_while_a_model_is_loaded() -> None:
 )
 def test_while_several_stand_still(roles: tuple[Role, ...]) -> None:
     """A stopped process cannot see that its parent is gone; it leaves all the same."""
-    engine = start()
+    engine = start(WITH_STANDBY)
     send(engine, signal.SIGSTOP, *roles)
     close(engine)
 
 
-def test_after_the_supervisor_was_killed_while_its_worker_stood_still() -> None:
-    """Then nobody is left who could kill it."""
-    engine = start()
-    send(engine, signal.SIGSTOP, Role.WORKER)
+@pytest.mark.parametrize("config", [CONFIG, WITH_STANDBY], ids=["started", "forked"])
+def test_after_the_supervisor_was_killed_while_workers_stood_still(config: EngineConfig) -> None:
+    """Then nobody is left who could kill them."""
+    engine = start(config)
+    send(engine, signal.SIGSTOP, Role.WORKER, Role.STANDBY, Role.ZYGOTE)
     send(engine, signal.SIGKILL, Role.SUPERVISOR)
     close(engine)
 

@@ -271,7 +271,7 @@ def test_a_full_disk_costs_the_journal_and_nothing_else(shared: Engine) -> None:
     """Requests go on in memory; when there is room again, they are in the journal again."""
     engine = shared
     assert engine.get("/readyz")["journal"] == "writing"
-    fields = body(max_tokens=2000)
+    fields = body(max_tokens=1200)
     stream = Stream(engine.url(), fields, headers={"X-Request-Id": "full"})
     events = [stream.next() for _ in range(5)]
     api = engine.pid(Role.API)

@@ -152,8 +152,9 @@ def test_worker_does_without_helpers(standing: Engine) -> None:
         if zygote is not None and zygote.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(zygote.pid, signal.SIGKILL)
-        is_new = worker is not None and worker.epoch > before[Role.WORKER].epoch
-        return worker if is_new and worker is not None and worker.pid is not None else None
+        if worker is None or worker.state is not ProcessState.READY:
+            return None
+        return worker if worker.epoch > before[Role.WORKER].epoch else None
 
     worker = eventually(replaced, "there is another worker")
     assert "--zygote" not in Path(f"/proc/{worker.pid}/cmdline").read_text().split("\0")
