@@ -25,6 +25,10 @@ class SamplingRow(Protocol):
         """Prompt and outputs so far; the token to choose comes at position len(token_ids)."""
 
     @property
+    def num_tokens(self) -> int:
+        """How many they are; asked for more often than the ids themselves."""
+
+    @property
     def num_prompt_tokens(self) -> int:
         """The first so many of `token_ids` are the prompt."""
 
@@ -63,7 +67,7 @@ def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Seque
     places = [
         (i, token_id)
         for i, row in enumerate(rows)
-        if len(row.token_ids) - row.num_prompt_tokens < row.sampling_params.min_tokens
+        if row.num_tokens - row.num_prompt_tokens < row.sampling_params.min_tokens
         for token_id in (*eos_token_ids, *row.sampling_params.stop_token_ids)
         if token_id < scores.shape[1]
     ]

@@ -40,6 +40,11 @@ class MirroredRequest:
     ngram_index: NgramIndex | None = None
     """What the guesses are made from, if they are made by looking up."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and outputs."""
+        return len(self.token_ids)
+
 
 class ScheduledRequest(NamedTuple):
     """One request's part of a step."""

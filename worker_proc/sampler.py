@@ -178,7 +178,7 @@ def _raw_max(logits: Tensor) -> Tensor:
 def _sample(path: _Path, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw tokens of rows with at least one finite score each; int64 [n]."""
     params = [row.sampling_params for row in rows]
-    filters = _filters(params, [len(row.token_ids) for row in rows], scores.device)
+    filters = _filters(params, [row.num_tokens for row in rows], scores.device)
     if path in {_Path.TOP_P, _Path.FULL}:
         return sample_full(scores, filters, with_top_p=path is _Path.TOP_P)
     top_k = torch.tensor([p.top_k for p in params], device=scores.device)

@@ -32,6 +32,11 @@ class DraftedRow:
         return self._request.num_prompt_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """With the first drafts."""
+        return self._request.num_tokens + self._num_drafts
+
+    @property
     def token_ids(self) -> list[int]:
         """The known ids and the first drafts; greedy rows without edits never ask."""
         if self._token_ids is None:

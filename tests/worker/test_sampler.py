@@ -42,6 +42,10 @@ class Row:
     token_ids: list[int]
     num_prompt_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
 
 def _row(
     params: SamplingParams, prompt: Sequence[int] = (1, 2), outputs: Sequence[int] = ()

@@ -26,6 +26,10 @@ class Row:
     token_ids: list[int]
     num_prompt_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
 
 def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:
     return Row(SamplingParams(**kwargs), [*prompt, *outputs], len(prompt))
