@@ -188,14 +188,14 @@ class Supervision:
             status, process.fatal, is_overdue=process.is_overdue, is_oom=evidence.is_oom
         )
         text = story(process, status, cause, evidence.step_id)
+        words = self._testimony.death(process, cause, evidence.step_id)
         if group.is_leaving:
-            return self._on_left(group, text, now)
+            return words + self._on_left(group, text, now)
         group.count_death(status, now)
         self._crash_loop.death(slot.role, cause, now)
         if self._is_hopeless(group, process) or self._crash_loop.is_over(now):
             return self._give_up(process, text, now)
-        actions: list[Action] = [Note(logging.WARNING, text)]
-        actions += self._testimony.death(process, cause, evidence.step_id)
+        actions: list[Action] = [Note(logging.WARNING, text), *words]
         if self._phase is _Phase.DRAINING and slot.role is self._fronts[0]:
             return actions + self._begin_stop(now)
         group.is_failing = True

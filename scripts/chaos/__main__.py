@@ -12,6 +12,7 @@ otherwise wrong; docs/chaos.md explains the rest.
 import argparse
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream_timeout_s=arguments.timeout,
         engine_flags=tuple(arguments.engine_flags),
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the engine, too
     try:
         if arguments.url:
             server = ForeignServer(arguments.url, arguments.kill_command, arguments.kill_pattern)

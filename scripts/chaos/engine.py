@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol import failpoints
-from protocol.lifecycle import ProcessState, StatusReply
+from protocol.lifecycle import StatusReply
 from protocol.status import StatusLink
 from scripts.chaos import processes
 from scripts.chaos.client import Declined, StreamClient
@@ -117,9 +117,9 @@ class Engine:
         return [row.pid for row in rows if str(row.role) == role and row.pid is not None]
 
     async def roles(self) -> set[str]:
-        """The roles that a ready engine has."""
+        """The roles that an engine has once it is ready; a standby may have yet to start."""
         reply = await self.ready()
-        return {str(row.role) for row in reply.processes if row.state is not ProcessState.STOPPED}
+        return {str(row.role) for row in reply.processes}
 
     async def is_idle(self, timeout_s: float) -> bool:
         """Wait until the engine says that it holds no request; False if it does not in time."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.lifecycle import (
+    DeathCause,
     Drain,
     Drained,
     Fatal,
@@ -199,6 +200,7 @@ def test_who_is_asked_to_leave_is_followed_at_once(slot: Slot) -> None:
         assert ask(drill, slot.role) == [Tell(slot, Stop())]
         assert refusal_of(drill, slot.role) == f"the {slot} is being replaced already"
         assert starts(drill.die(slot, 0)) == [(slot, Origin.STARTED)]
+        assert drill.words[-1].cause is DeathCause.ENDED, "nothing that was computed is blamed"
         drill.say(slot, Ready())
     ask(drill, slot.role)
     assert drill.wait(LEAVE_GRACE_S) == [Kill(slot)]
