@@ -187,6 +187,35 @@ def test_standby_that_hangs_is_replaced_when_it_is_needed(standing: Engine) -> N
     assert zombies(standing) == []
 
 
+def test_promoted_worker_is_watched_like_any_other(start_engine: EngineFactory) -> None:
+    """It brings its progress page along: if SIGSTOP holds it, it is found out and replaced."""
+    engine = start_engine(*FLAGS, "--hang-timeout-s", "0.5")
+    first = complete(engine)[Role.WORKER]
+    os.kill(pid_of(first), signal.SIGKILL)
+    promoted = wait_for(engine, Role.WORKER, first.epoch)
+    complete(engine)
+    load = loaded(engine)
+    os.kill(pid_of(promoted), signal.SIGSTOP)
+    assert wait_for(engine, Role.WORKER, promoted.epoch).pid != promoted.pid
+    load.check()
+
+
+def test_dead_standby_is_not_promoted(standing: Engine) -> None:
+    """Both deaths are noticed at once, by a supervisor that was stopped meanwhile."""
+    before = complete(standing)
+    supervisor = Path(f"/proc/{standing.process.pid}/stat")
+    standing.process.send_signal(signal.SIGSTOP)
+    eventually(lambda: supervisor.read_text().split()[2] == "T", "it is stopped")
+    victims = [pid_of(before[role]) for role in (Role.WORKER, Role.STANDBY)]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(map(is_alive, victims)), "both are dead")
+    standing.process.send_signal(signal.SIGCONT)
+    wait_for(standing, Role.WORKER, before[Role.WORKER].epoch)
+    complete(standing)
+    assert standing.log.count("worker died of SIGKILL") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nobody_is_left_behind(standing: Engine, number: signal.Signals) -> None:
     """After an end by request, and after one without a word."""

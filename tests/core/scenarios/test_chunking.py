@@ -116,3 +116,19 @@ def test_without_chunks_a_prompt_beyond_the_budget_still_runs() -> None:
     bench = Harness(budget=64, enable_chunked_prefill=False)
     bench.add("a", 100, 1)
     assert bench.steps(2) == [{"a": 64}, {"a": 36}]
+
+
+def test_whoever_gets_nothing_of_a_step_goes_on_where_it_was() -> None:
+    """The share of a prompt grows as others leave, until nothing is left for those behind it."""
+    bench = Harness(
+        budget=64, max_num_scheduled_tokens=8, seqs=2, long_prefill_token_threshold_adaptive=True
+    )
+    names = [str(number) for number in range(14)]
+    for name, length in (("a", 40), ("b", 3), *((name, 5) for name in names)):
+        bench.add(name, length)
+    assert bench.step() == {"a": 4, "b": 3}
+    for name in names:
+        bench.abort(name)
+    assert bench.steps(4) == [{"a": 8}] * 4
+    assert bench.requests["b"].num_computed_tokens == 3
+    assert bench.steps(2) == [{"a": 4, "b": 1}, {"a": 1, "b": 1}]
