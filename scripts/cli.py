@@ -11,7 +11,7 @@ def main() -> int:
     """Hand over to a command. Returns its exit status, 2 where there is no such command."""
     command, *argv = sys.argv[1:] or [""]
     if command == "serve":
-        from scripts import supervisor
+        from scripts.supervisor import __main__ as supervisor
 
         return supervisor.main(argv, "troika serve")
     if command == "status":

@@ -10,7 +10,7 @@ import msgspec
 from protocol.lifecycle import StatusReply
 from protocol.message import ProtocolError
 from protocol.status import StatusLink
-from scripts.run_dirs import live_run_dirs
+from scripts.supervisor.run_dirs import live_run_dirs
 
 TIMEOUT_S = 2.0
 _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")

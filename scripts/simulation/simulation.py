@@ -12,7 +12,7 @@ from scripts.simulation.sockets import Wire
 from scripts.simulation.stand_ins import Incarnation, SimulatedChild, stand_ins
 from scripts.simulation.supervisor_process import SupervisorProcess
 from scripts.simulation.world import SECOND, START_TIME, Process, Violation, World
-from scripts.supervised import Slot
+from scripts.supervisor.supervised import Slot
 
 PROGRESS_BOUND_S = 30.0
 """After the last fault everything accepted must have ended within so long."""

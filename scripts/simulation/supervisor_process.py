@@ -8,13 +8,13 @@ from protocol.channel import HighWaterMark, PeerGone, RouterChannel
 from protocol.config import EngineConfig
 from protocol.lifecycle import Hello, RestartQuery, Role, StatusQuery, decode_to_supervisor
 from protocol.message import ProtocolError, encode
-from scripts.death_causes import Evidence
-from scripts.pages import Pages
 from scripts.simulation.sockets import SimulatedContext, Wire
 from scripts.simulation.stand_ins import SUPERVISOR_ADDRESS
 from scripts.simulation.world import SECOND, Process, Violation
-from scripts.supervised import Action, Exit, Kill, LeaveWord, Slot, Start, Tell
-from scripts.supervision import Supervision
+from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.pages import Pages
+from scripts.supervisor.supervised import Action, Exit, Kill, LeaveWord, Slot, Start, Tell
+from scripts.supervisor.supervision import Supervision
 
 _DRAIN_LIMIT = 256
 StartChild = Callable[[Slot, int, int | None], Process]
@@ -22,7 +22,7 @@ StartChild = Callable[[Slot, int, int | None], Process]
 
 
 class SupervisorProcess(Process):
-    """Performs what Supervision decides, as scripts/supervisor.py does."""
+    """Performs what Supervision decides, as scripts/supervisor does."""
 
     def __init__(
         self, wire: Wire, config: EngineConfig, ranks: dict[Role, int], start: StartChild

@@ -15,8 +15,8 @@ from protocol.lifecycle import (
     Role,
     WorkerDied,
 )
-from scripts.death_causes import Evidence
-from scripts.supervised import (
+from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.supervised import (
     Action,
     Exit,
     Kill,
@@ -28,7 +28,7 @@ from scripts.supervised import (
     Swap,
     Tell,
 )
-from scripts.supervision import Supervision
+from scripts.supervisor.supervision import Supervision
 
 API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
 ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from protocol.lifecycle import Progress, Ready, Role
-from scripts.console import Console, PhaseClock, render_bar, render_row
-from scripts.supervised import Slot, phase_name
+from scripts.supervisor.console import Console, PhaseClock, render_bar, render_row
+from scripts.supervisor.supervised import Slot, phase_name
 
 WORKER = Slot(Role.WORKER)
 

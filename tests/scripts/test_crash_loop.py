@@ -1,8 +1,8 @@
 """When the engine counts as failing, and when it is given up."""
 
 from protocol.lifecycle import DeathCause, Health, ProcessState, Role
-from scripts.crash_loop import DEATHS_IN_WINDOW, WINDOW_S, CrashLoop
-from scripts.supervised import Group, Tell
+from scripts.supervisor.crash_loop import DEATHS_IN_WINDOW, WINDOW_S, CrashLoop
+from scripts.supervisor.supervised import Group, Tell
 
 
 def make(give_up_after_s: float | None = None) -> tuple[CrashLoop, dict[Role, Group]]:

@@ -7,8 +7,17 @@ import pytest
 
 from protocol.lifecycle import DeathCause, Fatal, ProcessState, Ready, Role, Suspect, WorkerDied
 from protocol.progress_page import Mark, Phase
-from scripts.death_causes import Evidence
-from scripts.supervised import Action, DumpStacks, Kill, LeaveWord, Note, Slot, Start, Tell
+from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.supervised import (
+    Action,
+    DumpStacks,
+    Kill,
+    LeaveWord,
+    Note,
+    Slot,
+    Start,
+    Tell,
+)
 from tests.scripts.drill import API, CORE, WORKER, Drill
 
 LIMIT_S = 2.0

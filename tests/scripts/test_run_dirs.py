@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.channel import lifecycle_address
-from scripts.run_dirs import RunDir, RunDirBusyError, live_run_dirs
+from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, live_run_dirs
 from tests.system.conftest import ROOT
 
 
@@ -47,7 +47,7 @@ def test_directory_that_is_held_is_live_although_nobody_answers(base: Path) -> N
 def test_directory_of_the_dead_is_cleared_by_the_next(base: Path) -> None:
     """The kernel drops the lock with its holder; a temporary directory goes, a given one stays."""
     script = (
-        "import sys\nfrom scripts.run_dirs import RunDir\n"
+        "import sys\nfrom scripts.supervisor.run_dirs import RunDir\n"
         "run_dir = RunDir(sys.argv[1] or None); run_dir.register()\n"
         "print(run_dir.path, flush=True); sys.stdin.read()\n"
     )

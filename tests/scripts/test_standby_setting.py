@@ -7,8 +7,8 @@ import pytest
 
 from protocol.config import ConfigError
 from protocol.settings import configure
-from scripts.process_table import num_ranks
-from scripts.startup import complete, num_standby_workers
+from scripts.supervisor.process_table import num_ranks
+from scripts.supervisor.startup import complete, num_standby_workers
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,20 @@ from protocol.lifecycle import (
     Role,
     Stop,
 )
-from scripts.planned_restarts import LEAVE_GRACE_S
-from scripts.succession import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
-from scripts.supervised import Action, Announce, Exit, Kill, Origin, Show, Slot, Start, Swap, Tell
+from scripts.supervisor.planned_restarts import LEAVE_GRACE_S
+from scripts.supervisor.succession import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
+from scripts.supervisor.supervised import (
+    Action,
+    Announce,
+    Exit,
+    Kill,
+    Origin,
+    Show,
+    Slot,
+    Start,
+    Swap,
+    Tell,
+)
 from tests.scripts.drill import API, CORE, RECOVERY, STANDBY, WORKER, ZYGOTE, Drill
 
 NEXT_API = Slot(Role.API, 1)

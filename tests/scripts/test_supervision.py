@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from protocol.config import RecoveryConfig
 from protocol.lifecycle import Drain, Drained, Fatal, ProcessState, Progress, Ready, Role, Stop
-from scripts.supervised import HEALTHY_S, Announce, Exit, Kill, Show, Slot, Start, Tell
-from scripts.supervision import CRASH_LOOP_DEATHS, STOP_GRACE_S
+from scripts.supervisor.supervised import HEALTHY_S, Announce, Exit, Kill, Show, Slot, Start, Tell
+from scripts.supervisor.supervision import CRASH_LOOP_DEATHS, STOP_GRACE_S
 from tests.scripts.drill import API, CORE, WORKER, Drill
 
 

@@ -18,12 +18,12 @@ from protocol.child import Child
 from protocol.config import EngineConfig, ParallelConfig
 from protocol.lifecycle import Role
 from protocol.settings import configure
-from scripts import process_table
-from scripts.console import Console
-from scripts.run_dirs import RunDir
-from scripts.supervised import Slot
-from scripts.supervision import CRASH_LOOP_DEATHS
-from scripts.supervisor import Supervisor
+from scripts.supervisor import process_table
+from scripts.supervisor.console import Console
+from scripts.supervisor.run_dirs import RunDir
+from scripts.supervisor.supervised import Slot
+from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
+from scripts.supervisor.supervisor import Supervisor
 from tests.system.conftest import eventually
 
 CONFIG = configure(model="null", tensor_parallel_size=2)

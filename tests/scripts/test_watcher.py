@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from protocol.lifecycle import Role
 from protocol.progress_page import Mark, Phase
-from scripts.supervised import Slot
-from scripts.watcher import Judgement, Watcher
+from scripts.supervisor.supervised import Slot
+from scripts.supervisor.watcher import Judgement, Watcher
 
 CORE, WORKER = Slot(Role.CORE), Slot(Role.WORKER)
 LIVING = {CORE: 1, WORKER: 2}

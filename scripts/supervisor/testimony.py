@@ -3,7 +3,7 @@
 from collections import deque
 
 from protocol.lifecycle import DeathCause, ProcessState, Role, Suspect, WorkerDied
-from scripts.supervised import Action, Group, LeaveWord, Process, Slot, Tell
+from scripts.supervisor.supervised import Action, Group, LeaveWord, Process, Slot, Tell
 
 _MAX_UNTOLD_DEATHS = 16
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from protocol.progress_page import Mark
-from scripts.supervised import Slot
+from scripts.supervisor.supervised import Slot
 
 _LEAST_LOOK_S = 0.005
 """Between two looks, whatever the deadlines are."""

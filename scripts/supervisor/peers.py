@@ -2,7 +2,7 @@
 
 from protocol.channel import PeerGone, RouterChannel
 from protocol.message import Message, encode
-from scripts.supervised import Slot
+from scripts.supervisor.supervised import Slot
 
 SUPERVISOR_EPOCH = 0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from protocol.lifecycle import Progress, Ready, Role
-from scripts.supervised import Slot, phase_name
+from scripts.supervisor.supervised import Slot, phase_name
 
 _BAR_CELLS = 24
 _REDRAW_S = 0.1

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from protocol.lifecycle import DeathCause, Health, ProcessState, Role
-from scripts.supervised import Action, Group, Tell
+from scripts.supervisor.supervised import Action, Group, Tell
 
 WINDOW_S = 60.0
 DEATHS_IN_WINDOW = 5

@@ -1,20 +1,14 @@
-"""The supervisor: `python -m scripts.supervisor [MODEL] [flags]` starts an engine and keeps it.
+"""The supervisor's sockets, signals and processes; supervision.py decides what to do with them."""
 
-Here are its sockets, signals and processes; scripts/supervision.py decides what to do.
-"""
-
-import argparse
 import logging
 import os
 import random
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 
 from protocol.channel import (
@@ -24,7 +18,7 @@ from protocol.channel import (
     client_address,
     lifecycle_address,
 )
-from protocol.config import ConfigError, EngineConfig
+from protocol.config import EngineConfig
 from protocol.failpoints import reach
 from protocol.lifecycle import (
     Fatal,
@@ -38,31 +32,25 @@ from protocol.lifecycle import (
     decode_to_supervisor,
 )
 from protocol.message import ProtocolError
-from protocol.prctl import set_subreaper
-from protocol.process import EXIT_FATAL, configure_logging
-from scripts.console import Console
-from scripts.death_causes import Evidence, OomCounter
-from scripts.forks import Born, Event, Said, Unborn
-from scripts.pages import Pages
-from scripts.peers import Peers
-from scripts.process_table import (
+from protocol.process import EXIT_FATAL
+from scripts.supervisor.console import Console
+from scripts.supervisor.death_causes import Evidence, OomCounter
+from scripts.supervisor.forks import Born, Event, Said, Unborn
+from scripts.supervisor.pages import Pages
+from scripts.supervisor.peers import Peers
+from scripts.supervisor.process_table import (
     STANDBY,
     ZYGOTE,
     ProcessTable,
     num_ranks,
     supervisor_row,
 )
-from scripts.run_dirs import RunDir, RunDirBusyError
-from scripts.startup import (
-    complete,
-    leave_word,
-    open_listener,
-    parse,
+from scripts.supervisor.run_dirs import RunDir
+from scripts.supervisor.startup import (
     served_name,
     url_of,
-    watch_signals,
 )
-from scripts.supervised import (
+from scripts.supervisor.supervised import (
     Action,
     Announce,
     DumpStacks,
@@ -77,7 +65,7 @@ from scripts.supervised import (
     Swap,
     Tell,
 )
-from scripts.supervision import Supervision
+from scripts.supervisor.supervision import Supervision
 
 _DRAIN_LIMIT = 256
 _LAST_WORDS_MS = 100
@@ -337,63 +325,3 @@ class Supervisor:
         place = f"{self.url}/v1" if self.url else client_address(str(self._config.run.run_dir))
         seconds = time.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")
-
-
-def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> int:
-    """Run an engine until it is stopped. Returns the exit status."""
-    started_at = time.monotonic()
-    arguments, config = parse(program, sys.argv[1:] if argv is None else argv)
-    configure_logging("supervisor", config.run.log_level)
-    signal_fd = watch_signals()
-    is_embedded = arguments.parent_fd is not None
-    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded)
-    try:
-        status, failure = _serve(arguments, config, console, signal_fd, started_at)
-    except (ConfigError, ValueError, RunDirBusyError) as error:
-        status, failure = 1, str(error)
-    if failure is not None:
-        console.error(failure)
-        if is_embedded:
-            leave_word(config.run.run_dir, failure)
-    return status
-
-
-def _serve(
-    arguments: argparse.Namespace,
-    config: EngineConfig,
-    console: Console,
-    signal_fd: int,
-    started_at: float,
-) -> tuple[int, str | None]:
-    """Returns the exit status, and why the engine gave up, if it did."""
-    config = complete(config)
-    try:
-        run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
-    except OSError as error:
-        raise ConfigError(f"run_dir cannot be used: {error}") from error
-    is_abandoned = False
-    try:
-        run_dir.raise_epoch(arguments.epoch or 0)
-        run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
-        config = msgspec.structs.replace(config, run=run)
-        listener = None if arguments.no_api else open_listener(config.api.host, config.api.port)
-        set_subreaper(bool(config.recovery.standby_workers))
-        supervisor = Supervisor(
-            config,
-            run_dir,
-            console,
-            listener=listener,
-            parent_fd=arguments.parent_fd,
-            started_at=started_at,
-        )
-        run_dir.register()
-        status = supervisor.run(signal_fd)
-        is_abandoned = supervisor.was_orphaned
-        return status, supervisor.supervision.failure
-    finally:
-        run_dir.close(is_abandoned=is_abandoned)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

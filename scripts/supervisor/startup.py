@@ -13,7 +13,7 @@ from protocol import settings
 from protocol.config import ConfigError, Device, EngineConfig
 from protocol.launch import failure_file
 
-DEMO_MODEL_DIR = Path(__file__).resolve().parent / "demo_model"
+DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "demo_model"
 _BACKLOG = 2048
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Where drivers of devices that torch computes on show themselves."""

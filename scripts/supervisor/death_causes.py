@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from protocol.lifecycle import DeathCause, Fatal
 from protocol.process import EXIT_FATAL
-from scripts.supervised import Process, phase_name
+from scripts.supervisor.supervised import Process, phase_name
 
 _OWN_SIGNALS = frozenset(
     {

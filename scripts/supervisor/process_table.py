@@ -12,11 +12,11 @@ from protocol.child import Child, rss_bytes
 from protocol.config import EngineConfig
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
-from scripts.forks import Born, Event, Forks, Unborn
-from scripts.pages import Pages
-from scripts.peers import SUPERVISOR_EPOCH
-from scripts.succession import HELPERS
-from scripts.supervised import Origin, Process, Slot, Start
+from scripts.supervisor.forks import Born, Event, Forks, Unborn
+from scripts.supervisor.pages import Pages
+from scripts.supervisor.peers import SUPERVISOR_EPOCH
+from scripts.supervisor.succession import HELPERS
+from scripts.supervisor.supervised import Origin, Process, Slot, Start
 
 MODULES = {Role.API: "api_proc", Role.CORE: "core_proc", Role.WORKER: "worker_proc"}
 log = logging.getLogger("troika.supervisor")

@@ -23,11 +23,11 @@ from protocol.lifecycle import (
     Stop,
 )
 from protocol.progress_page import Mark
-from scripts.crash_loop import CrashLoop
-from scripts.death_causes import Evidence, classify, story
-from scripts.planned_restarts import PlannedRestarts
-from scripts.succession import HANDOVER_TIMEOUT_S, HELPERS, Succession
-from scripts.supervised import (
+from scripts.supervisor.crash_loop import CrashLoop
+from scripts.supervisor.death_causes import Evidence, classify, story
+from scripts.supervisor.planned_restarts import PlannedRestarts
+from scripts.supervisor.succession import HANDOVER_TIMEOUT_S, HELPERS, Succession
+from scripts.supervisor.supervised import (
     Action,
     Announce,
     DumpStacks,
@@ -40,8 +40,8 @@ from scripts.supervised import (
     Slot,
     Tell,
 )
-from scripts.testimony import Testimony
-from scripts.watcher import Judgement, Verdict, Watcher
+from scripts.supervisor.testimony import Testimony
+from scripts.supervisor.watcher import Judgement, Verdict, Watcher
 
 STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""

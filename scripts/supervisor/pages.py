@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from protocol.lifecycle import DeathCause, Role
 from protocol.progress_page import Death, Mark, Phase, ProgressPage
-from scripts.supervised import LeaveWord, Slot
+from scripts.supervisor.supervised import LeaveWord, Slot
 
 WATCHED_ROLES = (Role.CORE, Role.WORKER, Role.STANDBY, Role.ZYGOTE)
 

@@ -8,7 +8,7 @@ No waiting is without end: what is waited for makes progress, or dies.
 from collections.abc import Mapping
 
 from protocol.lifecycle import Role
-from scripts.supervised import Group, Origin, Process
+from scripts.supervisor.supervised import Group, Origin, Process
 
 HELPERS = (Role.ZYGOTE, Role.STANDBY)
 """Nothing is served by them: the engine is ready without."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from protocol.config import RecoveryConfig
 from protocol.lifecycle import Drain, ProcessState, Role, Stop
-from scripts.supervised import Action, Group, Note, Process, Slot, Swap
+from scripts.supervisor.supervised import Action, Group, Note, Process, Slot, Swap
 
 RESTARTABLE = (Role.API, Role.CORE, Role.WORKER)
 LEAVE_GRACE_S = 5.0

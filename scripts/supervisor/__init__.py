@@ -1,0 +1,1 @@
+"""Starts the processes of an engine, watches them, and replaces those that die or hang."""

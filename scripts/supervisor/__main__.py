@@ -1,0 +1,77 @@
+"""The supervisor: `python -m scripts.supervisor [MODEL] [flags]` starts an engine and keeps it."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from protocol.config import ConfigError, EngineConfig
+from protocol.prctl import set_subreaper
+from protocol.process import configure_logging
+from scripts.supervisor.console import Console
+from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
+from scripts.supervisor.startup import complete, leave_word, open_listener, parse, watch_signals
+from scripts.supervisor.supervisor import Supervisor
+
+
+def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> int:
+    """Run an engine until it is stopped. Returns the exit status."""
+    started_at = time.monotonic()
+    arguments, config = parse(program, sys.argv[1:] if argv is None else argv)
+    configure_logging("supervisor", config.run.log_level)
+    signal_fd = watch_signals()
+    is_embedded = arguments.parent_fd is not None
+    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded)
+    try:
+        status, failure = _serve(arguments, config, console, signal_fd, started_at)
+    except (ConfigError, ValueError, RunDirBusyError) as error:
+        status, failure = 1, str(error)
+    if failure is not None:
+        console.error(failure)
+        if is_embedded:
+            leave_word(config.run.run_dir, failure)
+    return status
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    console: Console,
+    signal_fd: int,
+    started_at: float,
+) -> tuple[int, str | None]:
+    """Returns the exit status, and why the engine gave up, if it did."""
+    config = complete(config)
+    try:
+        run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
+    except OSError as error:
+        raise ConfigError(f"run_dir cannot be used: {error}") from error
+    is_abandoned = False
+    try:
+        run_dir.raise_epoch(arguments.epoch or 0)
+        run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
+        config = msgspec.structs.replace(config, run=run)
+        listener = None if arguments.no_api else open_listener(config.api.host, config.api.port)
+        set_subreaper(bool(config.recovery.standby_workers))
+        supervisor = Supervisor(
+            config,
+            run_dir,
+            console,
+            listener=listener,
+            parent_fd=arguments.parent_fd,
+            started_at=started_at,
+        )
+        run_dir.register()
+        status = supervisor.run(signal_fd)
+        is_abandoned = supervisor.was_orphaned
+        return status, supervisor.supervision.failure
+    finally:
+        run_dir.close(is_abandoned=is_abandoned)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
