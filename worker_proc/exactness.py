@@ -115,10 +115,10 @@ class _Calls:
             handle.remove()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = (*args, *kwargs.values())
-        rows = {value.shape[1] for value in values if isinstance(value, torch.Tensor)}
         # Called in another way, it is tried as a part of the whole forward only.
-        if len(rows) == 1 and not kwargs and all(isinstance(v, torch.Tensor) for v in values):
+        if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() == 3 for v in args):
+            return
+        if len({value.shape[1] for value in args}) == 1:
             self._args[module] = args
 
     def distinct(self) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:

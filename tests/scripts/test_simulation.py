@@ -23,7 +23,7 @@ ALL = frozenset(FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 10_000
 """In each mode, if the machine is fast enough."""
-LIMIT_S = 35.0
+LIMIT_S = 12.0
 LEAST_SEEDS = 100
 PLANT_SEEDS = 300
 """Within so many a planted bug must show."""
