@@ -296,7 +296,7 @@ def measure_waiting_memory(plan: Plan) -> WaitingMemory:
 
 
 def _engine(num_waiting: int) -> EngineCore:
-    engine = EngineCore(configure(max_num_waiting=num_waiting))
+    engine = EngineCore(configure(max_num_waiting=num_waiting, max_waiting_tokens=2**31))
     facts = ModelFacts(
         model="bench",
         vocab_size=VOCAB_SIZE,
