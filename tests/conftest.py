@@ -34,10 +34,14 @@ VARIANTS = (
     "[float32]",
 )
 
+ALONE = "worker/test_zygote.py"
+"""Counts the children of its own process, so it runs alone: `scripts/test -m slow` and its name."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them before the marks are looked at."""
     for item in items:
-        if item.nodeid.removeprefix("tests/") in VARIANTS:
+        name = item.nodeid.removeprefix("tests/")
+        if name in VARIANTS or name.startswith(ALONE):
             item.add_marker(pytest.mark.slow)
