@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -10,15 +11,16 @@ import uvloop
 
 from api_proc.acceptor import raise_fd_limit
 from api_proc.app import openai_app, start_sessions
+from api_proc.commands import Commands
 from api_proc.server import HttpServer, adopt, listen, url_of
 from api_proc.state import ApiState
 from api_proc.text import TextProcessor
 from protocol.client import MAX_OPEN_TOKENS, AsyncEngineClient
 from protocol.config import ConfigError
-from protocol.errors import RequestFailed
 from protocol.failpoints import reach
-from protocol.lifecycle import Drain, Health, Role, Stop
+from protocol.lifecycle import Role
 from protocol.process import ChildProcess
+from protocol.pulse import Pulse
 
 _PROGRESS_INTERVAL_S = 10.0
 
@@ -56,39 +58,24 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
             slow_reader_timeout_s=api.slow_reader_timeout_s,
             on_slow_reader=state.metrics.count_slow_reader,
         )
-        shutdown_timeout_s = child.config.recovery.shutdown_timeout_s
-        tasks: list[asyncio.Task[None]] = []
-
-        def on_message(message: Drain | Stop | Health) -> None:
-            if isinstance(message, Health):
-                state.degraded_retry_after_s = (
-                    message.retry_after_s if message.is_degraded else None
-                )
-                return
-            if isinstance(message, Stop):
-                if state.sessions is not None:
-                    state.sessions.close()
-                sys.stderr.flush()
-                os._exit(0)
-            if message.is_replaced:
-                tasks.append(asyncio.create_task(server.retire(shutdown_timeout_s)))
-                return
-            state.drain()
-            tasks.append(asyncio.create_task(_report_drained(child, state)))
-
-        def on_sigterm() -> None:
-            if not child.ask_for_restart():
-                on_message(Drain(is_replaced=True))
-
+        commands = Commands(child, state, server)
         loop = asyncio.get_running_loop()
-        child.attach_asyncio(loop, on_message)
-        loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+        _beat(child.pulse, loop)
+        child.attach_asyncio(loop, commands.obey)
+        loop.add_signal_handler(signal.SIGTERM, commands.on_sigterm)
         reporting = asyncio.create_task(_report_ready(child, client))
         await server.serve(sockets=[listening])
         reporting.cancel()
         if state.sessions is not None:
             state.sessions.close()
     text.close()
+
+
+def _beat(pulse: Pulse, loop: asyncio.AbstractEventLoop) -> None:
+    """Show that the loop turns: the API whose loop stands still is replaced."""
+    pulse.turn()
+    if pulse.tick_ms is not None:
+        loop.call_later(pulse.tick_ms / 1000, _beat, pulse, loop)
 
 
 def _engine_client(child: ChildProcess) -> AsyncEngineClient:
@@ -104,29 +91,13 @@ def _engine_client(child: ChildProcess) -> AsyncEngineClient:
 async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
     """Ready means that requests are served; loading a model may take longer than any deadline."""
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
-    while True:
-        child.progress("wait for the model")
+    for number in itertools.count():
+        child.progress("wait for the model", number)  # its own patience is no failure
+        child.pulse.turn()  # nor a load: the loop turns meanwhile
         with contextlib.suppress(TimeoutError):
             await client.wait_ready(interval_s)
             break
     child.ready()
-
-
-async def _report_drained(child: ChildProcess, state: ApiState) -> None:
-    """The supervisor waits for this, and holds the deadline.
-
-    What was accepted is to be finished, and the core is told to drain only after this process: so
-    it is this process that ends a pause.
-    """
-    resuming = asyncio.create_task(_end_pause(state.client))
-    await state.wait_idle()
-    resuming.cancel()
-    child.drained()
-
-
-async def _end_pause(client: AsyncEngineClient) -> None:
-    with contextlib.suppress(TimeoutError, RequestFailed):
-        await client.resume()
 
 
 if __name__ == "__main__":

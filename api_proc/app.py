@@ -68,7 +68,7 @@ def openai_app(
 def start_sessions(state: ApiState) -> None:
     """Go on with what the journal says, if there is one; inside the event loop."""
     if state.config.api.journal_dir is not None:
-        state.sessions = Sessions(state.client, state.config.api)
+        state.sessions = Sessions(state.client, state.config.api, state.metrics.count_end)
         rereaders = {completions.PATH: completions.reread, chat.PATH: chat.reread}
         state.sessions.start(rereaders)
 

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: from its body to a generation."""
 
+from functools import partial
 from typing import Any
 
 from api_proc.answering import answer
@@ -10,7 +11,7 @@ from api_proc.errors import from_request_error
 from api_proc.generation import Generation
 from api_proc.json_body import BodyDecoder
 from api_proc.params import resolve_max_tokens, sampling_params, tokens_to_keep
-from api_proc.resuming import find_session, resume
+from api_proc.resuming import resumed
 from api_proc.sequence import Prompt
 from api_proc.sessions import Reread
 from api_proc.state import ApiState
@@ -29,10 +30,8 @@ async def chat_completions(state: ApiState, connection: Connection) -> None:
         ApiError: it is refused, or fails before anything was sent.
     """
     raw = await connection.read_body(state.config.api.max_body_bytes)
-    session = find_session(state, connection, PATH, raw)
-    if session is not None:
-        content = Reread(session.body, session.prompts)
-        await resume(state, connection, session, lambda g: _reply(state, connection, content, g))
+    make_reply = partial(_reply, state, connection)
+    if await resumed(state, connection, PATH, raw, make_reply):
         return
     facts = await state.accepting()
     body = _decode(raw)
@@ -43,10 +42,12 @@ async def chat_completions(state: ApiState, connection: Connection) -> None:
         prompt = Prompt(await _tokenize(state, body, facts), None)
         if generation.cancelled:
             return
+        if await resumed(state, connection, PATH, raw, make_reply):  # it has come twice meanwhile
+            return
         generation.remember(PATH, raw, [prompt])
         _submit(state, generation, body, prompt.token_ids, facts)
         await generation.accepted()
-        reply = _reply(state, connection, Reread(body, [prompt]), generation)
+        reply = make_reply(Reread(body, [prompt]), generation)
         await answer(connection, generation, reply, is_streamed=bool(body.stream))
 
 

@@ -53,8 +53,13 @@ class EventIds:
         return b"%b%b%b%b\n\n" % (event[:-2], self._prefix, place, mark)
 
 
-def parse_event_id(text: str, request_id: str, num_sequences: int) -> tuple[list[int | None], bool]:
+def parse_event_id(text: str, request_id: str, limits: list[int]) -> tuple[list[int | None], bool]:
     """Read the id of the last event that a client has seen.
+
+    Args:
+        text: as the client has sent it.
+        request_id: of the request that it should belong to.
+        limits: the most tokens of each sequence.
 
     Returns:
         Tokens told of each sequence, and whether the usage was.
@@ -65,7 +70,13 @@ def parse_event_id(text: str, request_id: str, num_sequences: int) -> tuple[list
     name, _, place = text.rpartition(".")
     found = _PLACE.fullmatch(place)
     counts = [] if found is None else found[1].split("-")
-    if found is None or name != request_id or len(counts) != num_sequences:
+    told = [int(count) if count else None for count in counts]
+    if (
+        found is None
+        or name != request_id
+        or len(told) != len(limits)
+        or any((count or 0) > limit for count, limit in zip(told, limits, strict=True))
+    ):
         message = f"Last-Event-ID {text[:200]!r} is no id of an event of request {request_id}"
         raise ApiError(400, message, code="invalid_last_event_id")
-    return [int(count) if count else None for count in counts], bool(found[2])
+    return told, bool(found[2])

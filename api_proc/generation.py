@@ -50,6 +50,7 @@ class Generation:
         self._state = state
         self._connection = connection
         self._session = session
+        self._is_accepted = session is not None
         self._readers: list[HistoryReader] = []
         self._body = body
         self._metrics = state.metrics
@@ -62,14 +63,16 @@ class Generation:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_told = kind is None and not self.cancelled
         self.cancel()
         session = self._session
         if session is not None:
-            if kind is not None and issubclass(kind, Exception):
+            if not self._is_accepted:  # it was refused, or nobody waits for it any more
                 self._sessions.forget(session)
             connection = self._connection
             is_stream = bool(self._body.stream) and connection.response_started
-            self._sessions.detach(session, is_known=is_stream or connection.has_given_id)
+            is_known = is_stream or connection.has_given_id
+            self._sessions.detach(session, is_known=is_known, is_told=is_told)
         self._state.closed()
 
     @property
@@ -97,6 +100,7 @@ class Generation:
 
     async def accepted(self) -> None:
         """All was submitted: wait until a session is known to survive this process."""
+        self._is_accepted = True
         if self._session is not None:
             await self._sessions.accept(self._session)
 
@@ -164,8 +168,8 @@ class Generation:
         for sequence in self.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.ABORT
-                self._metrics.num_finished[FinishReason.ABORT] += 1
                 if self._session is None:
+                    self._metrics.count_end(FinishReason.ABORT)
                     sequence.stream.cancel()
 
     async def steps(self) -> AsyncIterator[Step]:
@@ -233,7 +237,9 @@ class Generation:
                 delta = sequence.push(piece)
                 if skip and sequence.num_output_tokens <= skip:  # an earlier answer has told it
                     if delta.finish_reason is not None:
+                        self._require_told(sequence, skip)
                         return
+                    await asyncio.sleep(0)  # others wait while much is told again
                 elif delta.finish_reason is not None:
                     self._finish(sequence, first, last)
                     yield delta
@@ -241,29 +247,42 @@ class Generation:
                 elif piece.token_ids:
                     yield delta
 
+    @staticmethod
+    def _require_told(sequence: OutputSequence, num_told: int) -> None:
+        """Whoever has seen more than there is has seen something else."""
+        if sequence.num_output_tokens < num_told:
+            message = f"the answer ends before token {num_told}, which was told before"
+            raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+
     def _finish(self, sequence: OutputSequence, first: float, last: float) -> None:
         assert sequence.finish_reason is not None
-        metrics = self._metrics
-        metrics.num_finished[sequence.finish_reason] += 1
-        metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
-        metrics.generation_tokens.observe(sequence.num_output_tokens)
-        if sequence.num_output_tokens > 1:
-            metrics.time_per_output_token.observe((last - first) / (sequence.num_output_tokens - 1))
+        if self._session is None or self._session.histories[sequence.index].count_end():
+            self._observe_end(sequence, first, last)
         if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             message = f"the engine ended the request: {sequence.finish_reason}"
             raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
 
+    def _observe_end(self, sequence: OutputSequence, first: float, last: float) -> None:
+        metrics = self._metrics
+        metrics.count_end(str(sequence.finish_reason))
+        metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
+        metrics.generation_tokens.observe(sequence.num_output_tokens)
+        if sequence.num_output_tokens > 1:
+            metrics.time_per_output_token.observe((last - first) / (sequence.num_output_tokens - 1))
+
 
 def _pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
-    """Cut an output where its first `num_first` tokens end, and then where it becomes too large."""
+    """Cut an output where its first `num_first` tokens end, and wherever it becomes too large."""
     size = _PIECE_TOKENS if output.logprobs is None else _PIECE_LOGPROBS
     num_tokens = len(output.token_ids)
     if num_first <= 0 and num_tokens <= size:
         yield output
         return
-    start, end = 0, num_first if num_first > 0 else size
-    while start == 0 or start < num_tokens:
-        end = min(end, num_tokens)
+    start = 0
+    while True:
+        end = min(start + size, num_tokens)
+        if start < num_first < end:
+            end = num_first
         is_last = end == num_tokens
         yield RequestOutput(
             output.request_id,
@@ -277,4 +296,4 @@ def _pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
         )
         if is_last:
             return
-        start, end = end, end + size
+        start = end

@@ -1,12 +1,17 @@
 """All that one sequence has brought, kept so that readers can begin anywhere, again and again."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from protocol.api_core import RequestOutput
 from protocol.core_worker import PromptLogprobs, TokenLogprobs
 from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason
+
+_PART_TOKENS = 4096
+_PART_LOGPROBS = 64
+"""Tokens of one record of a snapshot, without logprobs and with them."""
 
 
 class History:
@@ -16,7 +21,7 @@ class History:
         """`on_output` is told what is new; None: the request has failed or was cancelled."""
         self.request_id = 0
         """The engine client's number."""
-        self.token_ids: list[int] = []
+        self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
         """One for each token, or none at all."""
         self.prompt_logprobs: list[PromptLogprobs] = []
@@ -26,6 +31,8 @@ class History:
         self.error: RequestFailed | None = None
         self.is_cut = False
         """It was ended from this side, at a stop string: nobody needs what would follow."""
+        self.is_counted = False
+        """Its end is among what the metrics count."""
         self._on_output = on_output
         self._waiters: set[asyncio.Future[None]] = set()
 
@@ -48,13 +55,27 @@ class History:
             return  # what lies between was lost, and comes again
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
-        if output.prompt_logprobs is not None and not self.token_ids:
-            self.prompt_logprobs += output.prompt_logprobs
-        self.token_ids += output.token_ids[num_known:]
+        for part in output.prompt_logprobs or []:
+            self._enter_prompt(part)
+        if self.finish_reason is not None:
+            return  # what a snapshot tells of the time before
+        self.token_ids.extend(output.token_ids[num_known:])
         if output.logprobs is not None:
             self.logprobs += output.logprobs[num_known:]
         self.finish_reason = output.finish_reason
         self.stop_token_id = output.stop_token_id
+
+    def _enter_prompt(self, part: PromptLogprobs) -> None:
+        """Add it where it goes on; what comes too early comes again, in a snapshot."""
+        known = self.prompt_logprobs
+        begins = known[-1].first_position + len(known[-1].entries) if known else 1
+        if part.first_position <= begins < part.first_position + len(part.entries):
+            known.append(part)
+
+    def count_end(self) -> bool:
+        """Whether its end was not counted before; from now on it is."""
+        is_first, self.is_counted = not self.is_counted, True
+        return is_first
 
     def fail(self, error: RequestFailed) -> None:
         """Called by the engine client: nothing more will come."""
@@ -72,15 +93,46 @@ class History:
 
     def whole(self, first: int = 0) -> RequestOutput:
         """All that there is from one token on, as one output."""
+        return self._part(first, len(self.token_ids))
+
+    def parts(self) -> Iterator[RequestOutput]:
+        """All that there is, in pieces of bounded size; what comes meanwhile may be among it."""
+        for prompt_part in self._prompt_parts():
+            yield RequestOutput(
+                self.request_id,
+                0,
+                [],
+                num_cached_tokens=self.num_cached_tokens,
+                prompt_logprobs=[prompt_part],
+            )
+        first = 0
+        while True:
+            size = _PART_LOGPROBS if self.logprobs else _PART_TOKENS
+            end = min(first + size, len(self.token_ids))
+            part = self._part(first, end, with_prompt=False)
+            if part.token_ids or part.finish_reason:
+                yield part
+            first += len(part.token_ids)
+            if first >= len(self.token_ids):
+                return
+
+    def _prompt_parts(self) -> Iterator[PromptLogprobs]:
+        for part in self.prompt_logprobs:  # what is added meanwhile is among it
+            for start in range(0, len(part.entries), _PART_LOGPROBS):
+                entries = part.entries[start : start + _PART_LOGPROBS]
+                yield PromptLogprobs(part.req_id, part.first_position + start, entries)
+
+    def _part(self, first: int, end: int, *, with_prompt: bool = True) -> RequestOutput:
+        is_last = end == len(self.token_ids)
         return RequestOutput(
             self.request_id,
             first,
-            self.token_ids[first:],
-            self.finish_reason,
-            self.stop_token_id,
+            self.token_ids[first:end].tolist(),
+            self.finish_reason if is_last else None,
+            self.stop_token_id if is_last else None,
             None if first else self.num_cached_tokens,
-            self.logprobs[first:] if self.logprobs else None,
-            (self.prompt_logprobs or None) if not first else None,
+            self.logprobs[first:end] if self.logprobs else None,
+            (self.prompt_logprobs or None) if with_prompt and not first else None,
         )
 
     async def changed(self) -> None:
@@ -108,12 +160,15 @@ class HistoryReader:
         self._history = history
         self._cut = cut
         self._position = 0
+        self._num_before = len(history.token_ids)
         self._finished = False
 
     @property
     def num_unread(self) -> int:
-        """Tokens that have come and were not read yet."""
-        return 0 if self._finished else len(self._history.token_ids) - self._position
+        """Tokens that have come since this reader began, and were not read yet."""
+        if self._finished:
+            return 0
+        return len(self._history.token_ids) - max(self._position, self._num_before)
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self

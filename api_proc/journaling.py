@@ -7,11 +7,13 @@ segment; the same snapshot keeps segments short.
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from api_proc.session_log import Brought, Forgotten, Row
 from protocol.journal import Journal
+from protocol.journal_segments import MAX_RECORD_BYTES
 from protocol.message import Message, encode
 
 FLUSH_S = 0.005
@@ -21,8 +23,11 @@ SEGMENT_BYTES = 16 * 2**20
 _FIRST_RETRY_S = 1.0
 _LOCK_RETRY_S = 0.1
 _RETRY_MAX_S = 10.0
-_BATCH = 32
-"""Requests of a snapshot that are encoded at a time."""
+_SNAPSHOT_BYTES = 64 * 1024
+"""Of a snapshot, encoded before other work of the event loop."""
+_SNAPSHOT_QUEUE_BYTES = 4 * 2**20
+"""A snapshot waits while so much is to be written: it may be larger than the queue's bound."""
+_SNAPSHOT_PAUSE_S = 0.01
 
 log = logging.getLogger("troika.api")
 
@@ -30,14 +35,25 @@ log = logging.getLogger("troika.api")
 class Journaling:
     """One journal and everybody who waits for it."""
 
-    def __init__(self, directory: str, snapshot: Callable[[], Iterator[list[Message]]]) -> None:
-        """Name the directory; `snapshot` iterates over the records of each open request."""
+    def __init__(
+        self, directory: str, snapshot: Callable[[], Iterator[Message]], *, is_synced: bool = False
+    ) -> None:
+        """Name the directory.
+
+        Args:
+            directory: see `Journal`.
+            snapshot: iterates over records that tell of everything open; what comes meanwhile is
+                written between them.
+            is_synced: whether written means on the medium.
+        """
         self._directory = directory
         self._snapshot = snapshot
+        self._sync = os.fsync if is_synced else None
         self._rows: list[Row] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._snapshot_bytes = 0
+        self._is_waiting = False
         self._is_rotating = False
         self._rotation = 0
         self._retry_s = _FIRST_RETRY_S
@@ -54,9 +70,18 @@ class Journaling:
         self._loop = asyncio.get_running_loop()
         self._on_recovered = on_recovered
         self._journal = Journal(
-            self._directory, self._loop.call_soon_threadsafe, self._on_written, self._on_failed
+            self._directory,
+            self._loop.call_soon_threadsafe,
+            self._on_written,
+            self._on_failed,
+            sync=self._sync,
         )
         self._take_over()
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether it is known what a predecessor has left."""
+        return self._journal.is_recovered
 
     def close(self) -> None:
         """Write what is left."""
@@ -86,13 +111,18 @@ class Journaling:
         self._waiting.append((position, future))
         await asyncio.wait([future], timeout=timeout_s)
 
-    def _append(self, message: Message) -> None:
+    def _append(self, message: Message) -> int:
+        """Hand over one record; returns its size in bytes."""
         body = encode(message)
+        if len(body) > MAX_RECORD_BYTES:
+            log.warning("a request of %d bytes is too large for the journal", len(body))
+            return 0
         self.num_bytes += len(body)
         self._journal.append(body)
         limit = max(SEGMENT_BYTES, 2 * self._snapshot_bytes)
         if self._journal.num_segment_bytes > limit and not self._is_rotating and not self.is_failed:
             self._rotate()
+        return len(body)
 
     def _flush(self) -> None:
         if self._flushing is not None:
@@ -113,10 +143,13 @@ class Journaling:
 
     def _take_over(self) -> None:
         self._retry = None
-        if not self._journal.is_locked:
+        if not self._journal.is_recovered:
             try:
                 records = self._journal.recover(timeout_s=0.0)
-            except BlockingIOError:  # a predecessor still finishes what it has
+            except BlockingIOError as error:  # a predecessor still finishes what it has
+                if not self._is_waiting:
+                    self._is_waiting = True
+                    log.warning("the journal waits: %s", error)
                 self._retry = self._loop.call_later(_LOCK_RETRY_S, self._take_over)
                 return
             except OSError as error:
@@ -132,18 +165,21 @@ class Journaling:
         self._journal.begin_segment()
         self._write_snapshot(self._snapshot(), self._rotation)
 
-    def _write_snapshot(self, requests: Iterator[list[Message]], rotation: int) -> None:
-        """A part at a time, so that no stream waits for it."""
+    def _write_snapshot(self, records: Iterator[Message], rotation: int) -> None:
+        """A part at a time, so that no stream waits for it, and no faster than the disk."""
         if rotation != self._rotation or not self._journal.is_writing:
             return
-        for _ in range(_BATCH):
-            messages = next(requests, None)
-            if messages is None:
+        if self._journal.num_queued_bytes > _SNAPSHOT_QUEUE_BYTES:
+            self._loop.call_later(_SNAPSHOT_PAUSE_S, self._write_snapshot, records, rotation)
+            return
+        num_bytes = 0
+        while num_bytes < _SNAPSHOT_BYTES:
+            message = next(records, None)
+            if message is None:
                 self._end_snapshot(rotation)
                 return
-            for message in messages:
-                self._append(message)
-        self._loop.call_soon(self._write_snapshot, requests, rotation)
+            num_bytes += self._append(message)
+        self._loop.call_soon(self._write_snapshot, records, rotation)
 
     def _end_snapshot(self, rotation: int) -> None:
         self._journal.complete_segment()

@@ -103,6 +103,10 @@ class Metrics:
         self.num_slow_readers = 0
         """Connections dropped because their clients did not read."""
 
+    def count_end(self, reason: str) -> None:
+        """One more sequence has ended."""
+        self.num_finished[reason] += 1
+
     def count_slow_reader(self) -> None:
         """One more was dropped."""
         self.num_slow_readers += 1

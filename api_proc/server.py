@@ -1,7 +1,7 @@
 """Runs the application under uvicorn inside this process, which keeps its signals to itself.
 
-Clients that do not read are this file's business too: what was written and not taken is bounded for
-each connection, and so is the time for which it is kept.
+Clients that do not read, or do not ask, are this file's business too: whoever does so for too long
+loses the connection. How long it has been is the connection's own knowledge (http_protocol.py).
 """
 
 import asyncio
@@ -13,69 +13,16 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api_proc.acceptor import Acceptor, max_connections
-from api_proc.connection import UNREAD_KEY
+from api_proc.http_protocol import HEAD_TIMEOUT_S, KEEP_ALIVE_S, HttpProtocol
 
 BACKLOG = 2048
-MAX_UNREAD_TOKENS = 8192
-"""Of a stream whose client does not read: 64 KiB as they lie in memory, rendered only when sent."""
-MAX_UNSENT_BYTES = 32 * 1024
-"""In a connection's buffer before its stream has to wait; no piece of a stream is larger."""
 _MAX_UNSENT_IN_KERNEL = 16 * 1024
 SLOW_READER_TIMEOUT_S = 60.0
-IDLE_WHEN_FULL_S = 5.0
-"""While no connection can be had, those without a request for so long are closed."""
 _SWEEP_S = 0.5
-_KEEP_ALIVE_S = 75
 _STOP_TIMEOUT_S = 5
 _LINGER_S = 1.0
-
-
-class _Protocol(HttpToolsProtocol):
-    """One connection, which knows how long it has been quiet, and how long nobody has read."""
-
-    last_received = 0.0
-    waits_since: float | None = None
-    """Since when there is something unsent that nobody takes."""
-    unsent = 0
-    on_lost: Callable[[], None] | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self.last_received = self.loop.time()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self.on_lost is not None:
-            self.on_lost()
-
-    def data_received(self, data: bytes) -> None:
-        self.last_received = self.loop.time()
-        super().data_received(data)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is under way."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether its client has stopped reading for too long, or has too much to read."""
-        unsent = self.transport.get_write_buffer_size()
-        is_waiting = unsent > 0 and (self.flow.write_paused or unsent == self.unsent)
-        self.unsent = unsent
-        if not is_waiting:
-            self.waits_since = None
-            return False
-        if self.waits_since is None:
-            self.waits_since = now
-        return now - self.waits_since >= timeout_s or self._num_unread() > MAX_UNREAD_TOKENS
-
-    def _num_unread(self) -> int:
-        count = None if self.cycle is None else self.cycle.scope.get(UNREAD_KEY)
-        return 0 if count is None else int(count())  # type: ignore[operator]
 
 
 class HttpServer(uvicorn.Server):
@@ -98,14 +45,14 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http=_Protocol,
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_STOP_TIMEOUT_S,
             )
         )
@@ -171,7 +118,7 @@ class HttpServer(uvicorn.Server):
         return len(self.server_state.connections)
 
     def _make_protocol(self) -> asyncio.Protocol:
-        protocol = _Protocol(self.config, self.server_state, self.lifespan.state, self._loop)
+        protocol = HttpProtocol(self.config, self.server_state, self.lifespan.state, self._loop)
         protocol.on_lost = self._on_lost
         return protocol
 
@@ -180,7 +127,7 @@ class HttpServer(uvicorn.Server):
             self._loop.call_soon(acceptor.resume)  # its descriptor is closed by then
 
     def _sweep(self) -> None:
-        """Close the connections of whoever does not read, and idle ones where none is left."""
+        """Close the connections of whoever does not read, and of whoever asks nothing."""
         self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep)
         now = self._loop.time()
         is_full = any(acceptor.is_full for acceptor in self._acceptors)
@@ -190,7 +137,9 @@ class HttpServer(uvicorn.Server):
                 protocol.transport.abort()
                 if self._on_slow_reader is not None:
                     self._on_slow_reader()
-            elif is_full and protocol.is_idle and now - protocol.last_received > IDLE_WHEN_FULL_S:
+            elif protocol.is_slow_to_ask(now):
+                protocol.refuse(408, f"no head of a request within {HEAD_TIMEOUT_S:.0f} s")
+            elif protocol.is_quiet(now, is_full):
                 protocol.transport.close()
 
 

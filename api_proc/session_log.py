@@ -7,7 +7,7 @@ import msgspec
 
 from api_proc.history import History
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.message import Decoder, Message, ProtocolError, Record
+from protocol.message import Decoder, Message, ProtocolError, Record, TokenIds
 
 log = logging.getLogger("troika.api")
 
@@ -24,7 +24,9 @@ class Accepted(Message):
     created: int
     """Seconds since the Unix epoch."""
     adds: list[AddRequest]
-    """As they were accepted, one for each sequence."""
+    """As they were accepted, one for each sequence; without prompt: it has that of the one before.
+
+    The same prompt `n` times could be more than any journal takes."""
 
 
 class Row(Record):
@@ -66,6 +68,34 @@ class Remembered:
         self.accepted = accepted
         self.histories = [History(_nobody) for _ in accepted.adds]
 
+    def history(self, index: int) -> History | None:
+        """One of its sequences, if it has so many."""
+        return self.histories[index] if 0 <= index < len(self.histories) else None
+
+
+def packed(accepted: Accepted) -> Accepted:
+    """Leave out prompts that only repeat the one before."""
+    adds: list[AddRequest] = []
+    prompt: TokenIds = []
+    for add in accepted.adds:
+        is_again = add.prompt_token_ids == prompt
+        prompt = add.prompt_token_ids
+        adds.append(_with_prompt(add, []) if is_again else add)
+    return msgspec.structs.replace(accepted, adds=adds)
+
+
+def unpacked(accepted: Accepted) -> Accepted:
+    """Put in again what `packed` has left out."""
+    adds: list[AddRequest] = []
+    for add in accepted.adds:
+        is_again = not add.prompt_token_ids and adds
+        adds.append(_with_prompt(add, adds[-1].prompt_token_ids) if is_again else add)
+    return msgspec.structs.replace(accepted, adds=adds)
+
+
+def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds) -> AddRequest:
+    return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids)
+
 
 def replay(records: Iterable[bytes]) -> list[Remembered]:
     """Return the requests that are not over, oldest first.
@@ -82,19 +112,24 @@ def replay(records: Iterable[bytes]) -> list[Remembered]:
             continue
         if isinstance(message, Accepted):
             if message.number not in found:
-                found[message.number] = Remembered(message)
+                found[message.number] = Remembered(unpacked(message))
         elif isinstance(message, Forgotten):
             found.pop(message.number, None)
         elif isinstance(message, Cut):
-            remembered = found.get(message.number)
-            if remembered is not None:
-                remembered.histories[message.index].cut()
+            history = _history(found, message.number, message.index)
+            if history is not None:
+                history.cut()
         else:
             for row in message.rows:
-                remembered = found.get(row.number)
-                if remembered is not None and not remembered.histories[row.index].is_ended:
-                    remembered.histories[row.index].enter(row.output)
+                history = _history(found, row.number, row.index)
+                if history is not None:  # also after its end: a snapshot may tell what was before
+                    history.enter(row.output)
     return [found[number] for number in sorted(found)]
+
+
+def _history(found: dict[int, Remembered], number: int, index: int) -> History | None:
+    remembered = found.get(number)
+    return None if remembered is None else remembered.history(index)
 
 
 def resumed(add: AddRequest, history: History) -> AddRequest:

@@ -12,22 +12,38 @@ from typing import NamedTuple
 
 from api_proc.bodies import SamplingBody
 from api_proc.budget import Budget, Lease
-from api_proc.errors import ApiError
+from api_proc.errors import ApiError, unavailable
 from api_proc.history import History, HistoryReader
 from api_proc.journaling import Journaling
 from api_proc.sequence import Prompt
-from api_proc.session_log import Accepted, Brought, Cut, Forgotten, Row, replay, resumed
+from api_proc.session_log import (
+    Accepted,
+    Brought,
+    Cut,
+    Forgotten,
+    Remembered,
+    Row,
+    packed,
+    replay,
+    resumed,
+)
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client import AsyncEngineClient
 from protocol.config import ApiConfig
 from protocol.errors import RequestFailed
 from protocol.message import Message, TokenIds
-from protocol.sampling import SamplingParams
+from protocol.sampling import FinishReason, SamplingParams
 
 _COMMIT_TIMEOUT_S = 0.25
 """The longest that an answer waits for a slow disk."""
 
 log = logging.getLogger("troika.api")
+
+
+def request_not_found(request_id: str) -> ApiError:
+    """There is nothing to go on with."""
+    message = f"request {request_id} is not known here, or not any more"
+    return ApiError(404, message, code="request_not_found")
 
 
 class Reread(NamedTuple):
@@ -53,6 +69,8 @@ class Session:
         self.num_attached = 0
         self.is_known = False
         """The client knows its id, and may come back."""
+        self.is_told = False
+        """An answer was sent to its end: it is kept only in case that got lost."""
         self.lease = lease
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -66,22 +84,28 @@ class Session:
         """Whether no sequence goes on."""
         return all(history.is_ended for history in self.histories)
 
-    def records(self) -> list[Message]:
+    def records(self) -> Iterator[Message]:
         """All of it, for the journal."""
-        rows = [
-            Row(self.number, index, history.whole())
-            for index, history in enumerate(self.histories)
-            if history.token_ids or history.finish_reason or history.prompt_logprobs
-        ]
-        cuts = [Cut(self.number, i) for i, item in enumerate(self.histories) if item.is_cut]
-        return [self.accepted, Brought(rows), *cuts]
+        yield packed(self.accepted)
+        for index, history in enumerate(self.histories):
+            for part in history.parts():
+                yield Brought([Row(self.number, index, part)])
+            if history.is_cut:
+                yield Cut(self.number, index)
 
 
 class Sessions:
     """All sessions of one server."""
 
-    def __init__(self, client: AsyncEngineClient, config: ApiConfig) -> None:
+    def __init__(
+        self,
+        client: AsyncEngineClient,
+        config: ApiConfig,
+        on_end: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """`on_end` is told the finish reason of each sequence that ends unread."""
         assert config.journal_dir is not None
+        self._on_end = on_end
         self._client = client
         self._window_s = config.resume_window_s
         self._budget = Budget(config.max_open_requests, config.max_open_bytes)
@@ -89,7 +113,9 @@ class Sessions:
         # Greater than any of a predecessor's, also where its journal can be read only later.
         self._next_number = int(time.time() * 1e6)
         self._rereaders: Rereaders = {}
-        self.journaling = Journaling(config.journal_dir, self._snapshot)
+        self.journaling = Journaling(
+            config.journal_dir, self._snapshot, is_synced=config.journal_sync
+        )
         self.num_resumed = 0
 
     def __len__(self) -> int:
@@ -111,14 +137,15 @@ class Sessions:
 
         Raises:
             ApiError: 409 where the id belongs to another request, 404 where there is nothing to
-                go on with.
+                go on with, 503 where that is not known yet.
         """
         session = self._by_id.get(request_id)
         if session is None:
             if last_event_id is None:
                 return None
-            message = f"request {request_id} is not known here, or not any more"
-            raise ApiError(404, message, code="request_not_found")
+            if not self.journaling.is_recovered:
+                raise unavailable("the journal has not been read yet", "recovering")
+            raise request_not_found(request_id)
         if (session.accepted.path, session.accepted.raw) != (path, raw):
             if last_event_id is None and session.is_ended and not session.num_attached:
                 self.forget(session)  # that one is over, and the id was used again
@@ -132,12 +159,9 @@ class Sessions:
         """Enter a new request; its sequences follow.
 
         Raises:
-            ApiError: 409 where another one has come with this id meanwhile, 429 where there is no
-                room.
+            ApiError: 429 where there is no room.
         """
-        if request_id in self._by_id:
-            message = f"request {request_id} is being accepted"
-            raise ApiError(409, message, code="request_id_conflict")
+        assert request_id not in self._by_id
         lease = self._lease(len(raw))
         accepted = Accepted(self._next_number, request_id, path, raw, int(time.time()), [])
         return self._enter(accepted, reread, lease)
@@ -183,7 +207,7 @@ class Sessions:
 
     async def accept(self, session: Session) -> None:
         """All sequences were submitted: wait until that is on disk."""
-        self.journaling.write(session.accepted)
+        self.journaling.write(packed(session.accepted))
         await self.journaling.written(_COMMIT_TIMEOUT_S)
 
     def attach(self, session: Session) -> None:
@@ -193,11 +217,18 @@ class Sessions:
             session.expiry.cancel()
             session.expiry = None
 
-    def detach(self, session: Session, *, is_known: bool) -> None:
-        """Somebody reads it no more; `is_known`: the client has heard of its id."""
+    def detach(self, session: Session, *, is_known: bool, is_told: bool) -> None:
+        """Somebody reads it no more.
+
+        Args:
+            session: to whom `attach` was called before.
+            is_known: the client has heard of its id.
+            is_told: all of it was sent.
+        """
         session.num_attached -= 1
         session.is_known = session.is_known or is_known
-        if session.num_attached or session.request_id not in self._by_id:
+        session.is_told = session.is_told or is_told
+        if session.num_attached or not self._is_held(session):
             return
         has_failed = any(history.error is not None for history in session.histories)
         if has_failed or not session.is_known or not session.histories:
@@ -207,15 +238,24 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         """End it."""
-        if self._by_id.pop(session.request_id, None) is None:
+        if not self._is_held(session):
             return
+        del self._by_id[session.request_id]
         if session.expiry is not None:
             session.expiry.cancel()
         for history in session.histories:
+            reason = history.finish_reason
             if not history.is_ended:
                 self._client.cancel(history.request_id)
+                reason = FinishReason.ABORT
+            if reason is not None and history.count_end():
+                self._on_end(reason)
         session.lease.close()
         self.journaling.write(Forgotten(session.number))
+
+    def _is_held(self, session: Session) -> bool:
+        """Whether it is not over; its id may be another's by now."""
+        return self._by_id.get(session.request_id) is session
 
     def _expire_later(self, session: Session) -> None:
         loop = asyncio.get_running_loop()
@@ -227,7 +267,7 @@ class Sessions:
             try:
                 return self._budget.open(num_bytes)
             except ApiError:
-                kept = (s for s in self._by_id.values() if not s.num_attached and s.is_ended)
+                kept = (s for s in self._by_id.values() if not s.num_attached and s.is_told)
                 oldest = next(kept, None)
                 if oldest is None:
                     raise
@@ -246,34 +286,38 @@ class Sessions:
 
     # The journal --------------------------------------------------------------------------------
 
-    def _snapshot(self) -> Iterator[list[Message]]:
+    def _snapshot(self) -> Iterator[Message]:
         for session in list(self._by_id.values()):
-            if session.request_id in self._by_id and session.accepted.adds:
-                yield session.records()
+            if session.accepted.adds:
+                for record in session.records():
+                    if not self._is_held(session):
+                        break
+                    yield record
 
     def _restore(self, records: list[bytes]) -> None:
         """Send again what was open, and keep what was answered, until its client comes back."""
         remembered = replay(records)
         num_open = 0
         for item in remembered:
-            accepted = item.accepted
-            reread = self._rereaders.get(accepted.path)
-            if reread is None or accepted.request_id in self._by_id:
-                continue
             try:
-                lease = self._lease(len(accepted.raw))
-                content = reread(accepted.raw, accepted.adds)
-            except ApiError as error:
-                log.warning("request %s is not resumed: %s", accepted.request_id, error.message)
-                continue
-            session = self._enter(accepted, content, lease)
-            session.is_known = True
-            for add, known in zip(accepted.adds, item.histories, strict=True):
-                self._adopt(session, add, known)
-            num_open += not session.is_ended
-            self._expire_later(session)
+                num_open += self._restore_one(item)
+            except Exception as error:  # one request, of a version of ours that wrote it otherwise
+                log.warning("request %s is not resumed: %s", item.accepted.request_id, error)
         if remembered:
             log.info("%d requests of the journal go on, of %d", num_open, len(remembered))
+
+    def _restore_one(self, item: Remembered) -> bool:
+        """Whether it goes on."""
+        accepted = item.accepted
+        if accepted.request_id in self._by_id:  # it was sent again before the journal was read
+            return False
+        reread = self._rereaders[accepted.path](accepted.raw, accepted.adds)
+        session = self._enter(accepted, reread, self._lease(len(accepted.raw)))
+        session.is_known = True
+        self._expire_later(session)
+        for add, known in zip(accepted.adds, item.histories, strict=True):
+            self._adopt(session, add, known)
+        return not session.is_ended
 
     def _adopt(self, session: Session, add: AddRequest, known: History) -> None:
         history = self._history(session)
@@ -283,6 +327,7 @@ class Sessions:
         if known.is_cut:
             history.cut()
         if history.is_ended:
+            history.is_counted = True  # by the predecessor
             return
         try:
             history.request_id = self._client.adopt(resumed(add, history), history)

@@ -16,6 +16,7 @@ from protocol.api_core import EngineState, EngineStats, ErrorCode
 from protocol.client import AsyncEngineClient
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from protocol.lifecycle import HEALTH_HOLDS_S, Health
 
 DEGRADED = "degraded"
 _FIRST_STATUS_S = 2.0
@@ -44,8 +45,8 @@ class ApiState:
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
         self.sessions: Sessions | None = None
         """With a journal only; see `api_proc.app.start_sessions`."""
-        self.degraded_retry_after_s: float | None = None
-        """While processes of the engine die again and again: when to ask again."""
+        self._health = Health(False)
+        self._health_time = 0.0
         self._started = time.monotonic()
         self._num_open = 0
         self._idle = asyncio.Event()
@@ -104,8 +105,8 @@ class ApiState:
         """
         if self.is_draining:
             raise unavailable("the server is shutting down", ErrorCode.DRAINING)
-        if self.degraded_retry_after_s is not None:
-            retry_after_s = max(1, math.ceil(self.degraded_retry_after_s))
+        if self.is_degraded:
+            retry_after_s = max(1, math.ceil(self._health.retry_after_s))
             message = "processes of the engine die again and again"
             raise unavailable(message, "degraded", retry_after_s)
         facts = self.client.facts
@@ -127,6 +128,17 @@ class ApiState:
                 code="model_not_found",
             )
 
+    def hear(self, health: Health) -> None:
+        """What the supervisor says of the engine."""
+        self._health = health
+        self._health_time = time.monotonic()
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether processes of the engine die again and again; its end may not have been heard."""
+        is_old = time.monotonic() - self._health_time >= HEALTH_HOLDS_S
+        return self._health.is_degraded and not is_old
+
     def is_fresh(self) -> bool:
         """Whether the core has reported lately."""
         return time.monotonic() - self.client.last_status_time < STATUS_FRESH_S
@@ -142,7 +154,7 @@ class ApiState:
 
     def readiness(self) -> str:
         """What /readyz says of the engine: its state, or "degraded"."""
-        if self.degraded_retry_after_s is not None:
+        if self.is_degraded:
             return DEGRADED
         return str(self.engine_state())
 
@@ -166,7 +178,7 @@ class ApiState:
             self.client.facts is not None
             and self.engine_state() is EngineState.READY
             and not self.is_draining
-            and self.degraded_retry_after_s is None
+            and not self.is_degraded
         )
 
     def _engine_stats(self) -> EngineStats:

@@ -1,4 +1,7 @@
-"""The core process: `python -m core_proc --run-dir DIR`, or started by a supervisor."""
+"""The core process: `python -m core_proc --run-dir DIR`, or started by a supervisor.
+
+With `--standby` it has imported everything and waits, until the core has died whose place it takes.
+"""
 
 import contextlib
 import os
@@ -6,16 +9,21 @@ import sys
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.loop import CoreLoop
+from protocol import garbage
 from protocol.failpoints import reach
 from protocol.lifecycle import Role
 from protocol.process import ChildProcess
 
 CORE_NICENESS = -10
+_STANDBY_FLAG = "--standby"
 
 
 def main() -> None:
-    """Serve until told to stop."""
-    child = ChildProcess.from_argv("core_proc", Role.CORE, sys.argv[1:])
+    """Serve until told to stop; a standby from its promotion on."""
+    argv = [argument for argument in sys.argv[1:] if argument != _STANDBY_FLAG]
+    child = ChildProcess.from_argv("core_proc", Role.CORE, argv)
+    if _STANDBY_FLAG in sys.argv and not _stand_by(child):
+        return
     reach("core.load")
     _raise_priority()
     child.restart_on_sigterm()
@@ -27,7 +35,14 @@ def main() -> None:
         child.fatal("adopting workers", error, "a new core begins with the new facts")
     except Exception as error:
         child.fatal("running", error)
-    loop.close()
+    child.leave()
+
+
+def _stand_by(child: ChildProcess) -> bool:
+    """Wait for the core's death. The sockets are still its own, so nothing is bound here."""
+    garbage.settle()  # now, when nobody waits
+    child.ready()
+    return child.wait_for_promotion()
 
 
 def _raise_priority() -> None:

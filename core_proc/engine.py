@@ -13,7 +13,8 @@ import msgspec
 from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
 from core_proc.output_check import check_output
-from core_proc.outputs import Client, Owner, output_row, owner_of, prompt_rows
+from core_proc.outputs import output_row, prompt_rows
+from core_proc.owners import Client, Owner, Owners, owner_of
 from core_proc.pausing import Pausing
 from core_proc.quarantine import Quarantine
 from core_proc.request import Request
@@ -64,9 +65,8 @@ class EngineCore:
         self._facts: ModelFacts | None = None
         self._has_workers = False
         self._draining = False
-        self._ids: dict[Client, dict[int, int]] = {}
+        self._owners = Owners()
         self._next_req_id = 1
-        self._mail: list[tuple[Client, CoreToClient]] = []
         self.loop_histogram = LoopHistogram()
         self.num_fenced_frames = 0
         self.num_worker_restarts = 0
@@ -88,7 +88,7 @@ class EngineCore:
             self._scheduler = Scheduler(
                 SchedulerOptions.combine(self._config, facts, swap_cost_tokens)
             )
-            self._pausing = Pausing(self._scheduler, self._tell)
+            self._pausing = Pausing(self._scheduler, self._owners.tell)
             self._quarantine = Quarantine(self._scheduler, CANARY_ID)
             self._quarantine.inherit(self._inherited_marks, self.now)
             if self._draining:
@@ -136,9 +136,9 @@ class EngineCore:
 
     def add(self, client: Client, add: AddRequest) -> Refused | None:
         """Take a request, or say why not. An open one with the same id ends in either case."""
-        ids = self._ids.setdefault(client, {})
-        error = self._why_not(add, was_accepted=add.resent or add.request_id in ids)
-        self._abort(ids, add.request_id)
+        was_accepted = add.resent or self._owners.has(client, add.request_id)
+        error = self._why_not(add, was_accepted=was_accepted)
+        self.abort(client, [add.request_id])
         if error is not None:
             return Refused(add.request_id, error)
         assert self._scheduler is not None
@@ -159,7 +159,7 @@ class EngineCore:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
         assert self._quarantine is not None
         self._quarantine.added(request)
-        ids[add.request_id] = self._next_req_id
+        self._owners.enter(client, add.request_id, self._next_req_id)
         self._next_req_id += 1
         return None
 
@@ -191,27 +191,21 @@ class EngineCore:
 
     def abort(self, client: Client, request_ids: Iterable[int]) -> None:
         """Stop requests that nobody waits for; unknown ids are ignored."""
-        ids = self._ids.get(client, {})
         for request_id in request_ids:
-            self._abort(ids, request_id)
+            req_id = self._owners.remove(client, request_id)
+            if req_id is not None:
+                assert self._scheduler is not None
+                self._scheduler.abort_request(req_id)
 
     def drop_client(self, client: Client) -> int:
         """Abort everything of a client that is gone; returns how many requests that were."""
-        ids = self._ids.pop(client, {})
-        num_open = len(ids)
-        for request_id in list(ids):
-            self._abort(ids, request_id)
-        if self._pausing is not None:
-            self._pausing.forget(client)
-        # What it was to be told is about requests that it may send again.
-        self._mail = [(peer, message) for peer, message in self._mail if peer != client]
-        return num_open
-
-    def _abort(self, ids: dict[int, int], request_id: int) -> None:
-        req_id = ids.pop(request_id, None)
-        if req_id is not None:
+        req_ids = self._owners.drop(client)
+        for req_id in req_ids:
             assert self._scheduler is not None
             self._scheduler.abort_request(req_id)
+        if self._pausing is not None:
+            self._pausing.forget(client)
+        return len(req_ids)
 
     def drain(self) -> None:
         """Refuse new requests from here on; accepted ones are finished, which ends any pause."""
@@ -222,17 +216,14 @@ class EngineCore:
     def control(self, client: Client, control: Control) -> None:
         """Obey what concerns the whole engine; the answer comes with the mail."""
         if self._pausing is None:
-            self._tell(client, ControlDone(control.number, ok=False, pause_mode=self.pause_mode))
+            refusal = ControlDone(control.number, ok=False, pause_mode=self.pause_mode)
+            self._owners.tell(client, refusal)
         else:
             self._pausing.obey(client, control)
 
-    def _tell(self, client: Client, message: CoreToClient) -> None:
-        self._mail.append((client, message))
-
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
         """What clients are to be told besides outputs; to be asked for in every turn."""
-        mail, self._mail = self._mail, []
-        return mail
+        return self._owners.take_mail()
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -301,7 +292,7 @@ class EngineCore:
                 continue
             rows.setdefault(owner.client, []).append(row)
             if result.finish_reason is not None:
-                del self._ids[owner.client][owner.request_id]
+                self._owners.remove(owner.client, owner.request_id)
         self._tell_failures()
         self._check_invariants()
         return {client: StepOutputs(news) for client, news in rows.items()}
@@ -326,14 +317,11 @@ class EngineCore:
 
     def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """Tell whoever still waits for a request that nothing more will come."""
-        if request.owner is None:  # a canary's end is told to nobody
-            return
-        owner = owner_of(request)
-        ids = self._ids.get(owner.client, {})
-        if ids.get(owner.request_id) == request.req_id:
-            del ids[owner.request_id]
+        if request.owner is not None and self._owners.waits_for(request):  # a canary has none
+            owner = owner_of(request)
+            self._owners.remove(owner.client, owner.request_id)
             error = RequestError(code, why[:MAX_TEXT])
-            self._tell(owner.client, Refused(owner.request_id, error))
+            self._owners.tell(owner.client, Refused(owner.request_id, error))
 
     # The prefix cache ---------------------------------------------------------------------------
 
@@ -375,6 +363,11 @@ class EngineCore:
     def is_drained(self) -> bool:
         """Whether all that was accepted before `drain` is finished."""
         return self._draining and not self.has_unfinished
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way."""
+        return self._scheduler is not None and bool(self._scheduler.in_flight)
 
     @property
     def has_unfinished(self) -> bool:

@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from core_proc.outputs import Client
+from core_proc.owners import Client
 from protocol.kv_events import AllBlocksCleared, KVEvent, KVEventBatch
 from protocol.message import encode
 

@@ -24,6 +24,8 @@ from protocol.lifecycle import DeathCause, Drain, Stop, Suspect, WorkerDied
 from protocol.process import ChildProcess
 
 STATUS_INTERVAL_S = 1.0
+LEAVE_S = 1.0
+"""From Stop to the end: for steps under way, whose tokens would have to be computed again."""
 _RETRY_MS = 5
 
 log = logging.getLogger("troika.core")
@@ -64,14 +66,21 @@ class CoreLoop:
         self._next_status = self._next_beat = now
         self._told_state: tuple[EngineState, PauseMode, bool] | None = None
         self._drained_told = False
-        self._stopped = False
+        self._leaves_at: float | None = None
+        """At the latest, once it was told to stop."""
 
     def run(self) -> None:
-        """Serve until the supervisor says Stop."""
+        """Serve until the supervisor says Stop, and what is under way has come back."""
         garbage.settle()
         self._hear_of_predecessor()
-        while not self._stopped:
+        while not self._has_left:
             self.turn(self._poll_ms())
+
+    @property
+    def _has_left(self) -> bool:
+        if self._leaves_at is None:
+            return False
+        return not self._engine.is_computing or time.monotonic() >= self._leaves_at
 
     def _hear_of_predecessor(self) -> None:
         """How the last core ended, and which of its steps were under way."""
@@ -92,15 +101,11 @@ class CoreLoop:
         self._reclaim(ready)
         self._drain()
         reach("core.after_drain")
-        self._workers.dispatch()
+        if self._leaves_at is None:
+            self._workers.dispatch()
         self._report()  # first, so that who hears that a pause holds finds it in the status too
         self._clients.tell_news()
         self._engine.loop_histogram.observe(time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Close both sockets."""
-        for link in self._links:
-            link.close()
 
     def _poll_ms(self) -> int:
         if self._clients.is_behind:
@@ -122,7 +127,7 @@ class CoreLoop:
         self._clients.drain()
         for message in self._child.messages():
             if isinstance(message, Stop):
-                self._stopped = True
+                self._leaves_at = self._leaves_at or time.monotonic() + LEAVE_S
             elif isinstance(message, Drain):
                 self._engine.drain()
             elif isinstance(message, Suspect):

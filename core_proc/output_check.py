@@ -1,6 +1,7 @@
 """Compares all of a worker's output with what is due, before any of it is believed."""
 
 from collections.abc import Sequence
+from math import isnan
 
 from core_proc.request import Request, RequestStatus
 from protocol.core_worker import ModelRunnerOutput
@@ -16,7 +17,7 @@ def check_output(
     vocab_size: int,
     most_drafts: int,
 ) -> None:
-    """Check the step's number, how many tokens there are, and that all are of the vocabulary.
+    """Check the step's number, how many tokens and logprobs there are, and that all make sense.
 
     Args:
         output: as it came.
@@ -36,6 +37,8 @@ def check_output(
         raise WorkerMisbehaved(
             f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
         )
+    if output.logprobs:
+        _check_logprobs(output, due[1])
 
 
 def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_drafts: int) -> None:
@@ -52,3 +55,17 @@ def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_d
         is_known = request.status is RequestStatus.RUNNING
         if count > 1 + (request.num_drafts_in_flight if is_known else most_drafts):
             raise WorkerMisbehaved(f"{count} tokens at once for request {request.req_id}")
+
+
+def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
+    """One for each token of those that have any, and no answer to nobody's question."""
+    counts = output.num_sampled_tokens or [1] * len(sampling)
+    expected = {request.req_id: count for request, count in zip(sampling, counts, strict=True)}
+    for req_id, rows in output.logprobs.items():
+        num_tokens = expected.get(req_id, 0)
+        if len(rows) != num_tokens:
+            raise WorkerMisbehaved(
+                f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
+            )
+        if any(isnan(row.logprob) for row in rows):
+            raise WorkerMisbehaved(f"a logprob of request {req_id} is no number")

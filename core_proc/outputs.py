@@ -1,35 +1,13 @@
-"""From a step's results to the rows that clients are told, and whose row is whose."""
+"""From a step's results to the rows that clients are told."""
 
+from core_proc.owners import Owner, owner_of
 from core_proc.request import Request
 from core_proc.results import StepResult
 from protocol.api_core import RequestOutput
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs
 
-Client = bytes
-"""Identity of a client's connection."""
-
 _MAX_ENTRIES = 4096
 """Prompt logprobs in one output: a prompt has any number of them, and a frame a largest size."""
-
-
-class Owner:
-    """What the engine keeps beside each request: whose it is and what was told already."""
-
-    __slots__ = ("client", "next_prompt_position", "request_id", "told_cached")
-
-    def __init__(self, client: Client, request_id: int) -> None:
-        self.client = client
-        self.request_id = request_id
-        self.told_cached = False
-        self.next_prompt_position = 0
-        """Of the first prompt logprob that was not told yet."""
-
-
-def owner_of(request: Request) -> Owner:
-    """Return what the engine attached to a request."""
-    owner = request.owner
-    assert isinstance(owner, Owner)
-    return owner
 
 
 def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from core_proc.outputs import Client
+from core_proc.owners import Client
 from core_proc.scheduler import Scheduler
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
 
+_STILLNESS = {PauseMode.RUNNING: 0, PauseMode.PAUSED_NEW: 1, PauseMode.PAUSED_ALL: 2}
 _MAX_SLEEPERS = 1024
 """Askers that wait for one sleep to begin; whoever comes after them is refused."""
 
@@ -23,6 +24,8 @@ class Pausing:
         self._sleepers: list[tuple[Client, int]] = []
         self._is_sleep_sent = False
         self._draining = False
+        self._is_asked = False
+        """This core was asked for a pause, or its end, itself."""
         self.is_sleeping = False
 
     @property
@@ -32,6 +35,11 @@ class Pausing:
 
     def obey(self, client: Client, control: Control) -> None:
         """Do what a client asks for, and answer."""
+        if control.restores and self._is_overtaken(control):
+            self._answer(client, control.number, ok=False)
+            return
+        is_reset = control.action is ControlAction.RESET_PREFIX_CACHE
+        self._is_asked |= not (control.restores or is_reset)
         if control.action is ControlAction.SLEEP:
             self._sleep(client, control.number)
             return
@@ -43,6 +51,15 @@ class Pausing:
         else:
             ok = self._scheduler.reset_prefix_cache(control.reset_running_requests)
         self._answer(client, control.number, ok)
+
+    def _is_overtaken(self, control: Control) -> bool:
+        """Whether what held with the core before is out of date.
+
+        Clients restore it in any order, and each only knows what was true when it last heard.
+        """
+        is_pause = control.action is ControlAction.PAUSE
+        is_weaker = is_pause and _STILLNESS[control.pause_mode] < _STILLNESS[self.mode]
+        return self._is_asked or is_weaker
 
     def _pause(self, mode: PauseMode) -> bool:
         if mode is PauseMode.RUNNING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from core_proc.engine import EngineCore
 from core_proc.output_check import WorkerMisbehaved
-from core_proc.outputs import Client
+from core_proc.owners import Client
 from core_proc.watch import DeathWatch
 from core_proc.workers import WorkerGroup
 from protocol.api_core import StepOutputs
@@ -66,8 +66,11 @@ class WorkerLink:
         """Epochs of the group that was lost last, until it is known why one of them died."""
         self._adopted: set[int] = set()
         """Epochs of the workers that were adopted last."""
-        self._suspects: set[int] = set()
-        """Epochs of workers that show no progress: they get no steps, and so nobody is admitted."""
+        self._last_death = 0
+        """Epoch of a worker whose death was told."""
+        self._suspects: dict[int, float] = {}
+        """Epochs of workers that show no progress, and until when that holds: they get no steps,
+        and so nobody is admitted."""
 
     def drain(self) -> None:
         """Obey what has arrived, a bounded part of it."""
@@ -119,7 +122,7 @@ class WorkerLink:
         first_step_id = self._engine.adopt_workers(self._group.facts, self._swap_cost_tokens)
         epoch = self._adopted_epoch = self._group.begin_epoch()
         self._adopted = self._group.epochs
-        self._suspects &= self._adopted
+        self._suspects = {e: until for e, until in self._suspects.items() if e in self._adopted}
         if self._tell_all(Adopt(first_step_id)):
             log.info("workers adopted, link epoch %d", epoch)
             reach("core.after_adopt")
@@ -159,15 +162,24 @@ class WorkerLink:
 
         Meanwhile nobody new is put into a step that may be its last.
         """
-        what = "seems to hang: no further steps" if message.is_suspect else "goes on"
+        what = "seems to hang: no further steps" if message.for_s else "goes on"
         log.warning("%s %d of epoch %d %s", message.role, message.rank, message.epoch, what)
-        if message.is_suspect:
-            self._suspects.add(message.epoch)
+        if message.for_s:
+            self._suspects[message.epoch] = self._engine.now + message.for_s
         else:
-            self._suspects.discard(message.epoch)
+            self._suspects.pop(message.epoch, None)
+
+    @property
+    def _is_suspected(self) -> bool:
+        """Whether one of the workers is; the word that took it back may have been lost."""
+        now = self._engine.now
+        return any(self._suspects.get(epoch, now) > now for epoch in self._group.epochs)
 
     def on_worker_death(self, death: WorkerDied) -> None:
         """The supervisor's verdict; it may come before or after the loss was noticed here."""
+        if death.epoch <= self._last_death:  # said again
+            return
+        self._last_death = death.epoch
         step = "at rest" if death.step_id is None else f"in step {death.step_id}"
         log.warning("worker %d of epoch %d died %s: %s", death.rank, death.epoch, step, death.cause)
         peer = self._group.peer_of(death.epoch)
@@ -183,15 +195,16 @@ class WorkerLink:
             self._engine.blame_requests()
 
     def on_core_death(self, epoch: int, cause: DeathCause, steps: list[StepInFlight]) -> None:
-        """The last core's death, with what it had dispatched then."""
-        numbers = ", ".join(str(step.step_id) for step in steps) or "none"
+        """The last core's death, with what it had dispatched then, or a core before it."""
+        own = [step for step in steps if step.epoch == epoch]
+        numbers = ", ".join(str(step.step_id) for step in own) or "none"
         log.warning("core of epoch %d died: %s; steps under way: %s", epoch, cause, numbers)
-        if cause in FAULTS and steps:
-            self._engine.inherit_marks(steps[-1].fingerprints)
+        if cause in FAULTS and own:
+            self._engine.inherit_marks(own[-1].fingerprints)
 
     def dispatch(self) -> None:
         """Send all steps that can be decided now."""
-        if self._suspects and self._suspects & self._group.epochs:
+        if self._suspects and self._is_suspected:
             return
         while self._adopted_epoch is not None:
             step = self._engine.schedule()

@@ -54,11 +54,16 @@ class WorkerGroup:
         return 0 in self._workers and self._workers[0].peer == peer
 
     def enter(self, peer: bytes, epoch: int, hello: WorkerHello) -> bool:
-        """A worker reports. False for a rank or epoch out of range, or an older incarnation."""
+        """A worker reports. False for a rank or epoch out of range, or an older incarnation.
+
+        An incarnation has one connection, and keeps its identity when it connects anew: another one
+        that claims to be it, while it is there, is not believed.
+        """
         known = self._workers.get(hello.rank)
         if hello.rank >= self._size or epoch >= _EPOCH_LIMIT:
             return False
-        if known is not None and epoch < known.epoch:
+        is_here = known is not None and known.peer == peer
+        if known is not None and (epoch < known.epoch or (epoch == known.epoch and not is_here)):
             return False
         self.leave(peer)  # one connection is one worker
         self._workers[hello.rank] = _Worker(peer, epoch, hello)

@@ -132,6 +132,9 @@ class Control(Message):
     """For PAUSE."""
     reset_running_requests: bool = False
     """For RESET_PREFIX_CACHE: whoever runs is preempted, so that no block is in use."""
+    restores: bool = False
+    """What was in force with a former core is said to the next one: not obeyed where that was asked
+    to pause, sleep or resume meanwhile, or stands stiller already."""
 
 
 class ControlDone(Message):
@@ -139,8 +142,8 @@ class ControlDone(Message):
 
     number: RequestId
     ok: bool
-    """False: not while the engine starts or drains; blocks are in use; or the sleep was ended
-    before it began."""
+    """False: not while the engine starts or drains; blocks are in use; the sleep was ended before
+    it began; or what was to be restored is out of date."""
     pause_mode: PauseMode
     """In force from now on."""
 

@@ -10,31 +10,27 @@ it must begin anew. Frames on the lifecycle link stand for themselves: there a g
 
 import contextlib
 import enum
-import os
 import secrets
-import stat
 import struct
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
+from protocol import multipart
 from protocol.message import DamagedFrame, Header, ProtocolError, pack_header, unpack_header
 from protocol.sequence import Flag, FrameSequence, Verdict
 
 MAX_FRAME_BYTES = 16 * 2**20
-MAX_IPC_PATH_BYTES = 107
-"""The kernel's limit on the path of a socket file."""
-_LONGEST_NAME = "supervisor.sock"
-_MAX_PARTS = 4
-"""Identity, header, body, and one that is too many."""
-_RECONNECT_MS = 20
-_RECONNECT_MAX_MS = 500
+_RECONNECT_MS = 10
+"""And up to as much again. Not more after many tries: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
 _NO_EPOCH = 0
+_FEW_PEERS = 64
+_BEGINS = int(Flag.BEGINS)
 _MARKS = int(Flag.BEAT | Flag.LOST)
+_READABLE = int(zmq.POLLIN)
 _MONITOR_EVENT = struct.Struct("=Hi")
 """Event and value, as libzmq's monitor sockets send them."""
 
@@ -91,37 +87,7 @@ def worker_address(run_dir: str) -> str:
 
 def lifecycle_address(run_dir: str) -> str:
     """Where the supervisor listens."""
-    return f"ipc://{run_dir}/{_LONGEST_NAME}"
-
-
-def make_run_dir(path: str | None) -> str:
-    """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
-
-    Args:
-        path: the directory; None for a new one under `$XDG_RUNTIME_DIR` or the temporary directory.
-
-    Raises:
-        ValueError: the directory cannot be used; the text says why.
-    """
-    if path is None:
-        base = os.environ.get("XDG_RUNTIME_DIR")
-        path = tempfile.mkdtemp(
-            prefix="troika-", dir=base if base and os.path.isdir(base) else None
-        )
-    path = os.path.abspath(path)
-    longest = len(os.fsencode(f"{path}/{_LONGEST_NAME}"))
-    if longest > MAX_IPC_PATH_BYTES:
-        raise ValueError(
-            f"run_dir {path} is too long: socket paths of {longest} bytes exceed the system's "
-            f"{MAX_IPC_PATH_BYTES}"
-        )
-    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = os.lstat(path)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise ValueError(f"run_dir {path} must be a directory of this user, and no link")
-    if info.st_mode & 0o077:
-        raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
-    return path
+    return f"ipc://{run_dir}/supervisor.sock"
 
 
 def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
@@ -132,22 +98,14 @@ def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """Read the parts of one message; None if there is none.
-
-    However many there are, no more than `_MAX_PARTS` are kept.
-    """
+@contextlib.contextmanager
+def _closed_on_error(socket: zmq.Socket[bytes]) -> Iterator[None]:
+    """What was opened halfway is not left to the garbage collector."""
     try:
-        parts = [socket.recv(zmq.NOBLOCK)]
-    except zmq.Again:
-        return None
-    num_parts = 1
-    while socket.getsockopt(zmq.RCVMORE):
-        part = socket.recv(zmq.NOBLOCK)
-        num_parts += 1
-        if num_parts <= _MAX_PARTS:
-            parts.append(part)
-    return parts
+        yield
+    except BaseException:
+        socket.close(linger=0)
+        raise
 
 
 def _check_size(body: bytes) -> None:
@@ -180,7 +138,7 @@ class _Channel:
     def drain(self, limit: int) -> Iterator[Received]:
         """Yield the messages that have arrived, at most `limit`; unreadable ones are counted."""
         for _ in range(limit):
-            parts = _receive(self.socket)
+            parts = multipart.receive(self.socket)
             if parts is None:
                 return
             self.num_read += 1
@@ -200,14 +158,20 @@ class _Channel:
         """Whether it is a message, and neither comes again nor after a gap."""
         verdict = self._sequence(received.peer).judge(received.header)
         if verdict is Verdict.NEXT:
-            if received.header.flags & _MARKS:
-                self._on_mark(received.header)
-                return False
-            return True
+            return not received.header.flags or self._is_message(received.header)
         self.num_dropped_frames += 1
         if verdict is Verdict.AFTER_A_GAP:
             self._on_loss(received.peer)
         return False
+
+    def _is_message(self, header: Header) -> bool:
+        """Heed the flags of a frame that has some."""
+        if header.flags & _BEGINS:
+            self._on_beginning()
+        if header.flags & _MARKS:
+            self._on_mark(header)
+            return False
+        return True
 
     def _sequence(self, peer: bytes) -> FrameSequence:
         raise NotImplementedError
@@ -215,6 +179,9 @@ class _Channel:
     def _on_loss(self, peer: bytes) -> None:
         """A frame was harmed, or is missing."""
         raise NotImplementedError
+
+    def _on_beginning(self) -> None:
+        """The other end waits for nothing before this frame, and neither does this one."""
 
     def _on_mark(self, header: Header) -> None:
         """A frame without a message has come."""
@@ -243,12 +210,18 @@ class RouterChannel(_Channel):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
         """Bind to `address`; a socket file left by a dead predecessor is replaced."""
         socket = context.socket(zmq.ROUTER)
-        _configure(socket, hwm)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
-        socket.bind(address)
+        with _closed_on_error(socket):
+            _configure(socket, hwm)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A peer that connects anew before its lost connection was read to the end would not be
+            # heard again, ever. Nobody else knows its random identity, and so can take its place.
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+            socket.bind(address)
         super().__init__(socket, hwm)
         self._sequences: dict[bytes, FrameSequence] = {}
+        self._num_peers_looked_over = _FEW_PEERS
+        """So many have to be known before it is asked again who of them is gone."""
         self._first_seq = 0
         """Of a new sequence: what goes to a peer that was forgotten does not look repeated."""
 
@@ -268,10 +241,10 @@ class RouterChannel(_Channel):
         _check_size(body)
         sequence = self._sequence(peer)
         if sequence.owes_beginning:
-            flags |= Flag.BEGINS
+            flags |= _BEGINS
         header = pack_header(epoch, sequence.next_seq, body, flags)
         try:
-            self.socket.send_multipart([peer, header, body], zmq.NOBLOCK)
+            multipart.send(self.socket, [peer, header, body])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -296,6 +269,9 @@ class RouterChannel(_Channel):
     def _sequence(self, peer: bytes) -> FrameSequence:
         sequence = self._sequences.get(peer)
         if sequence is None:
+            if len(self._sequences) >= self._num_peers_looked_over:
+                self.beat()  # who is gone is forgotten
+                self._num_peers_looked_over = 2 * len(self._sequences) + _FEW_PEERS
             sequence = FrameSequence(takes_gaps=self._takes_gaps, first_seq=self._first_seq)
             self._sequences[peer] = sequence
         return sequence
@@ -317,15 +293,16 @@ class DealerChannel(_Channel):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
         """Start connecting to `address`; nobody needs to listen there yet."""
         socket = context.socket(zmq.DEALER)
-        _configure(socket, hwm)
-        socket.setsockopt(zmq.IDENTITY, b"T" + secrets.token_bytes(15))
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self.monitor = socket.get_monitor_socket(
-            zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-        )
-        socket.connect(address)
+        with _closed_on_error(socket):
+            _configure(socket, hwm)
+            socket.setsockopt(zmq.IDENTITY, b"T" + secrets.token_bytes(15))
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            self.monitor = socket.get_monitor_socket(
+                zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+            )
+            with _closed_on_error(self.monitor):
+                socket.connect(address)
         super().__init__(socket, hwm)
         self._frames = FrameSequence(takes_gaps=self._takes_gaps)
         self._has_lost = False
@@ -334,7 +311,7 @@ class DealerChannel(_Channel):
     def link_events(self) -> list[LinkEvent]:
         """Connections made and lost since the last call, in order."""
         events = []
-        while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while int(self.monitor.getsockopt(zmq.EVENTS)) & _READABLE:
             what, _address = self.monitor.recv_multipart(zmq.NOBLOCK)
             connected = _MONITOR_EVENT.unpack(what)[0] == zmq.Event.HANDSHAKE_SUCCEEDED
             self._leave_connection()
@@ -343,7 +320,7 @@ class DealerChannel(_Channel):
 
     def _leave_connection(self) -> None:
         """What is unread came over the last connection: over a new one nobody speaks unasked."""
-        while _receive(self.socket) is not None:
+        while multipart.receive(self.socket) is not None:
             self.num_read += 1
             self.num_dropped_frames += 1
         self._frames.reconnected()
@@ -360,7 +337,7 @@ class DealerChannel(_Channel):
         Raises:
             FrameTooLarge: the other side could not receive it; nothing was sent.
         """
-        return self._send(epoch, body, Flag.BEGINS if begins else Flag.NONE)
+        return self._send(epoch, body, _BEGINS if begins else 0)
 
     def take_loss(self) -> bool:
         """Whether a frame of either direction was lost since the last call: begin anew then."""
@@ -370,10 +347,10 @@ class DealerChannel(_Channel):
     def _send(self, epoch: int, body: bytes, flags: int) -> bool:
         _check_size(body)
         if self._is_new:
-            flags |= Flag.BEGINS
+            flags |= _BEGINS
         header = pack_header(epoch, self._frames.next_seq, body, flags)
         try:
-            self.socket.send_multipart([header, body], zmq.NOBLOCK)
+            multipart.send(self.socket, [header, body])
         except zmq.Again:
             return False
         self._frames.next_seq += 1
@@ -385,6 +362,9 @@ class DealerChannel(_Channel):
 
     def _on_loss(self, peer: bytes) -> None:
         self._has_lost = not self._takes_gaps
+
+    def _on_beginning(self) -> None:
+        self._has_lost = False  # what was lost, or said to be, came before
 
     def _on_mark(self, header: Header) -> None:
         if header.flags & Flag.LOST:

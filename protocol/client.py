@@ -45,6 +45,7 @@ MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 _SERVING = (EngineState.READY, EngineState.DRAINING)
+_NOT_OPEN = RequestError(ErrorCode.INTERNAL, "the client is not open, or closed again")
 
 
 class AsyncEngineClient:
@@ -126,15 +127,18 @@ class AsyncEngineClient:
         if self._feed is not None:
             self._feed.fail(ConnectionError(closed.message))
         self._link.close()
+        self._status_event.set()
 
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the engine serves: its state is READY.
 
         Raises:
             TimeoutError: it does not within `timeout_s`.
+            RequestFailed: the client is not open, or closed meanwhile.
         """
         async with asyncio.timeout(timeout_s):
             while (facts := self._ready_facts()) is None:
+                self._require_open()
                 self._status_event.clear()
                 await self._status_event.wait()
         return facts
@@ -212,8 +216,7 @@ class AsyncEngineClient:
         cache_salt: str,
         tenant: str,
     ) -> tuple[AddRequest, bytes]:
-        error = self._why_not()
-        if error is not None:
+        if (error := self._why_not()) is not None:
             raise failure_of(error)
         assert self.facts is not None
         add = AddRequest(
@@ -229,7 +232,7 @@ class AsyncEngineClient:
 
     def _why_not(self) -> RequestError | None:
         if not self._link.is_open:
-            return RequestError(ErrorCode.INTERNAL, "the client is not open")
+            return _NOT_OPEN
         if self.status is None or self.facts is None:
             return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
         if self._stalled_s > self._stall_timeout_s:
@@ -315,7 +318,7 @@ class AsyncEngineClient:
 
     def _require_open(self) -> None:
         if not self._link.is_open:
-            raise failure_of(RequestError(ErrorCode.INTERNAL, "the client is not open"))
+            raise failure_of(_NOT_OPEN)
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow what the prefix cache holds: iterate over (number, event); one feed at a time.

@@ -190,6 +190,13 @@ class ApiConfig(Section):
             "theirs after a lost connection or a restart of the server. Default: none is kept.",
         ),
     ] = None
+    journal_sync: Annotated[
+        bool,
+        Meta(
+            description="Sync the journal to its medium with every write: requests survive a loss "
+            "of power too, and each waits for the disk before its answer begins.",
+        ),
+    ] = False
     resume_window_s: Annotated[
         float,
         Meta(
@@ -232,6 +239,15 @@ class RecoveryConfig(Section):
             "took lately, if that is more than hang_timeout_s.",
         ),
     ] = 20.0
+    api_hang_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0.1,
+            le=3600.0,
+            description="An API process whose event loop stands still for so long is suspected to "
+            "hang; after twice as long it is killed.",
+        ),
+    ] = 5.0
     first_step_timeout_s: Annotated[
         float,
         Meta(
@@ -263,6 +279,14 @@ class RecoveryConfig(Section):
             "Default: 1 for a model on the CPU, where they share its weights; else 0.",
         ),
     ] = None
+    standby_cores: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1,
+            description="Cores kept started to take the place of one that dies: 0 or 1.",
+        ),
+    ] = 1
 
 
 class RunConfig(Section):

@@ -76,7 +76,7 @@ class Controls:
             self._next_number += 1
             self._repeated = self._next_number
             again = self._in_force
-            control = Control(self._repeated, again.action, again.pause_mode)
+            control = Control(self._repeated, again.action, again.pause_mode, restores=True)
             self._unanswered = {control.number: control, **self._unanswered}
         self._epoch = epoch
         return list(self._unanswered.values())

@@ -64,6 +64,7 @@ class CoreLink:
         self._outbox: deque[bytes] = deque()
         self._epoch = _UNKNOWN_EPOCH
         self._is_flushing = False
+        self._is_look_due = False
         self._is_linked = False
         self._awaits_status = False
         # Counted in ticks: time in which this loop itself stood still says nothing about the core.
@@ -88,9 +89,10 @@ class CoreLink:
     def open(self) -> None:
         """Begin to connect; returns at once."""
         self._loop = asyncio.get_running_loop()
+        self._is_look_due = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._open_channel()
+            self._use(DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK))
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -98,8 +100,8 @@ class CoreLink:
 
     def close(self) -> None:
         """Disconnect."""
-        self.is_open = False
-        self._outbox.clear()
+        self.is_open = self._is_linked = False
+        self._forget_epoch()
         self._close_channel()
         self._context.term()
 
@@ -122,15 +124,23 @@ class CoreLink:
         if not self._is_linked:
             self._unlinked_s += TICK_S
             if self._unlinked_s >= RELINK_TIMEOUT_S:
-                self._close_channel()
-                self._open_channel()
+                self._replace_channel()
         elif self._awaits_status or self._silent_s >= STATUS_TIMEOUT_S:
             self._greet()
 
-    def _open_channel(self) -> None:
+    def _replace_channel(self) -> None:
+        """The old one stays where the system has no room for another; the next tick tries again."""
+        try:
+            channel = DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK)
+        except (OSError, zmq.ZMQError):
+            return
+        self._close_channel()
+        self._use(channel)
+
+    def _use(self, channel: DealerChannel) -> None:
         self._unlinked_s = 0.0
-        self._channel = DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK)
-        self._fds = (self._channel.fd, int(self._channel.monitor.getsockopt(zmq.FD)))
+        self._channel = channel
+        self._fds = (channel.fd, int(channel.monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_readable)
         self._loop.add_reader(self._fds[1], self._on_link_events)
         self._loop.call_soon(self._on_link_events)
@@ -152,8 +162,18 @@ class CoreLink:
 
     def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
         # The descriptor is edge-triggered: trying to send may swallow the sign of an arrival.
-        self._loop.call_soon(self._on_readable)
+        self._look_soon()
         return self._channel.send(self._epoch, body, begins=begins)
+
+    def _look_soon(self) -> None:
+        """Once for all that is sent in one turn of the loop."""
+        if not self._is_look_due:
+            self._is_look_due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_look_due = False
+        self._on_readable()
 
     def _flush(self) -> None:
         while self._outbox and self._try_send(self._outbox[0]):
@@ -186,7 +206,7 @@ class CoreLink:
                 self._greet()
         finally:
             if channel.num_read != num_read:
-                self._loop.call_soon(self._on_readable)
+                self._look_soon()
 
     def _on_frame(self, received: Received) -> None:
         try:

@@ -23,6 +23,7 @@ from protocol.zygote_link import (
 )
 
 _UNKNOWN_STATUS = 127
+_RECEIVE_LIMIT = 64
 
 
 class ForkedChild(Child):
@@ -110,14 +111,17 @@ class ForkServer:
         self._asked[epoch] = parent_write
 
     def receive(self) -> list[Progress | Ready | Fatal | Forked | ForkFailed]:
-        """What the zygote has said since, in order.
+        """What the zygote has said since, in order, and a bounded part of it.
 
         Raises:
             ProtocolError: what it says makes no sense; it should be killed.
         """
         messages: list[Progress | Ready | Fatal | Forked | ForkFailed] = []
         try:
-            while (received := self.link.receive()) is not None:
+            for _ in range(_RECEIVE_LIMIT):
+                received = self.link.receive()
+                if received is None:
+                    break
                 message, fds = received
                 if fds:
                     for fd in fds:

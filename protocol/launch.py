@@ -17,10 +17,11 @@ from types import TracebackType
 
 import msgspec
 
-from protocol.channel import client_address, make_run_dir
+from protocol.channel import client_address
 from protocol.child import Child
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role, StatusReply
+from protocol.run_dir import make_run_dir
 from protocol.status import StatusLink
 
 CLOSE_GRACE_S = 3.0
@@ -39,7 +40,7 @@ def failure_file(run_dir: str, pid: int) -> Path:
 
 
 class EngineProcesses:
-    """A supervisor with a core and workers. Use it from one thread at a time; any may close it."""
+    """A supervisor with a core and workers. Any thread may close it, and ask how it is."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; `start` waits for them too.
@@ -94,15 +95,16 @@ class EngineProcesses:
 
         Where another engine uses the same run directory, its answers do not count.
         """
-        if self._child is None:
+        child = self._child
+        if child is None:
             return None
-        reply = self._link.query(timeout_s, self._child.pidfd)
-        return reply if reply is not None and _is_from(self._child.pid, reply) else None
+        reply = self._link.query(timeout_s, child.pidfd)
+        return reply if reply is not None and _is_from(child.pid, reply) else None
 
     def close(self) -> None:
         """End all processes, in less than 5 s in any state. Harmless when repeated.
 
-        Nobody may call `status` meanwhile. Nothing happens in a fork of the process that began.
+        Whoever waits for a `status` gets none. Nothing happens in a fork of the process that began.
         """
         with self._lock:
             if self._child is None or os.getpid() != self._owner_pid:

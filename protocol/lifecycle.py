@@ -11,6 +11,9 @@ from msgspec import Meta
 
 from protocol.message import Decoder, Message, Record, Text
 
+REPEAT_S = 2.0
+"""How often both ends of the link say again what holds: a frame may be lost with its connection."""
+
 
 class Role(enum.StrEnum):
     """What a process does."""
@@ -21,6 +24,8 @@ class Role(enum.StrEnum):
     WORKER = "worker"
     STANDBY = "standby"
     """A worker that has loaded everything and waits for the death of another."""
+    STANDBY_CORE = "standby_core"
+    """A core that has loaded everything and waits for the death of another."""
     ZYGOTE = "zygote"
     """Forks workers."""
 
@@ -104,19 +109,26 @@ class Stop(Message):
 
 
 class Promote(Message):
-    """Supervisor → standby: be the worker, under this epoch; answered with `Ready` under it."""
+    """Supervisor → standby: be the worker, or the core, under this epoch.
+
+    Answered with `Ready` under it.
+    """
 
     epoch: Annotated[int, Meta(ge=1, lt=2**32)]
 
 
+MAX_SUSPICION_S = 86_400.0
+
+
 class Suspect(Message):
-    """Supervisor → core: a process shows no progress, or does again. Until then it gets no work."""
+    """Supervisor → core: a process shows no progress, so it gets no work; or it does again."""
 
     role: Role
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     epoch: Annotated[int, Meta(ge=0, lt=2**32)]
     """The suspect's own."""
-    is_suspect: bool
+    for_s: Annotated[float, Meta(ge=0.0, le=MAX_SUSPICION_S)]
+    """How long it holds; 0: it goes on. By then it is dead, or the word of its end was lost."""
 
 
 class WorkerDied(Message):
@@ -130,8 +142,14 @@ class WorkerDied(Message):
     """The step that it was computing; None: none, or nobody knows."""
 
 
+HEALTH_HOLDS_S = 5.0
+
+
 class Health(Message):
-    """Supervisor → API: whether processes of the engine die again and again."""
+    """Supervisor → API: whether processes of the engine die again and again.
+
+    While they do it is said every `REPEAT_S`, and believed for `HEALTH_HOLDS_S`.
+    """
 
     is_degraded: bool
     retry_after_s: Annotated[float, Meta(ge=0.0)] = 0.0

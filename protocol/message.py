@@ -15,15 +15,17 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Goes up with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54
 """The bytes `TK`, little-endian."""
 
-_HEADER = struct.Struct("<HHIQI")
+_FIELDS = struct.Struct("<HHIQI")
 _CHECKSUM = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+_HEADER = struct.Struct("<HHIQII")
+"""Both."""
+HEADER_BYTES = _HEADER.size
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=2**21)]
@@ -92,7 +94,7 @@ class Header(NamedTuple):
 
 def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:
     """Return the 24 header bytes that belong to `body`."""
-    fields = _HEADER.pack(MAGIC, PROTOCOL_VERSION, epoch, seq, flags)
+    fields = _FIELDS.pack(MAGIC, PROTOCOL_VERSION, epoch, seq, flags)
     return fields + _CHECKSUM.pack(crc32(body, crc32(fields)))
 
 
@@ -105,10 +107,9 @@ def unpack_header(frame: bytes, body: bytes) -> Header:
     """
     if len(frame) != HEADER_BYTES:
         raise DamagedFrame(f"header has {len(frame)} bytes instead of {HEADER_BYTES}")
-    fields = frame[: _HEADER.size]
-    if crc32(body, crc32(fields)) != _CHECKSUM.unpack_from(frame, _HEADER.size)[0]:
+    magic, version, epoch, seq, flags, checksum = _HEADER.unpack(frame)
+    if crc32(body, crc32(frame[: _FIELDS.size])) != checksum:
         raise DamagedFrame("frame does not have the checksum that its header tells")
-    magic, version, epoch, seq, flags = _HEADER.unpack(fields)
     if magic != MAGIC:
         raise ProtocolError(f"header starts with {magic:#06x} instead of {MAGIC:#06x}")
     if version != PROTOCOL_VERSION:

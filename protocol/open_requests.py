@@ -68,6 +68,7 @@ class OpenRequests:
         """
         self.ledger.accept(add)
         self._receivers[add.request_id] = receiver
+        reach("ledger.after_accept")
         self._send_again(add)
 
     def cancel(self, request_id: int) -> None:

@@ -26,11 +26,11 @@ from protocol.channel import (
     HighWaterMark,
     client_address,
     lifecycle_address,
-    make_run_dir,
     worker_address,
 )
 from protocol.config import EngineConfig
 from protocol.lifecycle import (
+    REPEAT_S,
     Command,
     Drain,
     Drained,
@@ -38,24 +38,27 @@ from protocol.lifecycle import (
     Health,
     Hello,
     Progress,
+    Promote,
     Ready,
     RestartQuery,
-    RestartReply,
     Role,
-    StatusReply,
     Stop,
     ToSupervisor,
-    decode_from_supervisor,
 )
-from protocol.message import MAX_TEXT, encode
+from protocol.message import MAX_TEXT
 from protocol.prctl import die_with_parent
 from protocol.pulse import Pulse
+from protocol.run_dir import make_run_dir
+from protocol.supervisor_link import SupervisorLink
 
 if TYPE_CHECKING:
     import asyncio
 
 EXIT_FATAL = 1
 EXIT_ORPHANED = 75
+FLUSH_MS = 100
+"""At the end, for peers that do not read; others take a millisecond."""
+_SUPERVISOR_TIMEOUT_MS = 60_000
 DUMP_SIGNAL = signal.SIGUSR2
 """Makes a process with a progress page print the stacks of its threads to stderr."""
 
@@ -78,10 +81,11 @@ class ChildProcess:
         progress_fd: int | None = getattr(arguments, "progress_fd", None)
         if progress_fd is not None:
             show_stacks()
-        self.pulse = Pulse(progress_fd, self.epoch, config.recovery)
-        self.num_fenced_frames = 0
-        """Commands to an earlier incarnation, dropped."""
+        # A client's text may hold up the API for a while; nobody else has such work.
+        turn_s = config.recovery.api_hang_timeout_s if role is Role.API else None
+        self.pulse = Pulse(progress_fd, self.epoch, config.recovery, turn_s)
         self._lifecycle: DealerChannel | None = None
+        self._supervisor: SupervisorLink | None = None
         self._is_terminated = False
         self._deliver_soon: Callable[[], None] | None = None
         if arguments.parent_fd is not None:
@@ -89,6 +93,7 @@ class ChildProcess:
                 self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
             )
             self._wait_for_supervisor()
+            self._supervisor = SupervisorLink(self._lifecycle, self.epoch)
             self._tell(Hello(role, self.rank, os.getpid()))
 
     @classmethod
@@ -128,6 +133,11 @@ class ChildProcess:
         return worker_address(self.run_dir)
 
     @property
+    def num_fenced_frames(self) -> int:
+        """Commands to another incarnation, dropped."""
+        return 0 if self._supervisor is None else self._supervisor.num_fenced_frames
+
+    @property
     def lifecycle_socket(self) -> zmq.Socket[bytes] | None:
         """Socket to poll for `messages`; None where there is no supervisor."""
         return None if self._lifecycle is None else self._lifecycle.socket
@@ -139,11 +149,12 @@ class ChildProcess:
 
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
         """Report that the start is over, and how many KV blocks successors are to have, too."""
-        self._tell(Ready(detail, num_gpu_blocks))
+        self.pulse.turn()  # from now on it is watched like all that serve, under its present epoch
+        self._hold(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:
         """Report that nothing is running here any more."""
-        self._tell(Drained())
+        self._hold(Drained())
 
     def fatal(
         self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
@@ -158,25 +169,45 @@ class ChildProcess:
         sys.stderr.flush()
         os._exit(EXIT_FATAL)
 
-    def promoted(self, epoch: int) -> None:
-        """Go on as the worker, under a new epoch."""
-        self.epoch = self.pulse.epoch = epoch
+    def leave(self) -> NoReturn:
+        """End this process once what was sent last is written, however its sockets are set.
+
+        At once then: a successor waits for the end, and interpreter and libraries take their time.
+        """
+        self.context.destroy(linger=FLUSH_MS)
+        sys.stderr.flush()
+        os._exit(0)
+
+    def wait_for_promotion(self) -> bool:
+        """Wait until this standby is to take the place of another, under a new epoch.
+
+        The wait ends with the supervisor's at the latest: the process does.
+
+        Returns:
+            False where it is to stop instead.
+        """
+        assert self.lifecycle_socket is not None
+        assert self._supervisor is not None
+        while True:
+            self.pulse.idle()
+            self.lifecycle_socket.poll(self.pulse.tick_ms)
+            self.pulse.turn()
+            for message in self.messages():
+                if isinstance(message, Promote):
+                    self.epoch = self.pulse.epoch = message.epoch
+                    self._supervisor.promoted(message.epoch)
+                    return True
+                if isinstance(message, Stop):
+                    return False
 
     def messages(self) -> list[Command]:
-        """Commands that have arrived from the supervisor."""
-        if self._lifecycle is None:
+        """Commands that have arrived from the supervisor; ask again within `REPEAT_S`."""
+        if self._supervisor is None:
             return []
         if self._is_terminated:
             self._is_terminated = False
             self.ask_for_restart()
-        commands: list[Command] = []
-        for received in self._lifecycle.drain(limit=16):
-            message = decode_from_supervisor(received.body)
-            if received.header.epoch != self.epoch:
-                self.num_fenced_frames += 1
-            elif not isinstance(message, StatusReply | RestartReply):
-                commands.append(message)
-        return commands
+        return self._supervisor.read()
 
     def ask_for_restart(self) -> bool:
         """Ask the supervisor to replace this process without losing anything.
@@ -184,8 +215,11 @@ class ChildProcess:
         Returns:
             False where there is no supervisor.
         """
-        self._tell(RestartQuery(self.role))
-        return self._lifecycle is not None
+        if self._supervisor is None:
+            return False
+        self._supervisor.ask_for_restart(RestartQuery(self.role))
+        self._look_again()
+        return True
 
     def restart_on_sigterm(self) -> None:
         """Let SIGTERM be such a request, made with the next look at `messages`."""
@@ -200,37 +234,53 @@ class ChildProcess:
         self, loop: "asyncio.AbstractEventLoop", on_message: Callable[[Drain | Stop | Health], None]
     ) -> None:
         """Deliver the supervisor's commands through an event loop."""
-        if self._lifecycle is None:
+        lifecycle = self._lifecycle
+        if lifecycle is None:
             return
 
         def deliver() -> None:
+            num_read = lifecycle.num_read
             messages = self.messages()
             for message in messages:
                 if isinstance(message, Drain | Stop | Health):
                     on_message(message)
-            if messages:
+            if messages or lifecycle.num_read != num_read:
                 deliver_soon()
 
         def deliver_soon() -> None:
             if not loop.is_closed():
                 loop.call_soon(deliver)
 
+        def deliver_now_and_then() -> None:
+            loop.call_later(REPEAT_S, deliver_now_and_then)
+            deliver()
+
         self._deliver_soon = deliver_soon
-        loop.add_reader(self._lifecycle.fd, deliver)
-        deliver_soon()
+        loop.add_reader(lifecycle.fd, deliver)
+        loop.call_soon(deliver_now_and_then)
 
     def _tell(self, message: ToSupervisor) -> None:
-        if self._lifecycle is None:
-            return
-        self._lifecycle.send(self.epoch, encode(message))
+        if self._supervisor is not None:
+            self._supervisor.say(message)
+            self._look_again()
+
+    def _hold(self, message: Ready | Drained) -> None:
+        if self._supervisor is not None:
+            self._supervisor.hold(message)
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """The descriptor is edge-triggered: sending may swallow the sign of an arrival."""
         if self._deliver_soon is not None:
-            # The descriptor is edge-triggered: sending may swallow the sign of an arrival.
             self._deliver_soon()
 
     def _wait_for_supervisor(self) -> None:
-        """The supervisor listens before it starts children, so this takes a millisecond."""
+        """The supervisor listens before it starts children, so this takes a millisecond.
+
+        One that was stopped meanwhile answers later; one that has died ends this process.
+        """
         assert self._lifecycle is not None
-        if not self._lifecycle.socket.poll(timeout=5000, flags=zmq.POLLOUT):
+        if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
             sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
 
 

@@ -153,13 +153,18 @@ class ProgressPage:
         words[_PROGRESS] = seq + 1
 
     def read(self) -> Mark | None:
-        """What was said last; None if it is being written, or its writer died over it."""
+        """What was said last.
+
+        None if it is being written, its writer died over it, or somebody wrote nonsense there.
+        """
         words = self._words
         for _ in range(_NUM_TRIES):
             seq = words[_PROGRESS]
             fields = _PROGRESS_STRUCT.unpack_from(self._map, (_PROGRESS + 1) * _WORD)
             if seq % 2 == 0 and words[_PROGRESS] == seq:
                 epoch, phase, step, began_ns, deadline_ns = fields
+                if phase > Phase.STEP:
+                    return None
                 step_id = None if step == NO_STEP else step
                 return Mark(epoch, Phase(phase), step_id, began_ns, deadline_ns)
         return None
@@ -199,6 +204,14 @@ class ProgressPage:
                 kept = list(self._words[rows : rows + min(total, MAX_FINGERPRINTS)])
                 found.append(StepInFlight(epoch, step_id, kept, total))
         return sorted(found, key=lambda step: (step.epoch, step.step_id))
+
+    def inherit(self, other: "ProgressPage") -> None:
+        """Take over from another slot's page what its last incarnation has left for the next.
+
+        Only while nobody writes either of them.
+        """
+        first, end = _DEATH * _WORD, (_STEPS + NUM_STEP_SLOTS * _STEP_WORDS) * _WORD
+        self._map[first:end] = other._map[first:end]
 
     # The last death -----------------------------------------------------------------------------
 

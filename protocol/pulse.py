@@ -16,8 +16,20 @@ _LONGEST_TICK_S = 0.5
 class Pulse:
     """The writing side of a progress page, or nothing."""
 
-    def __init__(self, page_fd: int | None, epoch: int, recovery: RecoveryConfig) -> None:
+    def __init__(
+        self,
+        page_fd: int | None,
+        epoch: int,
+        recovery: RecoveryConfig,
+        turn_timeout_s: float | None = None,
+    ) -> None:
         """Begin with the phase STARTING.
+
+        Args:
+            page_fd: of the page; None: there is none.
+            epoch: of this incarnation.
+            recovery: how long phases may take.
+            turn_timeout_s: how long a poll or a turn may take; None: `hang_timeout_s`.
 
         Raises:
             OSError: the page cannot be mapped.
@@ -27,10 +39,11 @@ class Pulse:
         """For what else a process reads and writes there."""
         self.epoch = epoch
         """What the next marks carry."""
-        self._turn_ns = int(recovery.hang_timeout_s * 1e9)
+        turn_s = recovery.hang_timeout_s if turn_timeout_s is None else turn_timeout_s
+        self._turn_ns = int(turn_s * 1e9)
         # Suspected at half of it, so that it is killed when all of it is over.
         self._load_ns = int(recovery.startup_timeout_s / 2 * 1e9)
-        tick_s = min(_LONGEST_TICK_S, recovery.hang_timeout_s / _TICKS_PER_TIMEOUT)
+        tick_s = min(_LONGEST_TICK_S, turn_s / _TICKS_PER_TIMEOUT)
         self.tick_ms = None if self.page is None else max(1, int(tick_s * 1000))
         """How long a poll may last, so that a process at rest is seen to be alive; None: for ever.
 
@@ -55,6 +68,12 @@ class Pulse:
     def step(self, step_id: int, limit_s: float) -> None:
         """A step is computed, which should be over in `limit_s`."""
         self._write(Phase.STEP, int(limit_s * 1e9), step_id)
+
+    def close(self) -> None:
+        """Unmap the page; nothing more is written."""
+        if self.page is not None:
+            self.page.close()
+            self.page = None
 
     def _write(self, phase: Phase, limit_ns: int, step_id: int | None = None) -> None:
         if self.page is not None:

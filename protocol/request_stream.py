@@ -1,15 +1,19 @@
 """The tokens of one request, from the client that receives them to whoever reads them."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
+import msgspec
+
 from protocol.api_core import RequestOutput
 from protocol.errors import RequestFailed
 
-_MERGED_PAST = 64
-"""Outputs that nobody reads are merged from here on: their tokens are all that grows."""
+_MERGED_PAST = 16
+"""Outputs that nobody reads are merged from here on: their tokens, 4 bytes each, and logprobs are
+all that grows."""
 
 T = TypeVar("T")
 
@@ -26,6 +30,8 @@ class RequestStream:
         self.request_id = request_id
         self._cancel = cancel
         self._pending: list[RequestOutput] = []
+        self._packed = array("i")
+        """Tokens that come before those of the first of `_pending`, and belong to it."""
         self._num_unread = 0
         self._error: RequestFailed | None = None
         self._finished = False
@@ -51,6 +57,9 @@ class RequestStream:
             finally:
                 self._waiter = None
         output, self._pending = merge(self._pending), []
+        if self._packed:
+            token_ids = self._packed.tolist() + output.token_ids
+            output, self._packed = msgspec.structs.replace(output, token_ids=token_ids), array("i")
         self._num_unread = 0
         self._finished = self._finished or output.finish_reason is not None
         return output
@@ -58,7 +67,7 @@ class RequestStream:
     def cancel(self) -> None:
         """Abort the request; iteration ends. Harmless at any time, also repeatedly."""
         self._finished = True
-        self._pending = []
+        self._pending, self._packed = [], array("i")
         self._num_unread = 0
         self._cancel(self.request_id)
         self._wake()
@@ -69,7 +78,9 @@ class RequestStream:
             self._pending.append(output)
             self._num_unread += len(output.token_ids)
             if len(self._pending) >= _MERGED_PAST:
-                self._pending = [merge(self._pending)]
+                whole = merge(self._pending)
+                self._packed.extend(whole.token_ids)
+                self._pending = [msgspec.structs.replace(whole, token_ids=[])]
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:

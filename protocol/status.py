@@ -1,5 +1,6 @@
 """Asks a supervisor how its processes are; for the status command and for embedding programs."""
 
+import threading
 import time
 from typing import TypeVar
 
@@ -19,15 +20,23 @@ from protocol.message import Message, encode
 
 _ANY_EPOCH = 0
 _DRAIN_LIMIT = 16
+_SLICE_S = 0.05
+"""Longest wait without looking if the link is being closed."""
 
 T = TypeVar("T", StatusReply, RestartReply)
 
 
 class StatusLink:
-    """A connection to the supervisor of one run directory. Not thread-safe."""
+    """A connection to the supervisor of one run directory.
+
+    Any thread may ask, one after the other, and any may close it meanwhile: a socket in the hands
+    of two threads would end the whole program.
+    """
 
     def __init__(self, run_dir: str) -> None:
         """Begin to connect; nobody needs to listen there yet."""
+        self._lock = threading.Lock()
+        self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel = DealerChannel(
             self._context, lifecycle_address(run_dir), HighWaterMark.LIFECYCLE_LINK
@@ -41,7 +50,7 @@ class StatusLink:
             watch_fd: descriptor, such as a pidfd, whose readability ends the wait early.
 
         Returns:
-            The answer; None if there was none in time.
+            The answer; None if there was none in time, or the link is closed.
         """
         return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
 
@@ -50,15 +59,42 @@ class StatusLink:
         return self._ask(RestartQuery(role), RestartReply, timeout_s, None)
 
     def close(self) -> None:
-        """Disconnect."""
-        if not self._channel.socket.closed:
-            self._channel.close()
-            self._context.term()
+        """Disconnect; whoever waits for an answer gets none. Harmless when repeated."""
+        self._is_closing = True
+        self._end()
+
+    def _end(self) -> None:
+        """Close, unless somebody asks just now, perhaps this thread below a signal's handler.
+
+        Whoever asks does it then.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._channel.socket.closed:
+                self._channel.close()
+                self._context.term()
+        finally:
+            self._lock.release()
 
     def _ask(
         self, question: Message, kind: type[T], timeout_s: float, watch_fd: int | None
     ) -> T | None:
         deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            return None
+        try:
+            return self._exchange(question, kind, deadline, watch_fd)
+        finally:
+            self._lock.release()
+            if self._is_closing:
+                self._end()
+
+    def _exchange(
+        self, question: Message, kind: type[T], deadline: float, watch_fd: int | None
+    ) -> T | None:
+        if self._is_closing:
+            return None
         self._channel.link_events()
         self._latest_reply(kind)  # an answer to an earlier question that came too late
         if not self._wait(zmq.POLLOUT, deadline, watch_fd):
@@ -76,9 +112,12 @@ class StatusLink:
         poller.register(self._channel.socket, flag)
         if watch_fd is not None:
             poller.register(watch_fd, zmq.POLLIN)
-        remaining_ms = max(0, round((deadline - time.monotonic()) * 1000))
-        ready = dict(poller.poll(remaining_ms))
-        return self._channel.socket in ready
+        while not self._is_closing:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            ready = dict(poller.poll(round(min(remaining_s, _SLICE_S) * 1000)))
+            if ready or remaining_s == 0.0:
+                return self._channel.socket in ready
+        return False
 
     def _latest_reply(self, kind: type[T]) -> T | None:
         reply = None

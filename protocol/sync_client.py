@@ -82,7 +82,11 @@ class EngineClient:
         self._thread = threading.Thread(target=self._work, name="engine-client", daemon=True)
         self._lock = threading.Lock()
         self._is_open = True
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system lets no thread begin
+            self._loop.close()
+            raise
         self._client = AsyncEngineClient(address)
         try:
             self.run(self._client.start(), _CALL_TIMEOUT_S)

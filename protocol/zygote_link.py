@@ -121,6 +121,7 @@ class ZygoteLink(Generic[T]):
         except ConnectionError as error:
             raise LinkClosed from error
         if not body:
+            close_all(fds)
             raise LinkClosed
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

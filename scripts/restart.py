@@ -6,17 +6,23 @@ Requests go on: what is open is finished, or computed on by the successor.
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
+from protocol.lifecycle import ProcessState, ProcessStatus, RestartReply, Role, StatusReply
 from protocol.message import ProtocolError
 from protocol.status import StatusLink
 from scripts.status import only_run_dir
+from scripts.supervisor.planned_restarts import already_replaced
+
+T = TypeVar("T")
 
 ROLES = (Role.WORKER, Role.CORE, Role.API)
 DEFAULT_TIMEOUT_S = 660.0
 """More than the default `startup_timeout_s`: a worker may have to load its model."""
 _ANSWER_TIMEOUT_S = 2.0
+_MOST_QUESTIONS = 5
+"""Without an answer."""
 _POLL_S = 0.05
 
 
@@ -50,21 +56,47 @@ def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
         RestartFailed: refused, or not within `timeout_s`.
     """
     began = time.monotonic()
-    before = _rows(link.query(_ANSWER_TIMEOUT_S), role)
-    reply = link.restart(role, _ANSWER_TIMEOUT_S)
-    if reply is None:
-        raise RestartFailed("the supervisor does not answer")
-    if not reply.accepted:
-        raise RestartFailed(reply.reason)
+    had_successor = False
+    before = _rows(_insist(link.query), role)
+    _ask(link, role)
     while True:
-        after = _rows(link.query(_ANSWER_TIMEOUT_S), role)
+        rows = _rows(_insist(link.query), role, with_successor=True)
+        after = rows[: len(before)]
         if _are_replaced(before, after):
             break
+        is_old = after[0].epoch == before[0].epoch
+        if is_old and had_successor and len(rows) == len(before):
+            raise RestartFailed(f"the {role} stays: its successor has died")
+        had_successor = len(rows) > len(before)
         if time.monotonic() - began > timeout_s:
             raise RestartFailed(f"the {role} is not replaced after {timeout_s:g} s")
         time.sleep(_POLL_S)
     seconds = time.monotonic() - began
     return f"{role} replaced in {seconds:.2f} s: pid {_pids(before)} by {_pids(after)}"
+
+
+def _ask(link: StatusLink, role: Role) -> None:
+    """Ask for the restart. Where an answer was late the next one may only say that it has begun."""
+    asked = 0
+
+    def ask(timeout_s: float) -> RestartReply | None:
+        nonlocal asked
+        asked += 1
+        return link.restart(role, timeout_s)
+
+    reply = _insist(ask)
+    has_begun = asked > 1 and reply.reason == already_replaced(role)
+    if not reply.accepted and not has_begun:
+        raise RestartFailed(reply.reason)
+
+
+def _insist(ask: Callable[[float], T | None]) -> T:
+    """Ask until there is an answer: a host with much to do may take its time."""
+    for _ in range(_MOST_QUESTIONS):
+        reply = ask(_ANSWER_TIMEOUT_S)
+        if reply is not None:
+            return reply
+    raise RestartFailed("the supervisor does not answer")
 
 
 def _parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,14 +117,12 @@ def _parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _rows(reply: StatusReply | None, role: Role) -> list[ProcessStatus]:
-    """Without those that are about to leave."""
-    if reply is None:
-        raise RestartFailed("the supervisor does not answer")
+def _rows(reply: StatusReply, role: Role, *, with_successor: bool = False) -> list[ProcessStatus]:
+    """By rank; of an API also, if asked for, whoever is there beside it."""
     rows = [row for row in reply.processes if row.role is role]
     if not rows:
         raise RestartFailed(f"this engine has no {role}")
-    return [row for row in rows if role is not Role.API or row.rank == 0]
+    return [row for row in rows if role is not Role.API or row.rank == 0 or with_successor]
 
 
 def _are_replaced(before: list[ProcessStatus], after: list[ProcessStatus]) -> bool:

@@ -1,47 +1,155 @@
 """What the default run leaves out, so that it stays under ten minutes on two cores.
 
-Each of these has a sibling that runs by default and shows the same property in another variant, at
-another depth or on another attention backend. `scripts/test -m slow` runs them, and the long ones
-that are marked where they stand.
+Nearly each has a sibling that runs by default and shows the same property in another variant, at
+another depth or on another attention backend; a few measure the machine more than the code.
+`scripts/test -m slow` runs them, and the long ones that are marked where they stand.
 """
 
 import pytest
 
-VARIANTS = (
-    "system/test_demo.py::test_stream_goes_on_after_kill_9[worker]",
-    "system/test_hangs.py::test_long_steps_on_a_busy_machine_kill_nobody",
-    "system/test_hangs.py::test_stopped_process_is_replaced_in_time_at_defaults[core]",
-    "system/test_invariance.py::test_seed_decides_alone[float32]",
-    "system/test_overload.py::test_past_every_bound_429_and_nothing_accepted_is_lost[flags1]",
-    "system/test_overload.py::test_past_every_bound_429_and_nothing_accepted_is_lost[flags2]",
-    "system/test_overload.py::test_past_every_bound_429_and_nothing_accepted_is_lost[flags3]",
-    "system/test_pausing.py::test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly"
-    "[pause-resume-victims0]",
-    "system/test_pausing.py::test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly"
-    "[pause-resume-victims2]",
-    "system/test_pausing.py::test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly"
-    "[sleep-wake_up-victims1]",
-    "system/test_quarantine.py::test_only_the_culprit_is_refused_and_all_others_are_exact[exc@*]",
-    "system/test_quarantine.py::test_only_the_culprit_is_refused_and_all_others_are_exact"
-    "[hold:30000@*]",
-    "worker/test_hybrid_kv.py::test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards"
-    "[gathering]",
-    "worker/test_output_equality.py::test_tokens_are_equal_with_drafts[gathering-gemma3]",
-    "worker/test_output_equality.py::test_tokens_are_equal_with_drafts[gathering-llama]",
-    "worker/test_output_equality.py::test_tokens_are_equal_however_they_are_scheduled"
-    "[gathering-gemma3]",
-    "worker/test_zygote.py::test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself"
-    "[float32]",
-)
+VARIANTS = {
+    "scripts/test_simulation.py": {
+        "test_planted_bugs_are_found": (
+            "safety-drop-token safety-repeat-token safety-skip-epoch-check safety-stateful-random "
+            "safety-outputs-as-prompt safety-resume-other-seed safety-forget-pause"
+        ),
+    },
+    "scripts/test_soak.py": {
+        "test_short_soak": "",
+    },
+    "system/test_chaos.py": {
+        "test_clients_read_on_after_the_death_of_the_api": "",
+        "test_clients_that_come_back_too_late_have_lost_their_stream": "",
+        "test_death_at_a_failpoint_changes_no_answer": (
+            "exc-worker.mid_step-worker kill9-worker.after_step-worker exc-core.before_reply-core"
+        ),
+        "test_other_servers_are_measured_by_the_same_client": "",
+    },
+    "system/test_demo.py": {
+        "test_many_clients_share_the_engine": "",
+        "test_prefix_cache_is_seen_in_usage": "",
+        "test_stream_goes_on_after_kill_9": "core worker",
+    },
+    "system/test_embedding_states.py": {
+        "test_cycles_leak_nothing_and_touch_nothing": "5",
+    },
+    "system/test_hangs.py": {
+        "test_api_whose_loop_stands_still_is_replaced": "SIGSTOP",
+        "test_long_steps_on_a_busy_machine_kill_nobody": "",
+        "test_process_that_starts_waits_for_a_supervisor_that_stands_still": "",
+        "test_step_that_never_ends_is_killed_after_its_stacks_are_printed": "delay",
+        "test_stopped_process_is_replaced_in_time_at_defaults": "core worker",
+    },
+    "system/test_invariance.py": {
+        "test_seed_decides_alone": "float32",
+    },
+    "system/test_latency.py": {
+        "test_tokenizing_a_megabyte_does_not_stall_other_streams": "",
+    },
+    "system/test_memory_pressure.py": {
+        "test_streams_under_memory_pressure_survive_kill_9": "fair shortest priority",
+    },
+    "system/test_overload.py": {
+        "test_past_every_bound_429_and_nothing_accepted_is_lost": "flags1 flags2 flags3",
+    },
+    "system/test_pausing.py": {
+        "test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly": (
+            "pause-resume-victims0 pause-resume-victims2 sleep-wake_up-victims1 "
+            "sleep-wake_up-victims3"
+        ),
+    },
+    "system/test_quarantine.py": {
+        "test_only_the_culprit_is_refused_and_all_others_are_exact": "exc@* hold:30000@*",
+    },
+    "system/test_restart.py": {
+        "test_leaving_api_finishes_its_streams_while_its_successor_serves": "",
+        "test_nobody_notices": "0-core-SIGTERM 0-api-SIGTERM 0-worker-command 1-worker-SIGTERM",
+        "test_restart_that_is_not_possible_is_refused": "",
+        "test_worker_that_does_not_leave_is_killed": "",
+    },
+    "system/test_resume.py": {
+        "test_killed_streams_equal_undisturbed_ones": "worker-worker",
+    },
+    "system/test_resumption.py": {
+        "test_stream_in_pieces_is_the_stream_in_one": (
+            "api-plain api-usage api-echo api-sampled core-sampled core-chat worker-sampled "
+            "worker-chat api-two -usage -echo -two"
+        ),
+    },
+    "system/test_standby.py": {
+        "test_standby_that_hangs_is_replaced_when_it_is_needed": "",
+        "test_three_deaths_within_ten_seconds": "",
+        "test_whoever_dies_comes_back_and_no_token_is_lost": (
+            "standby zygote standby+worker zygote+worker worker+zygote worker+standby+zygote "
+            "core+worker worker+standby"
+        ),
+        "test_worker_does_without_helpers": "",
+        "test_zygote_that_hangs_is_replaced_when_it_is_needed": "",
+    },
+    "system/test_standby_core.py": {
+        "test_engine_without_one": "",
+        "test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of": "",
+        "test_standby_that_hangs_is_replaced": "",
+        "test_whoever_dies_comes_back_and_no_token_is_lost": (
+            "standby_core+core worker+core core+standby_core standby_core"
+        ),
+    },
+    "system/test_supervisor.py": {
+        "test_idle_engine_needs_no_cpu": "",
+    },
+    "worker/test_bitwise.py": {
+        "test_logits_are_the_same_bits_in_every_schedule": (
+            "llama_wide_vocab_tied-float32 llama_mlp_bias-float32 llama_mlp_bias-bfloat16 "
+            "gpt2_gelu_tanh-float32 gpt2-float32 gemma3-float32"
+        ),
+    },
+    "worker/test_hybrid_kv.py": {
+        "test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards": "gathering native",
+        "test_blocks_that_a_window_has_passed_are_never_read": (
+            "gathering-gemma2 gathering-gemma3 gathering-mistral_window"
+        ),
+        "test_tokens_survive_a_stay_on_the_host": "gathering-llama gathering-gemma3",
+    },
+    "worker/test_lean_import.py": {
+        "test_worker_loads_without_what_it_never_uses": "",
+    },
+    "worker/test_output_equality.py": {
+        "test_tokens_are_equal_however_they_are_scheduled": (
+            "gathering-gemma3 gathering-llama native-llama"
+        ),
+        "test_tokens_are_equal_with_drafts": (
+            "gathering-gemma3 gathering-llama native-llama native-gemma3"
+        ),
+    },
+    "worker/test_parity.py": {
+        "test_outputs_equal_generate_in_every_mode": (
+            "gathering-llama_tied gathering-qwen2 gathering-qwen3 gathering-gemma2 gathering-phi3 "
+            "gathering-gpt2 gathering-opt gathering-mixtral gathering-qwen3_moe"
+        ),
+    },
+    "worker/test_speculation.py": {
+        "test_tokens_and_logprobs_are_those_without_drafts": (
+            "gemma3-gathering-float32 llama-native-float32 llama-gathering-float32 "
+            "gemma3-native-float32"
+        ),
+    },
+    "worker/test_zygote.py": {
+        "test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself": "float32",
+    },
+}
+"""Tests by file, with those of their variants that are left out; without variants the test is."""
 
-ALONE = "worker/test_zygote.py"
-"""Counts the children of its own process, so it runs alone: `scripts/test -m slow` and its name."""
+NAMES = {
+    f"tests/{file}::{test}[{variant}]" if variant else f"tests/{file}::{test}"
+    for file, tests in VARIANTS.items()
+    for test, variants in tests.items()
+    for variant in variants.split() or [""]
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them before the marks are looked at."""
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if name in VARIANTS or name.startswith(ALONE):
+        if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)

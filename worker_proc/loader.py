@@ -5,7 +5,7 @@ and, by running the model's own code on the meta device, which attention it asks
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from worker_proc.attention.interface import IMPLEMENTATION, register
 from worker_proc.attention.probe import ProbedLayer, probe_layers
 from worker_proc.errors import CheckpointError, UnsupportedModel
-
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total)."""
+from worker_proc.runner import Progress
 
 _DTYPES = {
     "float32": torch.float32,
@@ -108,7 +107,7 @@ def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> No
 
 def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     except ValueError as error:
         raise UnsupportedModel(f"{config.model_type}: no causal language model: {error}") from error

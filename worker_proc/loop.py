@@ -19,7 +19,7 @@ from protocol.core_worker import (
     decode_from_core,
 )
 from protocol.failpoints import reach
-from protocol.lifecycle import Drain, Stop
+from protocol.lifecycle import Stop
 from protocol.message import ProtocolError, encode
 from protocol.process import ChildProcess
 from worker_proc.runner import Runner
@@ -28,6 +28,10 @@ from worker_proc.step_clock import StepClock
 
 HELLO_INTERVAL_S = 1.0
 """Between two tries to be adopted."""
+SILENCE_S = 5.0
+"""A core beats every second; one that says nothing for so long does not know this worker."""
+_LONGEST_SLEEP_S = 1.0
+"""What counts at most between two turns: a process that was stopped could not hear anything."""
 _FLUSH_MS = 1000
 
 log = logging.getLogger("troika.worker")
@@ -46,6 +50,10 @@ class WorkerLoop:
         )
         self._is_connected = False
         self._next_hello = 0.0
+        self._num_heard = 0
+        self._silent_s = 0.0
+        """Time without a word of the core that has adopted this worker."""
+        self._turned_at = time.monotonic()
         self._poller = zmq.Poller()
         self._poller.register(self._core.socket, zmq.POLLIN)
         self._poller.register(self._core.monitor, zmq.POLLIN)
@@ -73,10 +81,9 @@ class WorkerLoop:
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
-            if isinstance(message, Drain):
-                self._child.drained()  # a worker has no requests of its own
         self._follow_link()
         self._obey()
+        self._mind_silence()
         return True
 
     @property
@@ -118,6 +125,20 @@ class WorkerLoop:
                 raise self._shim.failure
         if self._core.take_loss() and self._shim.link_epoch is not None:
             log.warning("frames of the link to the core were lost; asking to be adopted again")
+            self._shim.end_adoption()
+            self._next_hello = 0.0
+
+    def _mind_silence(self) -> None:
+        """Ask to be adopted again where the core seems to have forgotten its worker."""
+        slept_s = time.monotonic() - self._turned_at
+        self._turned_at += slept_s
+        if self._core.num_read != self._num_heard or self._shim.link_epoch is None:
+            self._num_heard = self._core.num_read
+            self._silent_s = 0.0
+            return
+        self._silent_s += min(slept_s, _LONGEST_SLEEP_S)
+        if self._silent_s >= SILENCE_S:
+            log.warning("the core is silent; asking to be adopted again")
             self._shim.end_adoption()
             self._next_hello = 0.0
 

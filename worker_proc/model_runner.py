@@ -29,12 +29,13 @@ from worker_proc.fused import fuse_modules
 from worker_proc.inputs import LogitsRange, StepInputs, pack_step
 from worker_proc.kv_groups import KVLayout, lay_out
 from worker_proc.kv_pool import KVPool
-from worker_proc.loader import LoadedModel, Progress, load_model
+from worker_proc.loader import LoadedModel, load_model
 from worker_proc.memory import available_cache_bytes, free_host_bytes
 from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.packed_linear import can_pack, pack_linears
+from worker_proc.runner import Progress
 from worker_proc.sampler import Sampler
 from worker_proc.self_check import check_forward, num_blocks_needed
 from worker_proc.swap_cost import measure_swap_cost
@@ -204,7 +205,7 @@ class PreparedModel:
     """A model with its weights as they are computed with, and the kernels for it, if any."""
 
     loaded: LoadedModel
-    library: NativeLibrary | None
+    kernels: NativeLibrary | None
 
 
 def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
@@ -257,10 +258,10 @@ def build_runner(prepared: PreparedModel, config: EngineConfig, progress: Progre
         UnsupportedModel: the model cannot be computed correctly here.
         InsufficientMemory: the KV cache cannot hold max_model_len.
     """
-    loaded, library = prepared.loaded, prepared.library
+    loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
     layout = make_layout(loaded, config)
-    backend = make_backend(loaded, layout, library)
+    backend = make_backend(loaded, layout, prepared.kernels)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))
     stepwise = check_forward(loaded, backend, layout)
     exactness = judge(loaded, backend, layout, stepwise)

@@ -231,12 +231,12 @@ class NullRunner:
         for host_id in step.swap_in.host_block_ids:
             if host_id not in self._host_blocks:
                 raise MirrorError(f"nothing was copied to host block {host_id}")
-        owners = {
-            block_id: Place(self._mirror.requests[new.req_id], group, index)
-            for new in step.scheduled_new_reqs
-            for group, table in enumerate(new.block_ids)
-            for index, block_id in enumerate(table)
-        }
+        owners: dict[int, Place] = {}
+        for new in step.scheduled_new_reqs:  # the first to have a block; others only read it
+            request = self._mirror.requests[new.req_id]
+            for group, table in enumerate(new.block_ids):
+                for index, block_id in enumerate(table):
+                    owners.setdefault(block_id, Place(request, group, index))
         for block_id in step.swap_in.device_block_ids:
             if block_id not in owners:
                 raise MirrorError(f"swap_in fills block {block_id}, which no new request holds")

@@ -1,5 +1,6 @@
 """The interface between the worker's loop and whatever computes: a model, or the null runner."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
@@ -32,3 +33,8 @@ class Runner(Protocol):
         Raises:
             MirrorError: a request is mirrored.
         """
+
+
+Progress = Callable[[str, int, int], None]
+"""Called while a model is loaded, with phase, steps done and steps in all, or 0."""
+MakeRunner = Callable[[Progress], Runner]

@@ -12,7 +12,6 @@ import torch
 from protocol.config import EngineConfig
 from worker_proc.forward import attach_cache
 from worker_proc.kv_groups import KVLayout
-from worker_proc.loader import Progress
 from worker_proc.model_runner import (
     ModelRunner,
     PreparedModel,
@@ -22,8 +21,8 @@ from worker_proc.model_runner import (
     prepare_model,
     resolve_device,
 )
+from worker_proc.runner import MakeRunner, Progress
 from worker_proc.self_check import num_blocks_needed
-from worker_proc.start import MakeRunner
 
 
 def load_shared_model(config: EngineConfig, progress: Progress) -> MakeRunner:
@@ -54,5 +53,5 @@ def load_shared_model(config: EngineConfig, progress: Progress) -> MakeRunner:
 
 def _shrink_cache(prepared: PreparedModel, layout: KVLayout) -> None:
     """A forked process brings its own; address space counts where memory is not overcommitted."""
-    backend = make_backend(prepared.loaded, layout, prepared.library)
+    backend = make_backend(prepared.loaded, layout, prepared.kernels)
     attach_cache(prepared.loaded, backend, layout, num_blocks_needed(layout))

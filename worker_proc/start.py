@@ -5,17 +5,16 @@ A worker is started in one of two ways. Alone, it loads everything by itself. Fo
 """
 
 import os
-import sys
-from collections.abc import Callable
 
 from protocol import garbage
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.failpoints import reach
-from protocol.lifecycle import Promote, Stop
 from protocol.process import ChildProcess
+from worker_proc.lean_import import lean_imports
 from worker_proc.loop import WorkerLoop
-from worker_proc.runner import Runner
+from worker_proc.runner import MakeRunner, Progress, Runner
+from worker_proc.warm_up import warm_up
 
 NULL_VOCAB_SIZE = 32_000
 NULL_MAX_MODEL_LEN = 8192
@@ -23,10 +22,6 @@ NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
 NULL_BLOCK_BYTES = 65_536
 """What a block of the null runner counts against `swap_space_bytes`."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with phase, steps done and steps in all."""
-MakeRunner = Callable[[Progress], Runner]
 
 
 def make_runner(config: EngineConfig, progress: Progress) -> Runner:
@@ -38,7 +33,8 @@ def make_runner(config: EngineConfig, progress: Progress) -> Runner:
     if config.model.model == "null":
         return _null_runner(config)
     progress("import", 0, 0)
-    from worker_proc.model_runner import load_model_runner
+    with lean_imports():
+        from worker_proc.model_runner import load_model_runner
 
     return load_model_runner(config, progress)
 
@@ -58,7 +54,8 @@ def load_to_fork(config: EngineConfig, progress: Progress) -> MakeRunner:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     progress("import", 0, 0)
-    from worker_proc.shared_model import load_shared_model
+    with lean_imports():
+        from worker_proc.shared_model import load_shared_model
 
     return load_shared_model(config, progress)
 
@@ -68,6 +65,8 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
     reach("worker.load")
     try:
         runner = make(child.progress)
+        if is_standby and child.config.model.model != "null":
+            warm_up(runner)
     except ValueError as error:
         child.fatal("loading the model", error, retry=False)
     except Exception as error:
@@ -77,10 +76,10 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
     detail = ", ".join(filter(None, (facts.device, facts.dtype)))
     # On the CPU a successor would find other free memory; elsewhere it may have to take less.
     num_blocks = facts.num_gpu_blocks if facts.device == "cpu" else 0
+    garbage.settle()  # now, while it counts as loading; a standby has the time anyway
     if is_standby:
-        garbage.settle()  # now, when nobody waits
         child.ready(detail)
-        if not _wait_for_promotion(child):
+        if not child.wait_for_promotion():
             return
     child.restart_on_sigterm()
     loop = WorkerLoop(child, runner)
@@ -89,23 +88,7 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
         loop.run()
     except Exception as error:
         child.fatal("computing", error)
-    sys.stderr.flush()
-    os._exit(0)  # the libraries would take longer to end than this process took to compute
-
-
-def _wait_for_promotion(child: ChildProcess) -> bool:
-    """Wait until this standby is to be the worker; False: it is to stop."""
-    assert child.lifecycle_socket is not None
-    while True:
-        child.pulse.idle()
-        child.lifecycle_socket.poll(child.pulse.tick_ms)
-        child.pulse.turn()
-        for message in child.messages():
-            if isinstance(message, Promote):
-                child.promoted(message.epoch)
-                return True
-            if isinstance(message, Stop):
-                return False
+    child.leave()
 
 
 def null_facts(config: EngineConfig) -> ModelFacts:

@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from protocol.config import EngineConfig
+from protocol.failpoints import reach
 from protocol.lifecycle import Fatal, Progress, Ready, Role
 from protocol.message import MAX_TEXT, ProtocolError
 from protocol.prctl import die_with_parent, set_name
@@ -41,7 +42,8 @@ from protocol.zygote_link import (
     close_all,
     decode_to_zygote,
 )
-from worker_proc.start import MakeRunner, load_to_fork, work
+from worker_proc.runner import MakeRunner
+from worker_proc.start import load_to_fork, work
 
 FORK_TIMEOUT_S = 5.0
 """Between the two forks; only a machine that is stuck takes longer than milliseconds."""
@@ -74,7 +76,10 @@ def main(argv: Sequence[str]) -> None:
     if arguments.progress_fd is not None:
         show_stacks()
     pulse = Pulse(arguments.progress_fd, arguments.epoch, config.recovery)
+    if arguments.progress_fd is not None:
+        os.close(arguments.progress_fd)  # the page stays mapped; forked workers have their own
     zygote = Zygote(link, arguments.parent_fd, pulse)
+    reach("zygote.load")
     try:
         make = zygote.load(config)
         order = zygote.serve()
@@ -174,6 +179,7 @@ class Zygote:
         else:
             if pid == 0:
                 self._link.close()
+                self._pulse.close()
                 os.close(self._parent_fd)
                 return Order(message, dict(zip(message.fd_names, fds, strict=True)))
             self._link.tell(Forked(message.epoch, pid))

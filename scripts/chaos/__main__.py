@@ -3,6 +3,7 @@
     python -m scripts.chaos --kills 100
     python -m scripts.chaos --matrix --model demo --json chaos.json
     python -m scripts.chaos --faults worker,core --seed 7 --round 12
+    python -m scripts.chaos --journal --faults api,supervisor --matrix
     python -m scripts.chaos --url http://127.0.0.1:8000 --kill-pid-pattern EngineCore
 
 What comes after `--` goes to the engine. The status is 1 where anything was lost, duplicated or
@@ -27,7 +28,6 @@ from scripts.chaos.client import Declined
 from scripts.chaos.engine import EngineFailed
 from scripts.chaos.faults import DEADLY_FAULTS, Fault, Phase
 from scripts.chaos.foreign import ForeignServer
-from scripts.chaos.rounds import RoundResult
 from scripts.chaos.session import ForeignSession, Session, SessionOptions
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         phases=arguments.phases,
         stream_timeout_s=arguments.timeout,
         engine_flags=tuple(arguments.engine_flags),
+        has_journal=arguments.journal,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the engine, too
     try:
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         session.failure = str(error) or "interrupted"
     finally:
         if arguments.keep:
-            _keep(Path(arguments.keep), base, session.results)
+            _keep(Path(arguments.keep), base, session)
         shutil.rmtree(base, ignore_errors=True)
     return _report(session, arguments)
 
@@ -86,14 +87,15 @@ def _report(session: Session, arguments: argparse.Namespace) -> int:
     return 1 if found or session.failure else 0
 
 
-def _keep(directory: Path, base: Path, results: Sequence[RoundResult]) -> None:
-    """The engine's log, and the recordings of streams with violations."""
+def _keep(directory: Path, base: Path, session: Session) -> None:
+    """The engine's log, the golden run, and the recordings of streams with violations."""
     directory.mkdir(parents=True, exist_ok=True)
     log = base / "engine.log"
     if log.exists():
         shutil.copyfile(log, directory / "engine.log")
-    bad = [result for result in results if result.violations]
+    bad = [result for result in session.results if result.violations]
     (directory / "recordings.json").write_bytes(msgspec.json.encode(bad))
+    (directory / "golden.json").write_bytes(msgspec.json.encode(session.golden))
 
 
 def _say(text: str) -> None:
@@ -134,6 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--phases", type=_choices(Phase), default=tuple(Phase), help=f"of: {','.join(Phase)}"
+    )
+    parser.add_argument(
+        "--journal",
+        action="store_true",
+        help="the engine keeps a journal, and clients come back after a break and read on",
     )
     parser.add_argument("--round", type=int, help="only this round of the plan")
     parser.add_argument("--json", help="file for everything that was found")

@@ -2,17 +2,21 @@
 
 What must hold of a stream that was read to its end: no gap, no token twice, no other token; text,
 logprobs, finish reason and usage as in the golden run; no error; one end. Of a stream that broke,
-or was left: a prefix of the golden one.
+or was left: a prefix of the golden one, in which tokens, text and logprobs end together.
 """
 
 import enum
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from scripts.chaos.history import Choice, History
 from scripts.chaos.recording import End, Recording
+
+BREAK_TIMEOUT_S = 2.0
+"""From the death of whoever holds a connection until the client knows that it is broken."""
+_UNAVAILABLE = 503
 
 
 class Harm(enum.StrEnum):
@@ -36,26 +40,32 @@ class Violation(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Excuse(NamedTuple):
+    """What the faults of a round allow. Nothing else may break, and nobody be turned away."""
+
+    deaths: Sequence[float] = ()
+    """When whoever holds the connections was killed; monotonic."""
+    is_away: bool = False
+    """The whole engine was: connections may be refused, and requests be answered with 503."""
+
+
+NO_EXCUSE = Excuse()
+Found = Iterator[tuple[Harm, str]]
+
+
 def check_stream(
-    recording: Recording, golden: Recording, *, may_break: bool = False
+    recording: Recording, golden: Recording, excuse: Excuse = NO_EXCUSE
 ) -> list[Violation]:
     """Compare one stream with the golden one.
 
     Args:
         recording: of the run with faults.
         golden: of the same request in a run without, read to its end.
-        may_break: whether the connection was allowed to break.
+        excuse: what was to be expected.
     """
-    found: list[tuple[Harm, str]] = []
     history, expected = History(recording), History(golden)
-    found += [(Harm.FAILED, f"error event: {text}") for text in history.errors]
-    ids = [event.id for event in recording.events if event.id]
-    if len(set(ids)) < len(ids):
-        found.append((Harm.DUPLICATED, "two events have the same id"))
+    found = [*_check_end(recording, excuse), *_check_whole(history, expected)]
     is_whole = recording.end is End.DONE
-    if not is_whole and recording.end is not End.LEFT and not may_break:
-        harm = Harm.LOST if recording.accepted_at is not None else Harm.FAILED
-        found.append((harm, f"{recording.end}: {recording.problem}"))
     for index in sorted(set(history.choices) | set(expected.choices)):
         actual = history.choices.get(index, Choice())
         wanted = expected.choices.get(index)
@@ -64,21 +74,88 @@ def check_stream(
             continue
         problems = check_choice(actual, wanted, is_whole=is_whole)
         found += [(harm, f"choice {index}: {detail}") for harm, detail in problems]
-    if is_whole and not history.errors and history.usages != expected.usages:
-        detail = f"usage {history.usages}, golden {expected.usages}"
-        found.append((Harm.MISMATCHED, detail))
+    found += _check_counts(history, expected, is_whole=is_whole)
     return [Violation(harm, recording.name, detail) for harm, detail in found]
 
 
+def _check_end(recording: Recording, excuse: Excuse) -> Found:
+    """Whether it ended, and was kept waiting, as it may."""
+    match recording.end:
+        case End.DONE if recording.problem and not _may_break(recording, excuse):
+            yield Harm.LOST, recording.problem
+        case End.CUT if not _may_break(recording, excuse):
+            harm = Harm.LOST if recording.accepted_at is not None else Harm.FAILED
+            yield harm, f"cut: {recording.problem}"
+        case End.TIMEOUT | End.UNREACHABLE | End.DECLINED:
+            harm = Harm.LOST if recording.accepted_at is not None else Harm.FAILED
+            yield harm, f"{recording.end}: {recording.problem}"
+        case End.GARBLED:
+            yield Harm.MISMATCHED, f"garbled: {recording.problem}"
+    for moment in recording.breaks:
+        if not _is_explained(recording, moment, excuse):
+            yield Harm.LOST, "the connection broke though nobody had died"
+    if recording.refusals and not excuse.is_away:
+        yield Harm.FAILED, f"{len(recording.refusals)} connections were refused"
+    # Whoever comes back may have to wait until the journal is read.
+    if _UNAVAILABLE in recording.deferrals and not (excuse.is_away or recording.breaks):
+        yield Harm.FAILED, "turned away with 503, though the engine was only recovering"
+
+
+def _may_break(recording: Recording, excuse: Excuse) -> bool:
+    return _is_explained(recording, recording.ended_at, excuse)
+
+
+def _is_explained(recording: Recording, moment: float, excuse: Excuse) -> bool:
+    """Whether a break follows a death that the connection was there for, and at once.
+
+    Where all dies, the listening socket outlives the first death a little, with what waits in it.
+    """
+    opened_at = recording.opened_at if excuse.is_away else recording.opening_before(moment)
+    return any(opened_at <= death <= moment <= death + BREAK_TIMEOUT_S for death in excuse.deaths)
+
+
+def _check_whole(history: History, expected: History) -> Found:
+    """What concerns the stream and none of its choices."""
+    yield from ((Harm.FAILED, f"error event: {text}") for text in history.errors)
+    if history.num_after_done:
+        yield Harm.DUPLICATED, f"{history.num_after_done} events after [DONE]"
+    if history.has_repeated_ids:
+        yield Harm.DUPLICATED, "two events have the same id"
+    if history.misplaced is not None and expected.misplaced is None:
+        yield Harm.MISMATCHED, history.misplaced
+    if len(history.answer_ids) > 1 and len(expected.answer_ids) == 1:
+        yield Harm.MISMATCHED, f"events of several answers: {history.answer_ids}"
+
+
+def _check_counts(history: History, expected: History, *, is_whole: bool) -> Found:
+    """What the engine itself says of how much it has told."""
+    if history.errors:
+        return
+    wanted = expected.usages if is_whole else expected.usages[: len(history.usages)]
+    if history.usages != wanted:
+        yield Harm.MISMATCHED, f"usage {history.usages}, golden {expected.usages}"
+    if is_whole and history.places != expected.places:
+        yield Harm.MISMATCHED, f"the last id tells {history.places}, golden {expected.places}"
+
+
 def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tuple[Harm, str]]:
-    """Compare one output sequence; what follows from a difference found before is not told."""
+    """Compare one output sequence; what follows from a difference found before is not told.
+
+    Args:
+        actual: what came.
+        golden: what should have come.
+        is_whole: whether the stream was read to its end. A choice that has finished is whole too.
+    """
+    is_over = is_whole or bool(actual.finishes)
     columns: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
         ("token ids", actual.token_ids, golden.token_ids),
         ("logprobs", actual.logprobs, golden.logprobs),
         ("text", actual.text, golden.text),
     ]
+    if len(golden.roles) == 1:  # others tell it with every piece, however they are cut
+        columns.append(("roles", actual.roles, golden.roles))
     for name, ours, theirs in columns:
-        harm = compare(ours, theirs, is_whole=is_whole)
+        harm = compare(ours, theirs, is_whole=is_over)
         if harm is not None:
             return [(harm, f"{name} {_first_difference(ours, theirs)}")]
     if actual.num_late_pieces or len(actual.finishes) > 1:
@@ -87,7 +164,21 @@ def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tupl
         return [(Harm.LOST, "no finish reason")]
     if actual.finishes and actual.finishes != golden.finishes:
         return [(Harm.MISMATCHED, f"finish {actual.finishes}, golden {golden.finishes}")]
-    return []
+    return [] if is_over else list(_check_together(actual, golden))
+
+
+def _check_together(actual: Choice, golden: Choice) -> Found:
+    """Of what was not read to its end: nothing lags behind the tokens, or runs ahead of them."""
+    num_tokens = len(actual.token_ids)
+    if not golden.token_ids:
+        return
+    has_logprobs = len(golden.logprobs) == len(golden.token_ids)
+    if has_logprobs and len(actual.logprobs) != num_tokens:
+        yield Harm.LOST, f"{len(actual.logprobs)} logprobs of {num_tokens} tokens"
+    fewest, most = golden.text_bounds(num_tokens)
+    if not fewest <= len(actual.text) <= most:
+        detail = f"{len(actual.text)} characters of {num_tokens} tokens, golden {fewest} to {most}"
+        yield Harm.LOST if len(actual.text) < fewest else Harm.MISMATCHED, detail
 
 
 def compare(actual: Sequence[Any], golden: Sequence[Any], *, is_whole: bool) -> Harm | None:

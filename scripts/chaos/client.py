@@ -18,6 +18,9 @@ _LINE_LIMIT = 2**22
 _DEFAULT_RETRY_S = 0.5
 _LONGEST_RETRY_S = 2.0
 _COME_AGAIN = (429, 503)
+_RETURN_PAUSE_S = 0.02
+_REST_TIMEOUT_S = 5.0
+"""From `[DONE]` to the end of the answer."""
 
 
 class Declined(Exception):
@@ -29,12 +32,24 @@ class Declined(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Garbled(Exception):
+    """What came is no HTTP."""
+
+
 class StreamClient:
     """Opens streams at one server."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Take the server's root, such as http://127.0.0.1:8000."""
+    def __init__(self, url: str, api_key: str | None = None, *, resumes: bool = False) -> None:
+        """Take the server's root.
+
+        Args:
+            url: such as http://127.0.0.1:8000.
+            api_key: if the server wants one.
+            resumes: come back after a break, with the request's id and that of the last event, and
+                read on; also where nobody listens for a while.
+        """
         self._url: SplitResult = urlsplit(url)
+        self._resumes = resumes
         self._authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
     async def record(
@@ -62,6 +77,8 @@ class StreamClient:
         except Declined as declined:
             recording.end, recording.status = End.DECLINED, declined.status
             recording.problem = str(declined)
+        except Garbled as error:
+            recording.end, recording.problem = End.GARBLED, str(error)
         recording.ended_at = time.monotonic()
         return recording
 
@@ -99,15 +116,31 @@ class StreamClient:
         return True
 
     async def _insist(self, request: ChaosRequest, recording: Recording, may_leave: bool) -> None:
+        """Ask until there is an end, or nothing more to be done about it."""
         while True:
             try:
                 await self._stream(request, recording, may_leave)
-                return
             except Declined as declined:
                 if declined.status not in _COME_AGAIN:
                     raise
-                recording.num_deferred += 1
+                recording.deferrals.append(declined.status)
                 await asyncio.sleep(min(declined.retry_after_s, _LONGEST_RETRY_S))
+                continue
+            except (ConnectionResetError, BrokenPipeError):
+                if not self._resumes:
+                    raise
+                recording.end = End.CUT
+            except OSError:
+                if not self._resumes:
+                    raise
+                recording.refusals.append(time.monotonic())
+                await asyncio.sleep(_RETURN_PAUSE_S)
+                continue
+            if recording.end is not End.CUT or not self._resumes:
+                return
+            recording.breaks.append(time.monotonic())
+            recording.end, recording.problem = End.TIMEOUT, ""
+            await asyncio.sleep(_RETURN_PAUSE_S)
 
     async def _open(
         self, what: str, headers: str, body: bytes
@@ -125,6 +158,8 @@ class StreamClient:
     async def _stream(self, request: ChaosRequest, recording: Recording, may_leave: bool) -> None:
         body = json.dumps(request.body).encode()
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        headers += self._names(request, recording)
+        recording.openings.append(time.monotonic())
         reader, writer = await self._open(f"POST {request.path}", headers, body)
         try:
             response = await _read_head(reader)
@@ -133,8 +168,18 @@ class StreamClient:
             recording.end = await _read_events(_body(reader, response), recording, stop_after)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             recording.end, recording.problem = End.CUT, f"{type(error).__name__}: {error}"
+        except ValueError as error:
+            raise Garbled(str(error)) from error
         finally:
             writer.close()
+
+    def _names(self, request: ChaosRequest, recording: Recording) -> str:
+        """Headers by which the server knows which stream this is, and how far it has come."""
+        if not self._resumes or not request.request_id:
+            return ""
+        last = next((event.id for event in reversed(recording.events) if event.id), None)
+        resumption = "" if last is None else f"Last-Event-ID: {last}\r\n"
+        return f"X-Request-Id: {request.request_id}\r\n{resumption}"
 
 
 async def _read_events(
@@ -144,17 +189,31 @@ async def _read_events(
     async for chunk in chunks:
         now = time.monotonic()
         *blocks, buffered = (buffered + chunk).split(b"\n\n")
-        for block in blocks:
+        for number, block in enumerate(blocks):
             event = _read_event(block, now)
             if event is None:
                 continue
             recording.events.append(event)
             if event.data == DONE:
+                rest = b"".join(piece + b"\n\n" for piece in blocks[number + 1 :]) + buffered
+                await _read_rest(chunks, recording, rest)
                 return End.DONE
             if stop_after is not None and len(recording.events) >= stop_after:
                 return End.LEFT
     recording.problem = recording.problem or "the connection was closed"
     return End.CUT
+
+
+async def _read_rest(chunks: AsyncIterator[bytes], recording: Recording, rest: bytes) -> None:
+    """After `[DONE]` nothing may come but the end of the answer."""
+    try:
+        async with asyncio.timeout(_REST_TIMEOUT_S):
+            async for chunk in chunks:
+                rest += chunk
+    except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError) as error:
+        recording.problem = f"[DONE], but no end of the answer: {type(error).__name__}"
+    events = (_read_event(block, time.monotonic()) for block in rest.split(b"\n\n"))
+    recording.events += [event for event in events if event is not None]
 
 
 def _read_event(block: bytes, now: float) -> Event | None:
@@ -171,13 +230,12 @@ def _read_event(block: bytes, now: float) -> Event | None:
 
 async def _read_head(reader: asyncio.StreamReader) -> dict[str, str]:
     """The headers of an answer with status 200."""
-    line = await reader.readline()
-    words = line.split()
+    words = (await _read_line(reader)).split()
     if len(words) < 2 or not words[1].isdigit():
-        raise ConnectionResetError("closed without an answer")
+        raise ValueError(f"no status line: {words!r}")
     status = int(words[1])
     headers: dict[str, str] = {}
-    while (line := await reader.readline()).strip():
+    while (line := await _read_line(reader)).strip():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()
     if status != 200:
@@ -188,6 +246,14 @@ async def _read_head(reader: asyncio.StreamReader) -> dict[str, str]:
     return headers
 
 
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """A whole line: half of a number would be another number."""
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("closed within a line, or before an answer")
+    return line
+
+
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
     """The body in the pieces in which it came."""
     if headers.get("transfer-encoding", "").lower() != "chunked":
@@ -196,7 +262,5 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
             remaining -= len(piece)
             yield piece
         return
-    while size := int((await reader.readline()).strip() or b"-1", 16):
-        if size < 0:
-            raise ConnectionResetError("closed within the body")
+    while size := int((await _read_line(reader)).strip(), 16):
         yield (await reader.readexactly(size + 2))[:-2]

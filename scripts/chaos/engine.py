@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from protocol import failpoints
-from protocol.lifecycle import StatusReply
+from protocol.lifecycle import ProcessState, StatusReply
 from protocol.status import StatusLink
 from scripts.chaos import processes
 from scripts.chaos.client import Declined, StreamClient
@@ -22,11 +22,19 @@ from scripts.chaos.client import Declined, StreamClient
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 120.0
 _STATUS_TIMEOUT_S = 1.0
-_POLL_S = 0.01
+_POLL_S = 0.02
 _STOP_TIMEOUT_S = 20.0
+JOURNAL_FLAGS = ("--resume-window-s", "3")
+"""Long enough to come back, and not much longer, for clients that leave never do."""
 KEPT_FILES = frozenset({"epoch", "supervisor.lock"})
 """What a run directory holds after an orderly end."""
-_SAMPLE = re.compile(r"^troika:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
+_SAMPLE = re.compile(
+    r"^troika:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc)"
+    r"(?:\{[^}]*\})? (\S+)$",
+    re.M,
+)
+_REPORT_S = 1.1
+"""The core tells how it is once a second."""
 
 
 class EngineFailed(Exception):
@@ -46,21 +54,25 @@ class Firing(NamedTuple):
 class Engine:
     """A supervisor with its processes, in a directory of its own."""
 
-    def __init__(self, base: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, base: Path, arguments: Sequence[str], *, has_journal: bool = False) -> None:
         """Prepare an engine.
 
         Args:
             base: an empty directory with a short path.
             arguments: the model and flags for the supervisor.
+            has_journal: let clients come back; the client of this engine does.
         """
+        self._base = base
         self.run_dir = base / "run"
         self.failpoints = base / "failpoints"
         self.failpoints.mkdir()
         self.log_file = base / "engine.log"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = StreamClient(self.url)
-        self._command = [sys.executable, "-m", "scripts.supervisor", *arguments]
+        self.has_journal = has_journal
+        self.client = StreamClient(self.url, resumes=has_journal)
+        journal = ("--journal-dir", str(base / "journal"), *JOURNAL_FLAGS) if has_journal else ()
+        self._command = [sys.executable, "-m", "scripts.supervisor", *journal, *arguments]
         self._command += ["--run-dir", str(self.run_dir), "--port", str(self.port)]
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
         self._environ["XDG_RUNTIME_DIR"] = str(base)
@@ -90,8 +102,14 @@ class Engine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._link.query, _STATUS_TIMEOUT_S)
 
-    async def ready(self, timeout_s: float = READY_TIMEOUT_S) -> StatusReply:
-        """Wait until every process is ready.
+    async def ready(
+        self, timeout_s: float = READY_TIMEOUT_S, *, without: Collection[int] = ()
+    ) -> StatusReply:
+        """Wait until every process is ready, those in waiting included.
+
+        Args:
+            timeout_s: the longest wait.
+            without: pids of the dead; a supervisor that still names one has not noticed its death.
 
         Raises:
             EngineFailed: it has ended, or takes too long.
@@ -103,7 +121,7 @@ class Engine:
                 text = f"the supervisor has ended with {self._process.returncode}"
                 raise EngineFailed(f"{text}:\n{self.log_tail()}")
             reply = await self.status()
-            if reply is not None and reply.ready:
+            if reply is not None and is_whole(reply, without):
                 return reply
             await asyncio.sleep(_POLL_S)
         raise EngineFailed(f"not ready within {timeout_s:g} s:\n{self.log_tail()}")
@@ -114,23 +132,38 @@ class Engine:
             return [self.supervisor_pid]
         reply = await self.status()
         rows = [] if reply is None else reply.processes
-        return [row.pid for row in rows if str(row.role) == role and row.pid is not None]
+        pids = [row.pid for row in rows if str(row.role) == role and row.pid is not None]
+        return [pid for pid in pids if processes.is_alive(pid)]
 
     async def roles(self) -> set[str]:
-        """The roles that an engine has once it is ready; a standby may have yet to start."""
+        """The roles that an engine has once it is ready."""
         reply = await self.ready()
         return {str(row.role) for row in reply.processes}
 
-    async def is_idle(self, timeout_s: float) -> bool:
-        """Wait until the engine says that it holds no request; False if it does not in time."""
+    async def is_idle(self, timeout_s: float, *, has_news: bool = False) -> bool:
+        """Wait until the engine says that it holds no request and no block.
+
+        Args:
+            timeout_s: the longest wait.
+            has_news: believe only what it says after a full interval of its reports: whoever is new
+                says that nothing is held until the first report.
+
+        Returns:
+            False if it does not in time.
+        """
         deadline = time.monotonic() + timeout_s
+        idle_since: float | None = None
         while time.monotonic() < deadline:
             try:
                 counts = _SAMPLE.findall(await self.client.get("/metrics", timeout_s=1.0))
             except (OSError, Declined):
                 counts = []
-            if counts and not any(map(float, counts)):
-                return True
+            if not counts or any(map(float, counts)):
+                idle_since = None
+            else:
+                idle_since = idle_since or time.monotonic()
+                if time.monotonic() >= idle_since + has_news * _REPORT_S:
+                    return True
             await asyncio.sleep(0.05)
         return False
 
@@ -160,6 +193,18 @@ class Engine:
     def files(self) -> set[str]:
         """Names in the run directory."""
         return {entry.name for entry in self.run_dir.iterdir()}
+
+    def surroundings(self) -> set[str]:
+        """What lies beside the run directory: other directories, and registers of supervisors.
+
+        An entry that is named after the present supervisor has the same name for each of them.
+        """
+        found = {entry.name for entry in self._base.iterdir()}
+        for register in self._base.glob("troika-*"):
+            names = (entry.name for entry in register.iterdir())
+            pid = "" if self._process is None else f"-{self.supervisor_pid}"
+            found |= {f"{register.name}/{n.removesuffix(pid)}" for n in names}
+        return found
 
     def bury(self) -> None:
         """After the supervisor was killed: reap it, so that another can be started."""
@@ -193,6 +238,13 @@ class Engine:
     def log_tail(self) -> str:
         """The last lines that it has written."""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-15:])
+
+
+def is_whole(reply: StatusReply, without: Collection[int] = ()) -> bool:
+    """Whether every process is ready, and none of them dead without the supervisor's knowledge."""
+    rows = reply.processes
+    are_ready = all(row.state is ProcessState.READY for row in rows)
+    return reply.ready and are_ready and not any(row.pid in without for row in rows)
 
 
 def _free_port() -> int:

@@ -13,6 +13,7 @@ class Fault(enum.StrEnum):
     CORE = "core"
     BOTH = "both"
     STANDBY = "standby"
+    STANDBY_CORE = "standby_core"
     ZYGOTE = "zygote"
     API = "api"
     SUPERVISOR = "supervisor"
@@ -30,10 +31,10 @@ class Fault(enum.StrEnum):
         """Whether the victims are stopped, and not killed."""
         return self.endswith("_hang")
 
-    @property
-    def breaks_streams(self) -> bool:
-        """Whether open connections may break: see docs/failure.md."""
-        return self in (Fault.API, Fault.SUPERVISOR)
+    @staticmethod
+    def holders() -> tuple[str, ...]:
+        """Roles whose death may break open connections: see docs/failure.md."""
+        return ("api", "supervisor")
 
 
 DEADLY_FAULTS = tuple(fault for fault in Fault if not fault.hangs)
@@ -89,6 +90,15 @@ class Place(NamedTuple):
     oneself would leave it."""
 
 
+class Sequel(NamedTuple):
+    """Two deaths, the second of which comes while the first is being repaired."""
+
+    first: tuple[str, ...]
+    """Roles that die first, in this order; those that the engine has not are left out."""
+    places: tuple[Place, ...]
+    """Where the second death comes, one after the other; none: as soon as there is a successor."""
+
+
 HOLD_MS = 120
 """Longer than it takes to see that a failpoint has fired, and to kill."""
 
@@ -119,47 +129,73 @@ _PLACES: dict[Phase, dict[str, tuple[str, int, int]]] = {
 }
 """By phase and fault ("": any other): failpoint, lowest and highest hit."""
 
-_AGAIN: dict[Phase, dict[str, tuple[str, ...]]] = {
-    Phase.LOAD: {
-        "worker": ("worker.load",),
-        "core": ("core.load",),
-        "both": ("worker.load", "core.load"),
-        "standby": ("worker.load",),
-        "zygote": ("worker.load",),
-        "api": ("api.load",),
-        "supervisor": ("worker.load",),
-    },
-    Phase.RECOVERY: {
-        "worker": ("worker.after_adopt",),
-        "core": ("core.after_adopt",),
-        "both": ("core.after_adopt",),
-        "standby": ("core.after_adopt",),
-        "zygote": ("core.after_adopt",),
-        "api": ("api.load",),
-        "supervisor": ("supervisor.after_death",),
-    },
+_PER_STREAM = ("ledger.after_accept", "api.after_accept", "api.before_flush")
+"""Places that are reached the more often, the more streams there are."""
+_USUAL_STREAMS = 32
+
+_LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "worker": (("standby", "worker"), ("worker.load",)),
+    "core": (("standby_core", "core"), ("core.load",)),
+    "both": (("standby", "standby_core", "worker", "core"), ("worker.load", "core.load")),
+    "standby": (("standby",), ("worker.load",)),
+    "standby_core": (("standby_core",), ()),
+    "zygote": (("zygote",), ("zygote.load",)),
+    "api": (("api",), ("api.load",)),
+    "supervisor": (("standby", "worker"), ("worker.load",)),
 }
-"""Where the second death comes. Whoever does not get there by itself is killed from outside."""
+"""By fault: who dies first, and where the successor is when it does, or its supervisor. Where a
+standby takes the place of the dead nobody starts, so that one dies before. Without a place the
+successor dies as soon as it is there."""
+
+_RECOVERING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "worker": (("worker",), ("worker.after_adopt",)),
+    "core": (("core",), ("core.after_adopt",)),
+    "both": (("worker", "core"), ("core.after_adopt",)),
+    "standby": (("worker",), ("supervisor.after_death",)),
+    "standby_core": (("core",), ("supervisor.after_death",)),
+    "zygote": (("worker",), ("supervisor.after_death",)),
+    "api": (("core",), ("core.after_adopt",)),
+    "supervisor": (("worker",), ("supervisor.after_death",)),
+}
+"""Likewise, while the successor of who died first takes over: standbys and zygote die when the
+supervisor has buried a worker or a core and is about to turn to them, the API while it sends
+everything to a new core. With a journal it is killed first instead, and its successor while it goes
+on with what is written there."""
+
+_RESTORED = (1, 12)
+"""Requests of the journal that are sent to the core when the API's successor dies."""
 
 
 _NOT_FOR_HANGS = (Phase.LOAD, Phase.THRICE)
 """A start may take ten minutes, and three hangs take longer than ten seconds."""
 
 
-def place(cell: Cell, rng: random.Random) -> Place | None:
+def place(cell: Cell, rng: random.Random, num_streams: int = _USUAL_STREAMS) -> Place | None:
     """The failpoint that marks a cell's phase; None where there is none."""
     by_fault = _PLACES.get(cell.phase)
     if by_fault is None:
         return None
     name, lowest, highest = by_fault.get(cell.fault.removesuffix("_hang"), by_fault[""])
     is_own = cell.fault.roles == (name.partition(".")[0],)
-    return Place(name, rng.randint(lowest, highest), is_own and rng.random() < 0.5)
+    hit = rng.randint(lowest, highest)
+    if name in _PER_STREAM:
+        hit = -(-hit * num_streams // _USUAL_STREAMS)
+    return Place(name, hit, is_own and rng.random() < 0.5)
 
 
-def places_again(cell: Cell) -> list[Place]:
-    """The failpoints of the successors, for phases with a second death."""
-    names = _AGAIN.get(cell.phase, {}).get(cell.fault.removesuffix("_hang"), ())
-    return [Place(name, 1, name.partition(".")[0] in cell.fault.roles) for name in names]
+def sequel(cell: Cell, *, has_journal: bool = False) -> Sequel | None:
+    """For phases with a second death: who dies first, and the failpoints of the second."""
+    if has_journal and (cell.fault, cell.phase) == (Fault.API, Phase.RECOVERY):
+        hit = random.Random(cell.seed).randint(*_RESTORED)
+        return Sequel(("api",), (Place("ledger.after_accept", hit, True),))
+    table = {Phase.LOAD: _LOADING, Phase.RECOVERY: _RECOVERING}.get(cell.phase)
+    if table is None:
+        return None
+    first, names = table[cell.fault.removesuffix("_hang")]
+    roles = {*cell.fault.roles, *(["worker"] if cell.fault is Fault.STANDBY else [])}
+    is_alone = cell.fault is not Fault.BOTH or len(names) > 1
+    places = [Place(name, 1, is_alone and name.partition(".")[0] in roles) for name in names]
+    return Sequel(first, tuple(places))
 
 
 def cells(faults: Iterable[Fault], phases: Iterable[Phase]) -> list[tuple[Fault, Phase]]:

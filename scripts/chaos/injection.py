@@ -4,23 +4,27 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from scripts.chaos import processes
-from scripts.chaos.engine import Engine, Firing
-from scripts.chaos.faults import HOLD_MS, Cell, Fault, Phase, Place, place, places_again
+from scripts.chaos.engine import READY_TIMEOUT_S, Engine, Firing
+from scripts.chaos.faults import HOLD_MS, Cell, Fault, Phase, Place, place, sequel
+from scripts.chaos.supervisor_death import replace_supervisor
 
 DETECTION = "supervisor.after_death"
 """Its notes tell when a death was noticed."""
+_NOTE = "note@*"
 _POLL_S = 0.002
 _RETURN_TIMEOUT_S = 8.0
 """For a successor to exist, after a death or a hang."""
 _AGAIN_TIMEOUT_S = 60.0
 """For a successor to load its model and take over."""
 _KILLS_OF_THRICE = 3
+_THRICE_S = 10.0
 _LONGEST_RANDOM = 3
+_STANDBYS = ("standby", "standby_core")
 
 
 class Kill(msgspec.Struct, frozen=True):
@@ -36,32 +40,45 @@ class Kill(msgspec.Struct, frozen=True):
 class Injection:
     """The faults of one round."""
 
-    def __init__(self, engine: Engine, cell: Cell, typical_s: float) -> None:
+    def __init__(self, engine: Engine, cell: Cell, typical_s: float, num_streams: int) -> None:
         """Prepare.
 
         Args:
             engine: ready.
             cell: who and when.
             typical_s: how long the streams take without faults.
+            num_streams: how many there are.
         """
         self.kills: list[Kill] = []
         self.missed: str | None = None
-        """Which failpoint was not reached, if any."""
+        """Why nobody was killed in the phase that the cell asks for, if so."""
+        self.problems: list[str] = []
+        """What was wrong with the end of a supervisor, in words."""
+        self.returned_at: float | None = None
+        """When every process was ready again after the last kill; monotonic."""
         self._engine = engine
         self._cell = cell
         self._typical_s = typical_s
         self._armed_at = 0.0
         self._rng = random.Random(cell.seed)
-        self._place = place(cell, self._rng)
+        self._place = place(cell, self._rng, num_streams)
         self._signal = signal.SIGSTOP if cell.fault.hangs else signal.SIGKILL
+        self._known: dict[str, list[int]] = {}
 
-    def prepare(self) -> None:
-        """Arm what marks the phase; right before the streams open."""
+    async def prepare(self) -> None:
+        """Arm what marks the phase, and learn who is there; right before the streams open."""
+        self._armed_at = time.monotonic()
+        self._engine.arm(DETECTION, _NOTE)
+        for role in {*self._cell.fault.roles, *_STANDBYS}:
+            self._known[role] = await self._engine.pids(role)
         if self._place is not None:
             self._arm(self._place)
 
     async def run(self, is_over: Callable[[], bool]) -> None:
-        """Kill; returns when no more deaths are planned, or `is_over` says that it is too late."""
+        """Kill; returns when no more deaths are planned, or `is_over` says that it is too late.
+
+        After the death of a supervisor it returns when another has started its engine.
+        """
         phase = self._cell.phase
         if self._place is not None:
             await self._kill_at(self._place, is_over)
@@ -70,57 +87,111 @@ class Injection:
         elif phase is Phase.THRICE:
             await asyncio.sleep(self._rng.uniform(0.1, 0.5) * self._typical_s)
             await self._kill_repeatedly(_KILLS_OF_THRICE)
+            self._check_thrice()
         elif phase is Phase.IDLE:
             await self._kill(self._cell.fault.roles, "outside")
         else:
             await asyncio.sleep(self._rng.uniform(0, self._typical_s))
-            most = 1 if self._cell.fault.hangs else _LONGEST_RANDOM
+            is_once = self._cell.fault.hangs or self._cell.fault is Fault.SUPERVISOR
+            most = 1 if is_once else _LONGEST_RANDOM
             await self._kill_repeatedly(self._rng.randint(1, most))
+        if self._cell.fault is Fault.SUPERVISOR and self.kills:
+            await self._engine.ready(READY_TIMEOUT_S)
+        if not self.kills and self.missed is None:
+            self.missed = "nobody was there to be killed"
+
+    async def wait_return(self, timeout_s: float) -> None:
+        """Wait until every process is ready again.
+
+        Raises:
+            EngineFailed: that takes too long.
+        """
+        await self._engine.ready(timeout_s, without={kill.pid for kill in self.kills})
+        self.returned_at = time.monotonic()
 
     async def _kill_at(self, where: Place, is_over: Callable[[], bool]) -> None:
         fired = await self._wait_fired(where, is_over)
         if fired is None:
+            self.missed = f"{where.failpoint} was never reached"
             return
+        own_role = where.failpoint.partition(".")[0]
         if where.by_itself:
-            role = where.failpoint.partition(".")[0]
+            role = own_role if own_role in self._cell.fault.roles else self._cell.fault.roles[0]
             self.kills.append(Kill(fired.time, role, fired.pid, f"itself at {where.failpoint}"))
+            await self._after_kill(role, fired.time)
         else:
-            await self._kill(self._cell.fault.roles, f"outside at {where.failpoint}")
+            known = {**self._known, own_role: [fired.pid]}
+            before = len(self.kills)
+            await self._kill(self._cell.fault.roles, f"outside at {where.failpoint}", known)
+            self._check_hold(where, fired, self.kills[before:])
+        if where.failpoint == DETECTION:
+            self._engine.arm(DETECTION, _NOTE)
+
+    def _check_hold(self, where: Place, fired: Firing, kills: Sequence[Kill]) -> None:
+        """Whoever was to be killed at a place must have been killed while it was held there."""
+        late_ms = [1000 * (kill.time - fired.time) for kill in kills]
+        if not late_ms:
+            self.missed = f"nobody was there to be killed at {where.failpoint}"
+        elif max(late_ms) > HOLD_MS:
+            self.missed = f"killed {max(late_ms):.0f} ms after {where.failpoint}, which had gone on"
 
     async def _kill_twice(self) -> None:
-        """First whoever is to be replaced, then whoever replaces it."""
+        """First whoever is to be replaced, then, while that goes on, whom the cell names."""
         await asyncio.sleep(self._rng.uniform(0.1, 0.6) * self._typical_s)
-        again = places_again(self._cell)
-        for where in again:
+        plan = sequel(self._cell, has_journal=self._engine.has_journal)
+        assert plan is not None
+        for where in plan.places:
             self._arm(where)
-        fault = self._cell.fault
-        is_alone = fault not in (Fault.STANDBY, Fault.ZYGOTE, Fault.SUPERVISOR)
-        await self._kill(fault.roles if is_alone else ("worker",), "outside")
+        first = [role for role in plan.first if role not in _STANDBYS or self._known[role]]
+        await self._kill(first, "outside")
+        self._known = {role: pids for role, pids in self._known.items() if role not in first}
+        if not plan.places:
+            await self._kill(self._cell.fault.roles, "outside while it starts")
         deadline = time.monotonic() + _AGAIN_TIMEOUT_S
-        for where in again:
+        for where in plan.places:
             await self._kill_at(where, lambda: time.monotonic() > deadline)
 
     async def _kill_repeatedly(self, num_kills: int) -> None:
         for number in range(num_kills):
-            if number and self._cell.fault is Fault.SUPERVISOR:
-                return  # there is one, and its end is the engine's
             if number:
                 await asyncio.sleep(self._rng.uniform(0.05, 2.0))
             await self._kill(self._cell.fault.roles, "outside")
 
-    async def _kill(self, roles: tuple[str, ...], how: str) -> None:
-        """All processes of these roles, as soon as they exist, one right after the other."""
-        pids = {role: await self._pids(role) for role in roles}
-        for role, living in pids.items():
+    def _check_thrice(self) -> None:
+        times = [kill.time for kill in self.kills]
+        if len(times) < _KILLS_OF_THRICE * len(self._cell.fault.roles):
+            self.missed = f"only {len(times)} were there to be killed"
+        elif times[-1] - times[0] > _THRICE_S:
+            self.missed = f"three deaths took {times[-1] - times[0]:.1f} s"
+
+    async def _kill(
+        self, roles: Sequence[str], how: str, known: dict[str, list[int]] | None = None
+    ) -> None:
+        """All processes of these roles, as soon as they exist, one right after the other.
+
+        Args:
+            roles: in this order.
+            how: for the record.
+            known: pids by role; others are asked for.
+        """
+        victims = {role: (known or {}).get(role) or await self._pids(role) for role in roles}
+        for role, living in victims.items():
             for pid in living[:1] if role == "worker" else living:
                 moment = processes.kill(pid, self._signal)
                 if moment is not None:
                     self.kills.append(Kill(moment, role, pid, how))
+                    await self._after_kill(role, moment)
+
+    async def _after_kill(self, role: str, moment: float) -> None:
+        if role == "supervisor":
+            self.problems += await replace_supervisor(self._engine, moment)
 
     async def _pids(self, role: str) -> list[int]:
+        """Of those that live and were not stopped."""
+        dead = {kill.pid for kill in self.kills}
         deadline = time.monotonic() + _RETURN_TIMEOUT_S
         while time.monotonic() < deadline:
-            pids = await self._engine.pids(role)
+            pids = [pid for pid in await self._engine.pids(role) if pid not in dead]
             if pids:
                 return pids
             await asyncio.sleep(_POLL_S)
@@ -130,7 +201,6 @@ class Injection:
         own_action = "stop" if self._cell.fault.hangs else "kill9"
         action = own_action if where.by_itself else f"delay:{HOLD_MS}"
         self._engine.arm(where.failpoint, f"{action}@{where.hit}")
-        self._armed_at = time.monotonic()
 
     async def _wait_fired(self, where: Place, is_over: Callable[[], bool]) -> Firing | None:
         while True:
@@ -139,6 +209,5 @@ class Injection:
                 if firing.name == where.failpoint and firing.action != "note":
                     return firing
             if ended:
-                self.missed = where.failpoint
                 return None
             await asyncio.sleep(_POLL_S)

@@ -7,14 +7,20 @@ from pathlib import Path
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
-    """Send a signal through a pidfd; returns the monotonic time, None if it was gone already."""
+    """Send a signal through a pidfd; returns the monotonic time, None if it was gone already.
+
+    One that is dead and waits to be reaped would take the signal, too: that is no kill.
+    """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     try:
+        if not is_alive(pid):
+            return None
+        moment = time.monotonic()  # before: who sends it may lose the processor to who notices it
         signal.pidfd_send_signal(pidfd, number)
-        return time.monotonic()
+        return moment
     except ProcessLookupError:
         return None
     finally:

@@ -20,6 +20,8 @@ class End(enum.StrEnum):
     """No connection could be made."""
     DECLINED = "declined"
     """Another status than 200."""
+    GARBLED = "garbled"
+    """What came was no HTTP."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +45,17 @@ class Recording(msgspec.Struct):
     events: list[Event] = []
     end: End = End.TIMEOUT
     ended_at: float = 0.0
-    num_deferred: int = 0
-    """Answers that asked to come again later, before it was accepted."""
+    deferrals: list[int] = []
+    """Statuses of answers that asked to come again later, before it was accepted."""
+    openings: list[float] = []
+    """When each of its connections was begun."""
+    breaks: list[float] = []
+    """When a connection broke after which the client came back and read on."""
+    refusals: list[float] = []
+    """When no connection could be made, and the client tried again."""
     problem: str = ""
     """What was wrong, in words."""
+
+    def opening_before(self, moment: float) -> float:
+        """When the connection was begun that was there at a moment."""
+        return max((at for at in self.openings if at <= moment), default=self.opened_at)

@@ -1,6 +1,6 @@
 """What a chaos run found: one table for people, one document for programs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -9,8 +9,8 @@ from scripts.chaos.checker import Harm
 from scripts.chaos.faults import Fault, Phase
 from scripts.chaos.rounds import RoundResult
 
-_HEAD = ("fault", "phase", "kills", "streams", "broken", "lost", "duplicated", "mismatched")
-_TAIL = ("failed", "stall p50", "p99", "max")
+_HEAD = ("fault", "phase", "kills", "streams", "broken", "resumed")
+_TAIL = (*Harm, "stall p50", "p99", "max")
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -47,6 +47,7 @@ def _row(fault: str, phase: str, results: Iterable[RoundResult]) -> tuple[str, .
         sum(len(result.kills) for result in members),
         sum(result.num_streams for result in members),
         sum(result.num_broken for result in members),
+        sum(result.num_resumed for result in members),
         *(count(members, harm) for harm in Harm),
     ]
     stalls = [stall for result in members for stall in result.stalls_s]
@@ -63,15 +64,32 @@ def _seconds(values: Sequence[float]) -> list[str]:
     return ["-" if value is None else f"{value:.3f}" for value in quantiles]
 
 
+def singles(results: Sequence[RoundResult]) -> Iterator[str]:
+    """One line per fault: stalls and waits where all died at once, while all else was in order."""
+    for fault in Fault:
+        members = [r for r in results if r.fault == fault and r.is_single and not r.missed]
+        stalls = [stall for result in members for stall in result.stalls_s]
+        waits = [wait for result in members for wait in result.waits_s]
+        if stalls:
+            yield (
+                f"{fault}, {sum(len(r.kills) for r in members)} kills while all else was in order: "
+                f"{len(stalls)} streams stalled {' / '.join(_seconds(stalls))} s; "
+                f"first event of {len(waits)} others after {' / '.join(_seconds(waits))} s"
+            )
+
+
 def summary(results: Sequence[RoundResult], *, num_skipped: int, seed: int) -> str:
-    """What stands below the table."""
+    """What stands below the table. Figures are medians, 99th percentiles and maxima."""
     detections = [value for result in results for value in result.detections_s]
     recoveries = [result.recovery_s for result in results if result.recovery_s is not None]
+    num_unnoticed = sum(result.num_unnoticed for result in results)
     deferred = sum(result.num_deferred for result in results)
     missed = [result for result in results if result.missed]
     lines = [
         f"{len(results)} rounds in {sum(result.seconds for result in results):.0f} s, seed {seed}",
-        f"noticed by the supervisor after p50/p99/max {' / '.join(_seconds(detections))} s; "
+        *singles(results),
+        f"{len(detections)} deaths noticed by the supervisor after "
+        f"{' / '.join(_seconds(detections))} s, {num_unnoticed} never; "
         f"all processes ready again after {' / '.join(_seconds(recoveries))} s",
     ]
     if deferred:
@@ -80,7 +98,7 @@ def summary(results: Sequence[RoundResult], *, num_skipped: int, seed: int) -> s
         lines.append(f"{num_skipped} cells skipped: the engine has no such process")
     for result in missed:
         cell = f"{result.fault} {result.phase}"
-        lines.append(f"round {result.number} ({cell}) never reached {result.missed}: no kill there")
+        lines.append(f"round {result.number} ({cell}) missed its phase: {result.missed}")
     return "\n".join(lines)
 
 

@@ -1,27 +1,25 @@
 """One round: open all streams, inject the faults of a cell, wait for every end, compare."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 
 import msgspec
 
-from scripts.chaos.checker import Harm, Violation, check_stream
+from scripts.chaos.checker import Excuse, Harm, Violation, check_stream
 from scripts.chaos.engine import KEPT_FILES, Engine
 from scripts.chaos.faults import Cell, Fault, Phase
 from scripts.chaos.injection import DETECTION, Injection, Kill
 from scripts.chaos.recording import End, Recording
+from scripts.chaos.stalls import detections_s, stall_s, wait_s
+from scripts.chaos.timing import phase_problem
 from scripts.chaos.workload import ChaosRequest
 
-RETURN_TIMEOUT_S = 60.0
-ORPHANS_TIMEOUT_S = 2.0
+RETURN_TIMEOUT_S = 120.0
 _IDLE_TIMEOUT_S = 10.0
 _PROBE_INTERVAL_S = 0.02
 _NUM_LATE = 4
-_AFTERMATH_S = 1.0
-"""After the last kill; a gap that begins later is none of its."""
-_DETECTION_WINDOW_S = 5.0
 
 
 class RoundResult(msgspec.Struct):
@@ -34,21 +32,34 @@ class RoundResult(msgspec.Struct):
     kills: list[Kill] = []
     num_streams: int = 0
     num_broken: int = 0
-    """Streams whose connection broke where it may."""
+    """Streams whose connection broke where it may, and that ended with it."""
+    num_resumed: int = 0
+    """Streams whose connection broke where it may, and whose clients came back for the rest."""
     num_deferred: int = 0
     """Answers that asked to come again later."""
     violations: list[Violation] = []
     stalls_s: list[float] = []
     """Of each stream that had begun before a kill and went on: its longest silence around that."""
+    waits_s: list[float] = []
+    """Of each stream that was open at the last kill and had not begun: until its first event."""
     detections_s: list[float] = []
-    """From a kill to the supervisor's notice."""
+    """From a kill until the supervisor has buried the dead."""
+    num_unnoticed: int = 0
+    """Kills that the supervisor has not told of."""
     recovery_s: float | None = None
     """From the last kill until every process was ready again."""
     seconds: float = 0.0
     missed: str | None = None
-    """The failpoint that was not reached: nobody was killed there."""
+    """Why nobody was killed in the phase that was asked for, if so."""
     recordings: list[Recording] = []
     """Those of the streams with violations."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all that died here died at once, while everything was in order."""
+        has_sequel = self.phase in (Phase.LOAD, Phase.RECOVERY)
+        roles = [kill.role for kill in self.kills]
+        return bool(roles) and not has_sequel and len(set(roles)) == len(roles)
 
 
 class RoundRunner:
@@ -79,47 +90,46 @@ class RoundRunner:
         began = time.monotonic()
         result = RoundResult(cell.number, cell.fault, cell.phase, cell.seed)
         self._engine.disarm()
-        self._engine.arm(DETECTION, "note@*")
-        files = self._engine.files()
-        injection = Injection(self._engine, cell, self._typical_s)
-        probing = asyncio.create_task(self._probe(result, cell))
+        before = self._engine.files(), self._engine.surroundings()
+        injection = Injection(self._engine, cell, self._typical_s, len(requests))
+        await injection.prepare()
+        probing = asyncio.create_task(self._probe(cell))
         try:
-            recordings, late = await self._inject(cell, injection, requests, result)
+            recordings, late = await self._inject(cell, injection, requests)
         finally:
             probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                result.violations += await probing
         self._engine.disarm()
-        result.kills, result.missed = injection.kills, injection.missed
+        result.kills = injection.kills
         result.num_streams = len(recordings) + len(late)
-        self._judge(result, cell, recordings, self._golden)
-        self._judge(result, cell, late, self._golden[: len(late)])
-        await self._settle(result, cell, files)
-        if not cell.fault.hangs:
-            result.detections_s = self._detections(began, result.kills)
-        result.seconds = time.monotonic() - began
+        result.violations += [Violation(Harm.FAILED, "engine", text) for text in injection.problems]
+        problem = phase_problem(cell.phase, [kill.time for kill in result.kills], recordings)
+        result.missed = injection.missed or problem
+        self._judge(result, cell, injection, recordings, self._golden)
+        self._judge(result, cell, injection, late, self._golden[: len(late)])
+        await self._settle(result, cell, before)
+        self._time(result, cell, injection, began)
         return result
 
     async def _inject(
-        self,
-        cell: Cell,
-        injection: Injection,
-        requests: Sequence[ChaosRequest],
-        result: RoundResult,
+        self, cell: Cell, injection: Injection, requests: Sequence[ChaosRequest]
     ) -> tuple[list[Recording], list[Recording]]:
         """The round's recordings, and those of requests that came after the faults."""
         client = self._engine.client
         deadline = time.monotonic() + self._stream_timeout_s
         if cell.phase is Phase.IDLE:
             await injection.run(lambda: False)
-            if cell.fault is Fault.SUPERVISOR:
-                await self._restart(result, injection)
-            return await client.record_all(requests, deadline), []
-        injection.prepare()
+            streams = asyncio.ensure_future(client.record_all(requests, deadline))
+            await injection.wait_return(RETURN_TIMEOUT_S)
+            return await streams, []
         streams = asyncio.ensure_future(client.record_all(requests, deadline))
         await injection.run(streams.done)
-        if cell.fault is Fault.SUPERVISOR and injection.kills:
-            await self._restart(result, injection)
-        late = await client.record_all(self._late(requests), deadline, may_leave=False)
-        return await streams, late
+        late = asyncio.ensure_future(
+            client.record_all(self._late(requests), deadline, may_leave=False)
+        )
+        await injection.wait_return(RETURN_TIMEOUT_S)
+        return await streams, await late
 
     def _late(self, requests: Sequence[ChaosRequest]) -> list[ChaosRequest]:
         """Requests for right after the faults, when processes are still being replaced."""
@@ -128,89 +138,70 @@ class RoundRunner:
             body = dict(request.body)
             if "cache_salt" in body:
                 body["cache_salt"] = f"{body['cache_salt']}-late"
-            found.append(msgspec.structs.replace(request, name=f"late-{request.name}", body=body))
+            names = {"name": f"late-{request.name}", "request_id": f"late-{request.request_id}"}
+            found.append(msgspec.structs.replace(request, body=body, **names))
         return found
 
-    async def _probe(self, result: RoundResult, cell: Cell) -> None:
+    async def _probe(self, cell: Cell) -> list[Violation]:
         """The listening socket outlives every API process: it never refuses."""
         if cell.fault is Fault.SUPERVISOR:
-            return
-        while True:
-            if not await self._engine.client.is_reachable():
-                violation = Violation(Harm.FAILED, "probe", "a connection was refused")
-                result.violations.append(violation)
-                return
-            await asyncio.sleep(_PROBE_INTERVAL_S)
+            return []
+        with contextlib.suppress(asyncio.CancelledError):
+            while await self._engine.client.is_reachable():
+                await asyncio.sleep(_PROBE_INTERVAL_S)
+            return [Violation(Harm.FAILED, "probe", "a connection was refused")]
+        return []
 
     def _judge(
         self,
         result: RoundResult,
         cell: Cell,
+        injection: Injection,
         recordings: Sequence[Recording],
         golden: Sequence[Recording],
     ) -> None:
+        times = [kill.time for kill in result.kills]
+        deaths = [kill.time for kill in result.kills if kill.role in Fault.holders()]
+        excuse = Excuse(deaths, is_away=cell.fault is Fault.SUPERVISOR)
         for recording, expected in zip(recordings, golden, strict=True):
-            may_break = cell.fault.breaks_streams and any(
-                recording.opened_at <= kill.time <= recording.ended_at for kill in result.kills
-            )
-            found = check_stream(recording, expected, may_break=may_break)
+            found = check_stream(recording, expected, excuse)
             result.violations += found
             result.recordings += [recording] if found else []
-            result.num_deferred += recording.num_deferred
-            result.num_broken += may_break and recording.end not in (End.DONE, End.LEFT)
-            stall = stall_s(recording, [kill.time for kill in result.kills])
-            if stall is not None and not may_break and not found:
-                result.stalls_s.append(stall)
+            result.num_deferred += len(recording.deferrals)
+            is_cut = recording.end is End.CUT
+            result.num_broken += is_cut and not found
+            result.num_resumed += bool(recording.breaks) and not found
+            if found or is_cut:
+                continue
+            stall = stall_s(recording, times, injection.returned_at)
+            wait = wait_s(recording, times)
+            result.stalls_s += [] if stall is None else [stall]
+            result.waits_s += [] if wait is None else [wait]
 
-    async def _settle(self, result: RoundResult, cell: Cell, files: set[str]) -> None:
-        """Everybody is back, nothing runs on, nothing was left lying about."""
-        await self._engine.ready(RETURN_TIMEOUT_S)
-        if result.kills:
-            result.recovery_s = time.monotonic() - result.kills[-1].time
-        if not await self._engine.is_idle(_IDLE_TIMEOUT_S):
-            violation = Violation(Harm.MISMATCHED, "engine", "requests run on that nobody reads")
-            result.violations.append(violation)
+    async def _settle(
+        self, result: RoundResult, cell: Cell, before: tuple[set[str], set[str]]
+    ) -> None:
+        """Nothing runs on, nothing was left lying about."""
+        has_news = any(kill.role in ("core", "api", "supervisor") for kill in result.kills)
+        if not await self._engine.is_idle(_IDLE_TIMEOUT_S, has_news=has_news):
+            text = "requests run on that nobody reads, or blocks are held"
+            result.violations.append(Violation(Harm.MISMATCHED, "engine", text))
+        files, surroundings = before
         left = self._engine.files() - files - KEPT_FILES
+        left |= self._engine.surroundings() - surroundings
         if cell.fault is Fault.SUPERVISOR and left:
-            violation = Violation(Harm.FAILED, "engine", f"left in the run dir: {sorted(left)}")
+            violation = Violation(Harm.FAILED, "engine", f"left behind: {sorted(left)}")
             result.violations.append(violation)
 
-    async def _restart(self, result: RoundResult, injection: Injection) -> None:
-        """After the supervisor's death: all its children leave in time, and another can start."""
-        died_at = injection.kills[-1].time
-        while orphans := self._engine.living() - {self._engine.supervisor_pid}:
-            if time.monotonic() > died_at + ORPHANS_TIMEOUT_S:
-                text = f"{len(orphans)} processes live {ORPHANS_TIMEOUT_S:g} s later"
-                result.violations.append(Violation(Harm.FAILED, "engine", text))
-                break
-            await asyncio.sleep(0.02)
-        self._engine.bury()
-        self._engine.start()
-        await self._engine.ready()
-
-    def _detections(self, began: float, kills: Sequence[Kill]) -> list[float]:
-        notes = [f.time for f in self._engine.firings(began) if f.name == DETECTION]
-        found = []
-        for kill in kills:
-            delays = [note - kill.time for note in notes if note >= kill.time]
-            if kill.role != "supervisor" and delays and min(delays) < _DETECTION_WINDOW_S:
-                found.append(min(delays))
-        return found
-
-
-def stall_s(recording: Recording, kill_times: Sequence[float]) -> float | None:
-    """The longest silence of a stream around the kills; None if it was not under way then.
-
-    Only what lies between two events counts, so neither the wait for the first token nor the
-    silence after the last one.
-    """
-    if not kill_times:
-        return None
-    first, last = kill_times[0], kill_times[-1] + _AFTERMATH_S
-    times = [event.time for event in recording.events]
-    gaps = [
-        after - before for before, after in pairwise(times) if after >= first and before <= last
-    ]
-    if not gaps or times[0] > first:
-        return None
-    return max(gaps)
+    def _time(self, result: RoundResult, cell: Cell, injection: Injection, began: float) -> None:
+        result.seconds = time.monotonic() - began
+        if not result.kills:
+            return
+        if injection.returned_at is not None:
+            result.recovery_s = injection.returned_at - result.kills[-1].time
+        if cell.fault.hangs or cell.fault is Fault.SUPERVISOR:
+            return
+        notices = [f.time for f in self._engine.firings(began) if f.name == DETECTION]
+        found = detections_s(result.kills, notices)
+        result.detections_s = [seconds for seconds in found if seconds is not None]
+        result.num_unnoticed = len(found) - len(result.detections_s)

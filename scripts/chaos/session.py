@@ -13,14 +13,16 @@ from scripts.chaos.checker import check_stream
 from scripts.chaos.engine import KEPT_FILES, Engine, EngineFailed
 from scripts.chaos.faults import Cell, Fault, Phase, cells, plan
 from scripts.chaos.foreign import ForeignServer
-from scripts.chaos.recording import End, Recording
-from scripts.chaos.rounds import RoundResult, RoundRunner, stall_s
+from scripts.chaos.recording import Recording
+from scripts.chaos.reference import reference_problems
+from scripts.chaos.rounds import RoundResult, RoundRunner
+from scripts.chaos.stalls import stall_s
 from scripts.chaos.workload import ChaosRequest, make_requests
 
 DEFAULT_KILLS = 10
 FOREIGN_RETURN_TIMEOUT_S = 120.0
 ENGINE_FLAGS = (
-    *("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "1024"),
+    *("--max-num-batched-tokens", "256", "--max-model-len", "1024"),
     *("--check-invariants", "--restart-backoff-max-s", "0.1"),
 )
 """Small, so that requests queue, prompts are chunked and running requests are preempted; and
@@ -32,6 +34,8 @@ NULL_FLAGS = (
 MODEL_FLAGS = ("--num-gpu-blocks-override", "72")
 """Fewer: to a real tokenizer the same texts are shorter."""
 _MAX_ROUNDS = 100_000
+_TRIES = 4
+"""For a round that has missed its phase."""
 
 
 class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,8 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
     stream_timeout_s: float
     """From opening a stream to giving up on it; longer than any recovery."""
     engine_flags: tuple[str, ...]
+    has_journal: bool = False
+    """Clients come back after a break and read on."""
 
 
 class Session:
@@ -65,7 +71,8 @@ class Session:
         self.results: list[RoundResult] = []
         self.skipped: list[tuple[Fault, Phase]] = []
         self.failure = ""
-        """Why it could not go on, if it could not."""
+        """Why it could not go on, or has not done all that was asked for."""
+        self.golden: list[Recording] = []
         self._options = options
         self._base = base
         self._say = say
@@ -77,8 +84,11 @@ class Session:
             EngineFailed: it does not start, or does not come back after a round.
         """
         options = self._options
-        flags = (*ENGINE_FLAGS, *(NULL_FLAGS if options.model == "null" else MODEL_FLAGS))
-        engine = Engine(self._base, [options.model, *flags, *options.engine_flags])
+        num_places = max(1, options.num_streams // 2)  # half of the streams wait
+        flags = ("--max-num-seqs", str(num_places), *ENGINE_FLAGS)
+        flags = (*flags, *(NULL_FLAGS if options.model == "null" else MODEL_FLAGS))
+        arguments = [options.model, *flags, *options.engine_flags]
+        engine = Engine(self._base, arguments, has_journal=options.has_journal)
         try:
             engine.start()
             await self._run_rounds(engine)
@@ -94,15 +104,30 @@ class Session:
     async def _run_rounds(self, engine: Engine) -> None:
         pairs = self._available(await engine.roles())
         began = time.monotonic()
-        golden = await self._golden(engine)
-        runner = RoundRunner(
-            engine, golden, time.monotonic() - began, self._options.stream_timeout_s
-        )
-        self.results.append(await self._control_round(engine, golden))
+        self.golden = await self._golden(engine)
+        typical_s = time.monotonic() - began
+        runner = RoundRunner(engine, self.golden, typical_s, self._options.stream_timeout_s)
+        self.results.append(await self._control_round(engine))
         for cell in self._plan(pairs):
-            result = await runner.run(cell, self._requests(str(cell.number)))
+            await self._run_cell(runner, cell)
+        unhit = self._unhit(pairs) if self._options.is_matrix else []
+        if unhit:
+            self.failure = f"nobody was killed in: {', '.join(unhit)}"
+
+    async def _run_cell(self, runner: RoundRunner, cell: Cell) -> None:
+        """One round; again, at another moment, where it has missed its phase."""
+        for number in range(_TRIES):
+            requests = self._requests(f"{cell.number}.{number}")
+            result = await runner.run(cell._replace(seed=cell.seed + number), requests)
             self.results.append(result)
             self._tell(result)
+            if result.missed is None:
+                return
+
+    def _unhit(self, pairs: list[tuple[Fault, Phase]]) -> list[str]:
+        """The cells of the matrix whose phase was never hit."""
+        hit = {(result.fault, result.phase) for result in self.results if not result.missed}
+        return [f"{fault} {phase}" for fault, phase in pairs if (fault, phase) not in hit]
 
     def _available(self, roles: set[str]) -> list[tuple[Fault, Phase]]:
         """The cells whose processes exist; says what is left out.
@@ -127,15 +152,17 @@ class Session:
         """
         deadline = time.monotonic() + self._options.stream_timeout_s
         requests = self._requests("golden")
-        return check_golden(await engine.client.record_all(requests, deadline, may_leave=False))
+        return check_golden(
+            requests, await engine.client.record_all(requests, deadline, may_leave=False)
+        )
 
-    async def _control_round(self, engine: Engine, golden: Sequence[Recording]) -> RoundResult:
+    async def _control_round(self, engine: Engine) -> RoundResult:
         """The same without faults: what differs here is not the faults' doing."""
         began = time.monotonic()
         deadline = began + self._options.stream_timeout_s
         recordings = await engine.client.record_all(self._requests("control"), deadline)
         result = RoundResult(0, "none", "", 0, num_streams=len(recordings))
-        for recording, expected in zip(recordings, golden, strict=True):
+        for recording, expected in zip(recordings, self.golden, strict=True):
             result.violations += check_stream(recording, expected)
         result.seconds = time.monotonic() - began
         return result
@@ -165,23 +192,24 @@ class Session:
 
     def _tell(self, result: RoundResult) -> None:
         stall = f", stall {max(result.stalls_s):.2f} s" if result.stalls_s else ""
+        missed = f", MISSED: {result.missed}" if result.missed else ""
         bad = f", {len(result.violations)} VIOLATIONS" if result.violations else ""
         how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "nobody killed"
         self._say(
             f"round {result.number} {result.fault} {result.phase}: {how}{stall}"
-            f" in {result.seconds:.1f} s{bad}"
+            f" in {result.seconds:.1f} s{missed}{bad}"
         )
 
 
-def check_golden(golden: list[Recording]) -> list[Recording]:
+def check_golden(requests: Sequence[ChaosRequest], golden: list[Recording]) -> list[Recording]:
     """Make sure that there is something to compare with.
 
     Raises:
-        EngineFailed: a stream has not ended well.
+        EngineFailed: a stream has not ended well, or is not what was asked for.
     """
-    bad = [recording for recording in golden if recording.end is not End.DONE]
-    if bad:
-        raise EngineFailed(f"golden run: {bad[0].name} {bad[0].end}: {bad[0].problem}")
+    problems = reference_problems(requests, golden)
+    if problems:
+        raise EngineFailed("\n".join(problems))
     return golden
 
 
@@ -212,13 +240,19 @@ class ForeignSession(Session):
         deadline = began + self._options.stream_timeout_s
         client, rng = self._server.client, random.Random(self._options.seed)
         requests = self._requests("golden")
-        golden = check_golden(await client.record_all(requests, deadline, may_leave=False))
+        golden = check_golden(
+            requests, await client.record_all(requests, deadline, may_leave=False)
+        )
+        self.golden = golden
         typical_s = time.monotonic() - began
         num_rounds = self._options.num_kills or DEFAULT_KILLS
         for number in range(1, num_rounds + 1):
             result = await self._round(number, rng.uniform(0.1, 0.9) * typical_s, golden, rng)
             self.results.append(result)
             self._tell(result)
+            if not result.kills:
+                self.failure = "there was nobody to kill"
+                return
             if result.recovery_s is None:
                 self.failure = f"not back within {FOREIGN_RETURN_TIMEOUT_S:g} s after a kill"
                 return

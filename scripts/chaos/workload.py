@@ -28,6 +28,8 @@ class ChaosRequest(msgspec.Struct, frozen=True):
     body: Body
     disconnect_after: int | None = None
     """Close the connection after so many events; None: read to the end."""
+    request_id: str = ""
+    """Under which a client can come back for the rest; "": it cannot."""
 
 
 def make_requests(
@@ -69,6 +71,7 @@ def _request(
         path=CHAT if is_chat else COMPLETIONS,
         body=body,
         disconnect_after=rng.randint(3, _MIN_OUTPUT) if aborts else None,
+        request_id=f"{salt or 'golden'}:{kind}-{number}",
     )
 
 

@@ -1,6 +1,7 @@
 """Many seeds, in several processes, added up."""
 
 import contextlib
+import functools
 import gc
 import hashlib
 import logging
@@ -17,7 +18,7 @@ from scripts.simulation.simulation import run_seed
 
 CHUNK = 100
 """Seeds that one process runs before it reports."""
-_COLLECT_EVERY = 50
+_COLLECT_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def run_chunk(batch: Batch) -> Tally:
     try:
         with _rare_collections(), planted(batch.plant):
             for seed in range(batch.first_seed, batch.first_seed + batch.num_seeds):
+                _enter(tally, batch, seed)
                 if seed % _COLLECT_EVERY == 0:
                     gc.collect()
-                _enter(tally, batch, seed)
     finally:
         logger.setLevel(level)
     tally.elapsed_s = time.perf_counter() - began
@@ -123,27 +124,46 @@ def run_batch(
         Batch(batch.mode, first, min(CHUNK, end - first), batch.kinds, batch.plant)
         for first in range(batch.first_seed, end, CHUNK)
     ]
-    total = Tally()
     if jobs == 1:
+        return _run_here(chunks, deadline, on_chunk)
+    total = Tally()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _begin_job) as pool:
+        for tally in pool.imap(functools.partial(_run_in_time, deadline), chunks):
+            if tally.num_seeds:
+                total.add(tally)
+                on_chunk(total)
+        pool.close()  # nobody is killed in the middle of a run, who would leave its files behind
+        pool.join()
+    return total
+
+
+def _run_in_time(deadline: float | None, chunk: Batch) -> Tally:
+    """Run some seeds, or none where it is too late."""
+    is_late = deadline is not None and time.monotonic() >= deadline
+    return Tally() if is_late else run_chunk(chunk)
+
+
+def _run_here(
+    chunks: list[Batch], deadline: float | None, on_chunk: Callable[[Tally], None]
+) -> Tally:
+    total = Tally()
+    gc.freeze()
+    try:
         for chunk in chunks:
             if deadline is not None and time.monotonic() >= deadline:
                 break
             total.add(run_chunk(chunk))
             on_chunk(total)
-        return total
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, _ignore_interrupts) as pool:
-        for tally in pool.imap(run_chunk, chunks):
-            total.add(tally)
-            on_chunk(total)
-            if deadline is not None and time.monotonic() >= deadline:
-                break
+    finally:
+        gc.unfreeze()
     return total
 
 
-def _ignore_interrupts() -> None:
-    """Only the parent reports."""
+def _begin_job() -> None:
+    """Only the parent reports an interrupt; and what is imported is no garbage to look for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
 
 
 def default_jobs() -> int:

@@ -9,30 +9,30 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from protocol.client import AsyncEngineClient
+from protocol.config import EngineConfig
 from protocol.errors import RequestFailed
 from protocol.request_stream import RequestStream
 from scripts.simulation.oracle import Oracle, Stream
 from scripts.simulation.plan import RequestPlan
-from scripts.simulation.sockets import Wire
 from scripts.simulation.stand_ins import CLIENT_ADDRESS, SimulatedChild
-from scripts.simulation.world import SECOND, Process, Violation
+from scripts.simulation.wire import Wire
+from scripts.simulation.world import SECOND, KilledHere, Process, Violation
 
 _RETRY_S = 0.2
 
 
-class _Handle:
+class _Timer:
     """What `call_later` returns."""
 
+    __slots__ = ("arguments", "callback", "is_cancelled")
+
     def __init__(self, callback: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._callback: Callable[..., None] | None = callback
-        self._arguments = arguments
+        self.callback = callback
+        self.arguments = arguments
+        self.is_cancelled = False
 
     def cancel(self) -> None:
-        self._callback = None
-
-    def run(self) -> None:
-        if self._callback is not None:
-            self._callback(*self._arguments)
+        self.is_cancelled = True
 
 
 class SimulatedLoop:
@@ -40,26 +40,32 @@ class SimulatedLoop:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._ready: deque[_Handle] = deque()
-        self._timers: list[tuple[int, int, _Handle]] = []
+        self._ready: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._timers: list[tuple[int, int, _Timer]] = []
         self._num_timers = 0
         self.readers: dict[int, Callable[[], None]] = {}
+        self.is_killed = False
+        """In the middle of a task, which keeps to itself what is raised there."""
 
     def turn(self) -> int | None:
         """Run what is due; returns when the next timer is."""
-        timers = self._timers
+        timers, ready = self._timers, self._ready
         while timers and timers[0][0] <= self._process.busy_until:
-            self._ready.append(heapq.heappop(timers)[2])
-        while self._ready:
-            self._ready.popleft().run()
+            timer = heapq.heappop(timers)[2]
+            if not timer.is_cancelled:
+                ready.append((timer.callback, timer.arguments))
+        while ready:
+            callback, arguments = ready.popleft()
+            callback(*arguments)
+            if self.is_killed:
+                raise KilledHere
         return timers[0][0] if timers else None
 
     def arrived(self, fd: int) -> None:
         """A descriptor has become readable: edge-triggered."""
         reader = self.readers.get(fd)
         if reader is not None:
-            self.call_soon(reader)
-        self._process.wake()
+            self._ready.append((reader, ()))
 
     # What asyncio's classes call ------------------------------------------------------------------
 
@@ -68,17 +74,23 @@ class SimulatedLoop:
         callback: Callable[..., None],
         *arguments: Any,
         context: contextvars.Context | None = None,
-    ) -> _Handle:
-        handle = _Handle(callback, arguments)
-        self._ready.append(handle)
-        return handle
+    ) -> None:
+        """Nobody here keeps the handle that a real loop returns."""
+        self._ready.append((callback, arguments))
 
-    def call_later(self, delay: float, callback: Callable[..., None], *arguments: Any) -> _Handle:
-        handle = _Handle(callback, arguments)
+    def call_later(self, delay: float, callback: Callable[..., None], *arguments: Any) -> _Timer:
+        timer = _Timer(callback, arguments)
         self._num_timers += 1
         due = self._process.world.local_time + int(delay * SECOND)
-        heapq.heappush(self._timers, (due, self._num_timers, handle))
-        return handle
+        heapq.heappush(self._timers, (due, self._num_timers, timer))
+        return timer
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: Any) -> None:
+        self._ready.append((callback, arguments))
+        self._process.wake()
+
+    def call_at(self, when: float, callback: Callable[..., None], *arguments: Any) -> _Timer:
+        return self.call_later(when - self.time(), callback, *arguments)
 
     def time(self) -> float:
         return self._process.world.seconds()
@@ -112,22 +124,25 @@ class ClientProcess(Process):
         plans: list[RequestPlan],
         oracle: Oracle,
         connect: Callable[[Process], SimulatedChild] | None = None,
+        *,
+        start_s: float = 0.0,
     ) -> None:
         """`connect` makes the link to a supervisor, where there is one."""
         super().__init__(wire.world, name)
         self._wire = wire
         self._oracle = oracle
         self._plans = plans
-        self._client = AsyncEngineClient(CLIENT_ADDRESS)
+        self.engine = AsyncEngineClient(CLIENT_ADDRESS)
         self._loop = SimulatedLoop(self)
-        self._readings: list[Coroutine[Any, Any, None]] = []
+        self._as_asyncio = cast(asyncio.AbstractEventLoop, self._loop)
+        self._to_retry: list[RequestPlan] = []
+        self._coroutines: list[Coroutine[Any, Any, None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_started = False
+        self._starts_at = self.world.now + int(start_s * SECOND)
         self._child = None if connect is None else connect(self)
-        if self._child is not None:
-            self._child.ready()
         self.on_death.append(self._abandon)
-        self.wake()
+        self.wake(self._starts_at)
 
     @property
     def num_to_submit(self) -> int:
@@ -135,12 +150,14 @@ class ClientProcess(Process):
         return len(self._plans)
 
     def turn(self) -> int | None:
-        asyncio._set_running_loop(cast(asyncio.AbstractEventLoop, self._loop))
+        asyncio._set_running_loop(self._as_asyncio)
         try:
-            if not self._is_started:
-                self._start()
             if self._child is not None:
                 self._child.messages()
+            if not self._is_started:
+                if self.world.now < self._starts_at:
+                    return self._starts_at
+                self._start()
             return self._loop.turn()
         finally:
             asyncio._set_running_loop(None)
@@ -148,27 +165,72 @@ class ClientProcess(Process):
     def _start(self) -> None:
         self._is_started = True
         with contextlib.suppress(StopIteration):
-            self._client.start().send(None)
+            self.engine.start().send(None)
+        if self._child is not None:
+            self._child.ready()
+            self._child.messages()
+        self._beat()
+        self.begin()
+
+    def begin(self) -> None:
+        """The engine's client is there: do what this process is for."""
         for plan in self._plans:
             delay_s = max(0.0, plan.time_s - self._oracle.elapsed_s)
             self._loop.call_later(delay_s, self._submit, plan)
 
+    @property
+    def config(self) -> EngineConfig:
+        """Of the engine that it belongs to."""
+        assert self._child is not None
+        return self._child.config
+
+    def _beat(self) -> None:
+        """Show that the loop turns, to whoever watches that."""
+        pulse = None if self._child is None else self._child.pulse
+        if pulse is not None and pulse.tick_ms is not None:
+            pulse.idle()
+            self._loop.call_later(pulse.tick_ms / 1000, self._beat)
+
     def _submit(self, plan: RequestPlan) -> None:
         try:
-            stream = self._client.submit(
+            stream = self.engine.submit(
                 plan.prompt, plan.params, priority=plan.priority, cache_salt=plan.salt
             )
         except RequestFailed:  # the engine is starting: nothing was accepted
-            self._loop.call_later(_RETRY_S, self._submit, plan)
+            if not self._to_retry:
+                self._loop.call_later(_RETRY_S, self._retry)
+            self._to_retry.append(plan)
             return
         record = self._oracle.accepted(self.name, plan)
         reading = self._read(stream, record)
         self._plans.remove(plan)
-        task = asyncio.Task(reading, loop=cast(asyncio.AbstractEventLoop, self._loop))
-        self._readings.append(reading)
-        self._tasks.add(task)
+        self._start_task(reading)
         if plan.cancel_after_s is not None:
             self._loop.call_later(plan.cancel_after_s, self._cancel, stream, record)
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something in the event loop, as far as its life goes."""
+        self._start_task(self._guarded(coroutine))
+        self._coroutines.append(coroutine)
+        self.wake()
+
+    async def _guarded(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except KilledHere:
+            self._loop.is_killed = True
+        except Exception as error:
+            violation = Violation(f"{self.name} raised {type(error).__name__}: {error}")
+            self.world.fail(violation)
+
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._coroutines.append(coroutine)
+        self._tasks.add(asyncio.Task(coroutine, loop=self._as_asyncio))
+
+    def _retry(self) -> None:
+        plans, self._to_retry = self._to_retry, []
+        for plan in plans:
+            self._submit(plan)
 
     async def _read(self, stream: RequestStream, record: Stream) -> None:
         try:
@@ -187,12 +249,10 @@ class ClientProcess(Process):
     def _abandon(self) -> None:
         if self._child is None:  # nobody starts it again
             self._plans.clear()
-        for reading in self._readings:
-            reading.close()
+        for coroutine in self._coroutines:
+            coroutine.close()
         self._oracle.abandon(self.name)
 
     def arrived(self, fd: int) -> None:
         self._loop.arrived(fd)
-
-    def notice_death(self, process: Process, status: int) -> None:
-        """A client has its connection to notice by."""
+        super().arrived(fd)

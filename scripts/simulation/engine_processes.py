@@ -1,7 +1,7 @@
 """The core and the workers: the real loops, each turned by the world instead of by itself."""
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sized
+from typing import cast
 
 import core_proc.loop
 import worker_proc.loop
@@ -12,56 +12,77 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.process import ChildProcess
 from scripts.simulation.model import SimulatedModel
-from scripts.simulation.sockets import SimulatedSocket, Wire
+from scripts.simulation.sockets import SimulatedSocket
 from scripts.simulation.stand_ins import Incarnation, SimulatedChild
+from scripts.simulation.wire import Wire
 from scripts.simulation.world import SECOND, Process, Violation
+
+Loop = core_proc.loop.CoreLoop | worker_proc.loop.WorkerLoop
 
 
 class EngineProcess(Process):
     """A child of the supervisor that starts, runs one of the real loops, and ends."""
 
-    def __init__(self, wire: Wire, life: Incarnation, start_s: float) -> None:
-        """It is ready after `start_s`."""
-        super().__init__(wire.world, f"{life.role}{life.rank or ''}.{life.epoch}")
+    def __init__(
+        self, wire: Wire, life: Incarnation, start_s: float, *, is_standby: bool = False
+    ) -> None:
+        """It is ready after `start_s`; a standby then waits to be promoted."""
+        self._kind = f"{life.role}{life.rank or ''}"
+        name = f"standby_{self._kind}" if is_standby else self._kind
+        super().__init__(wire.world, f"{name}.{life.epoch}")
         self._ready_at = self.world.now + int(start_s * SECOND)
+        self._waits = is_standby
+        self._has_loaded = False
         self.is_begun = False
         self.child = SimulatedChild(wire, self, life)
-        self.wake()
+        self.wake(self._ready_at)
 
     def turn(self) -> int | None:
         if not self.is_begun:
-            self.child.messages()
-            if self.world.now < self._ready_at:
-                return self._ready_at
-            self.is_begun = True
-            self.begin()
-            self.child.ready()
+            again = self._start_up()
+            if not self.is_begun:
+                return again
         try:
-            again = self.work()
+            self.loop.turn(0)
+            poll_ms = self.loop._poll_ms()
         except Violation:
             raise
         except Exception as error:
             raise Violation(f"{self.name} raised {type(error).__name__}: {error}") from error
         if self.child.is_told_to_stop:
             self.world.at(self.busy_until, self.die, 0)
-        return again
-
-    def begin(self) -> None:
-        """Make the loop."""
-        raise NotImplementedError
-
-    def work(self) -> int | None:
-        """Turn it once; returns when it wants to be turned again."""
-        raise NotImplementedError
-
-    def notice_death(self, process: Process, status: int) -> None:
-        self.wake()
-
-    def _again(self, poll_ms: int | None, *sockets: Any) -> int | None:
-        """What a poll on these sockets would do."""
-        if any(cast(SimulatedSocket, socket).inbox for socket in sockets):
-            return self.busy_until
+        for inbox in self._inboxes:
+            if inbox:
+                return self.busy_until
         return None if poll_ms is None else self.busy_until + poll_ms * 1000
+
+    def _start_up(self) -> int | None:
+        """Load, and wait to be promoted; begins where that is over."""
+        child = self.child
+        if not self._has_loaded:
+            child.messages()
+            if self.world.now < self._ready_at:
+                return self._ready_at
+            self._has_loaded = True
+            if self._waits:
+                child.ready()
+        if self._waits:
+            is_promoted = child.wait_for_promotion()
+            if is_promoted is False:
+                self.world.at(self.busy_until, self.die, 0)
+            if not is_promoted:
+                return self.busy_until + (child.pulse.tick_ms or 1000) * 1000
+            self.world.counts[f"promoted: {self._kind}"] += 1
+            self.name = f"{self._kind}.{child.epoch}"
+            self._waits = False
+        self.is_begun = True
+        self.loop, self._inboxes = self.begin()
+        child.ready()
+        return None
+
+    def begin(self) -> tuple[Loop, list[Sized]]:
+        """Make the loop; returns it with what has arrived at the sockets that it polls."""
+        raise NotImplementedError
 
 
 class CheckedEngine(EngineCore):
@@ -84,7 +105,7 @@ class CheckedEngine(EngineCore):
         if scheduler is None:
             return None
         check_invariants(scheduler)
-        if scheduler.has_unfinished or any(self._ids.values()):
+        if scheduler.has_unfinished or self._owners.num_open:
             return f"{len(scheduler.requests)} requests are left in the core"
         usage = scheduler.kv_cache_usage
         return f"KV cache usage is {usage} with nothing open" if usage else None
@@ -93,17 +114,13 @@ class CheckedEngine(EngineCore):
 class CoreProcess(EngineProcess):
     """Runs the real CoreLoop."""
 
-    def begin(self) -> None:
+    def begin(self) -> tuple[Loop, list[Sized]]:
         self.engine = CheckedEngine(self.child.config)
-        self.loop = core_proc.loop.CoreLoop(cast(ChildProcess, self.child), self.engine)
-        self._sockets = [link.socket for link in self.loop._links]
-        self._sockets.append(self.child.lifecycle_socket)
-        self.loop._hear_of_predecessor()
-        self.engine.watched_link = cast(SimulatedSocket, self._sockets[1])
-
-    def work(self) -> int | None:
-        self.loop.turn(0)
-        return self._again(self.loop._poll_ms(), *self._sockets)
+        loop = core_proc.loop.CoreLoop(cast(ChildProcess, self.child), self.engine)
+        clients, workers = (cast(SimulatedSocket, link.socket) for link in loop._links)
+        loop._hear_of_predecessor()
+        self.engine.watched_link = workers
+        return loop, [clients.inbox, workers.inbox, self.child.lifecycle_socket.inbox]
 
 
 class CheckedModel(SimulatedModel):
@@ -128,24 +145,28 @@ class WorkerProcess(EngineProcess):
     """Runs the real WorkerLoop with a model that costs nothing."""
 
     def __init__(
-        self, wire: Wire, life: Incarnation, start_s: float, *, facts: ModelFacts, step_s: float
+        self,
+        wire: Wire,
+        life: Incarnation,
+        start_s: float,
+        *,
+        facts: ModelFacts,
+        step_s: float,
+        is_standby: bool = False,
     ) -> None:
         """A step takes `step_s`, and each of its tokens an eighth of that."""
         self._facts = facts
         self._step_s = step_s
-        super().__init__(wire, life, start_s)
+        super().__init__(wire, life, start_s, is_standby=is_standby)
 
-    def begin(self) -> None:
+    def begin(self) -> tuple[Loop, list[Sized]]:
         model = CheckedModel(self._facts, self._step_s, self._last_epoch_read)
-        self.loop = worker_proc.loop.WorkerLoop(cast(ChildProcess, self.child), model)
-        self._socket = cast(SimulatedSocket, self.loop._core.socket)
+        loop = worker_proc.loop.WorkerLoop(cast(ChildProcess, self.child), model)
+        self._socket = cast(SimulatedSocket, loop._core.socket)
+        return loop, [self._socket.inbox, self.child.lifecycle_socket.inbox]
 
     def _last_epoch_read(self) -> int:
         return self._socket.last_epoch_read
-
-    def work(self) -> int | None:
-        self.loop.turn(0)
-        return self._again(self.loop._poll_ms(), self._socket, self.child.lifecycle_socket)
 
 
 def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> ModelFacts:

@@ -14,6 +14,18 @@ VERDICTS = ("lost", "duplicated", "mismatched", "stuck")
 
 
 @dataclass
+class Hold:
+    """A pause that was granted: nothing is computed any more."""
+
+    client: str
+    """Who was told; to others the word may come later."""
+    num_late: int
+    """Tokens that a stream may still get, because they were being computed."""
+    num_since: dict[str, int] = field(default_factory=dict)
+    """Tokens that have come nevertheless, by stream."""
+
+
+@dataclass
 class Stream:
     """One accepted request: what came of it so far, and what must come."""
 
@@ -42,6 +54,7 @@ class Stream:
         if output.first_index != len(self.received):
             kind = "duplicated" if output.first_index < len(self.received) else "lost"
             self._wrong(kind, f"output {output.first_index} came after {len(self.received)}")
+        self.oracle.check_pause(self.name, len(output.token_ids))
         self.received += output.token_ids
         if self.received != self.token_ids[: len(self.received)]:
             self._wrong(self._kind(), f"{self.received} came of {self.token_ids}")
@@ -108,6 +121,13 @@ class Oracle:
         self.on_change = on_change
         self.num_open = 0
         self._facts = facts
+        self._hold: Hold | None = None
+        self._num_asked = 0
+        self._pending: set[int] = set()
+        """Those who wait for an answer, and those who have died meanwhile or waited in vain: they
+        may be obeyed."""
+        self._is_alone = True
+        """Whether nobody else was waiting when somebody asked last."""
         self.streams: list[Stream] = []
 
     @property
@@ -131,6 +151,40 @@ class Oracle:
             if stream.is_open and stream.name.startswith(f"{client}/"):
                 stream.cancelled()
         self.on_change()
+
+    # Pauses -------------------------------------------------------------------------------------
+
+    def ask_for_pause(self) -> int:
+        """Somebody asks for a pause or its end: what held may not. Returns the number of asking."""
+        self._is_alone = not self._pending
+        self._num_asked += 1
+        self._pending.add(self._num_asked)
+        self._hold = None
+        return self._num_asked
+
+    def answered(self, number: int, hold: Hold | None = None) -> None:
+        """Somebody was answered; `hold` is granted if nobody else was asking at the same time.
+
+        Nobody knows in which order the core hears of what two ask for at once.
+        """
+        self._pending.discard(number)
+        is_alone = self._is_alone and number == self._num_asked and not self._pending
+        if hold is not None and is_alone:
+            self._hold = hold
+            self.world.counts["pause held"] += 1
+
+    def check_pause(self, stream: str, num_tokens: int) -> None:
+        """A stream got tokens.
+
+        Raises:
+            Violation: the engine is paused, and they were computed nevertheless.
+        """
+        hold = self._hold
+        if hold is None or not stream.startswith(f"{hold.client}/"):
+            return
+        num = hold.num_since[stream] = hold.num_since.get(stream, 0) + num_tokens
+        if num > hold.num_late:
+            raise Violation(f"unpaused: {stream} got {num} tokens in a pause")
 
     @property
     def open_streams(self) -> list[Stream]:

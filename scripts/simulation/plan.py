@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from protocol.config import (
+    ApiConfig,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -13,14 +14,24 @@ from protocol.config import (
 )
 from protocol.sampling import SamplingParams
 from protocol.scheduler_config import SchedulerConfig
-from scripts.simulation.sockets import FRAME_FAULTS
+from scripts.simulation.disk import DISK_FAULTS
+from scripts.simulation.model import FIRST_TOKEN_ID
+from scripts.simulation.wire import FRAME_FAULTS
 
 PROCESS_FAULTS = ("kill", "stop", "restart", "reset", "partition")
-FAULTS = (*PROCESS_FAULTS, "failpoint", *FRAME_FAULTS)
+FAULTS = (*PROCESS_FAULTS, "failpoint", "pause", "disconnect", "disk", *FRAME_FAULTS)
 """All kinds of faults that can be chosen."""
 MODES = ("safety", "progress")
+PAUSES = ("pause new", "pause all", "pause all", "sleep", "reset")
 VOCAB_SIZE = 97
 _MAX_MODEL_LEN = 64
+_STANDBY_RATE = 0.3
+"""Of seeds that have one: the others know only processes that start alone."""
+_PAUSE_RATE = 0.25
+_JOURNAL_RATE = 0.2
+JOURNAL_DIR = "journal"
+"""Every run has its own."""
+_RESUME_WINDOW_S = 4.0
 _FRAME_RATES = (0.01, 0.01, 0.03, 0.1)
 
 
@@ -38,6 +49,15 @@ class RequestPlan:
 
 
 @dataclass
+class Pause:
+    """What is asked of the whole engine, and for how long."""
+
+    kind: str
+    """Of `PAUSES`."""
+    seconds: float
+
+
+@dataclass
 class FaultPlan:
     """One fault at one time."""
 
@@ -47,6 +67,20 @@ class FaultPlan:
     """A role, "client", or an address."""
     seconds: float = 0.0
     """How long a stop or a partition lasts."""
+
+
+@dataclass
+class JournalPlan:
+    """The API keeps a journal, and HTTP clients come back to it."""
+
+    disk_rates: dict[str, float] = field(default_factory=dict)
+    """Probability of each of `DISK_FAULTS`, for any write."""
+    stall_rate: float = 0.0
+    """That a write waits long."""
+    disconnects: list[float] = field(default_factory=list)
+    """Times in seconds at which a connection breaks."""
+    kill_after_answers: int | None = None
+    """The API dies shortly after so many answers have begun."""
 
 
 @dataclass
@@ -61,6 +95,9 @@ class Plan:
     """By client; the first is the one that the supervisor replaces."""
     faults: list[FaultPlan] = field(default_factory=list)
     frame_rates: dict[str, float] = field(default_factory=dict)
+    journal: JournalPlan | None = None
+    pauses: list[tuple[float, Pause]] = field(default_factory=list)
+    """By time in seconds: what is asked of the whole engine."""
     failpoint_rate: float = 0.0
     """Probability that whoever reaches a failpoint is killed there."""
     heal_at_s: float = 0.0
@@ -70,8 +107,11 @@ class Plan:
 def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
     """Draw a plan; only faults of `kinds` are in it."""
     rng = random.Random(seed * 2 + MODES.index(mode))
-    config = _config(rng)
-    duration_s = rng.choice((0.05, 0.3, 1.0, 2.0))
+    has_journal = rng.random() < _JOURNAL_RATE
+    config = _config(rng, has_journal=has_journal)
+    has_standby = config.recovery.standby_workers or config.recovery.standby_cores
+    # A standby is there only when the engine has served for a while.
+    duration_s = rng.choice((0.3, 1.0, 2.0, 2.0) if has_standby else (0.05, 0.3, 1.0, 2.0))
     plan = Plan(
         config=config,
         num_host_blocks=rng.choice((0, 0, 0, 8)),
@@ -80,18 +120,24 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
             "core": rng.uniform(0.1, 0.3),
             "worker": rng.choice((0.1, 0.5, 1.5)),
             "api": rng.uniform(0.1, 0.5),
+            "zygote": rng.choice((0.1, 0.5, 1.5)),
+            "fork": rng.choice((0.005, 0.05)),
         },
         requests=_requests(rng, config, duration_s),
         heal_at_s=duration_s + rng.choice((0.2, 1.0, 2.0)),
+        journal=JournalPlan() if has_journal else None,
     )
     _draw_faults(rng, plan, mode, kinds)
     return plan
 
 
-def _config(rng: random.Random) -> EngineConfig:
+def _config(rng: random.Random, *, has_journal: bool) -> EngineConfig:
     block_size = rng.choice((2, 4, 8))
     policy = rng.choice(("fcfs", "fcfs", "priority"))
     max_num_seqs = rng.choice((2, 4, 8))
+    num_ranks = rng.choice((1, 1, 1, 2))
+    # Which standbys there are: of the worker, of the core.
+    standbys = rng.choice(((0, 1), (1, 0), (1, 1))) if rng.random() < _STANDBY_RATE else (0, 0)
     return EngineConfig(
         model=ModelConfig(model="null", max_model_len=_MAX_MODEL_LEN),
         cache=CacheConfig(
@@ -106,29 +152,37 @@ def _config(rng: random.Random) -> EngineConfig:
             scheduling_policy=policy,
             preempt_for_priority=policy == "priority" and rng.random() < 0.5,
         ),
-        parallel=ParallelConfig(tensor_parallel_size=rng.choice((1, 1, 1, 2))),
+        api=ApiConfig(
+            journal_dir=JOURNAL_DIR if has_journal else None,
+            journal_sync=has_journal and rng.random() < 0.5,
+            resume_window_s=_RESUME_WINDOW_S,
+        ),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         recovery=RecoveryConfig(
-            startup_timeout_s=10.0,
+            startup_timeout_s=60.0,
             shutdown_timeout_s=5.0,
             restart_backoff_max_s=1.0,
             hang_timeout_s=rng.choice((0.5, 2.0)),
             first_step_timeout_s=2.0,
+            standby_workers=standbys[0] if num_ranks == 1 else 0,
+            standby_cores=standbys[1],
         ),
-        run=RunConfig(check_invariants=rng.random() < 0.15),
+        run=RunConfig(check_invariants=rng.random() < 0.1),
     )
 
 
 def _requests(
     rng: random.Random, config: EngineConfig, duration_s: float
 ) -> list[list[RequestPlan]]:
-    head = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
+    token_ids = range(FIRST_TOKEN_ID, VOCAB_SIZE)
+    head = rng.choices(token_ids, k=24)
     longest = config.cache.num_gpu_blocks_override or 0
     longest = min((longest - 1) * config.cache.block_size, _MAX_MODEL_LEN - 1)
     clients: list[list[RequestPlan]] = [[] for _ in range(rng.choice((1, 1, 2)))]
     for number in range(rng.randrange(3, 9)):
         num_shared, length = rng.randrange(0, 25), rng.randrange(1, 25)
         prompt = head[: min(num_shared, length)]
-        prompt += [rng.randrange(3, VOCAB_SIZE) for _ in range(length - len(prompt))]
+        prompt += rng.choices(token_ids, k=length - len(prompt))
         max_tokens = min(rng.randrange(1, 16), longest - length)
         plan = RequestPlan(
             number,
@@ -138,7 +192,7 @@ def _requests(
                 max_tokens=max_tokens,
                 seed=rng.randrange(2**31),
                 min_tokens=rng.randrange(0, max_tokens + 1) if rng.random() < 0.2 else 0,
-                stop_token_ids=rng.sample(range(3, VOCAB_SIZE), rng.choice((0, 0, 2, 8))),
+                stop_token_ids=rng.sample(token_ids, rng.choice((0, 0, 2, 8))),
                 logprobs=rng.choice((None, None, None, 1)),
                 prompt_logprobs=rng.choice((None,) * 7 + (1,)),
             ),
@@ -159,26 +213,58 @@ def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str
             plan.frame_rates[kind] = rate
     if "failpoint" in kinds and rng.random() < 0.25:
         plan.failpoint_rate = rng.choice((0.002, 0.01, 0.03))
+    end_s = plan.heal_at_s if mode == "progress" else 2.0 * plan.heal_at_s
+    if plan.journal is not None:
+        _draw_journal_faults(rng, plan.journal, kinds, end_s)
+    if "pause" in kinds and rng.random() < _PAUSE_RATE:
+        _draw_pauses(rng, plan, kinds)
     process_kinds = [kind for kind in PROCESS_FAULTS if kind in kinds]
     if not process_kinds:
         return
-    end_s = plan.heal_at_s if mode == "progress" else 2.0 * plan.heal_at_s
     for _ in range(rng.choice((0, 1, 1, 2, 3, 5))):
         kind = rng.choice(process_kinds + (["kill"] if "kill" in process_kinds else []))
         time_s = rng.uniform(0.05, end_s)
         fault = FaultPlan(time_s, kind, "", rng.choice((0.05, 0.3, 1.0, 6.0)))
-        fault.target = _target(rng, kind)
+        fault.target = _target(rng, kind, plan.config)
         plan.faults.append(fault)
         if rng.random() < 0.3:  # again, during the recovery
             again = FaultPlan(time_s + rng.uniform(0, 0.5), kind, fault.target, fault.seconds)
             plan.faults.append(again)
 
 
-def _target(rng: random.Random, kind: str) -> str:
+def _draw_pauses(rng: random.Random, plan: Plan, kinds: frozenset[str]) -> None:
+    """While somebody computes; often one dies while the engine is paused."""
+    requests = [request for client in plan.requests for request in client]
+    ready_s = max(plan.start_s[role] for role in ("core", "worker", "api"))
+    for request in rng.sample(requests, rng.choice((1, 1, 2))):
+        time_s = max(request.time_s, ready_s) + rng.uniform(-0.02, 8 * plan.step_s)
+        plan.pauses.append((time_s, Pause(rng.choice(PAUSES), rng.choice((0.02, 0.3, 2.0)))))
+        if "kill" in kinds and rng.random() < 0.7:
+            target = rng.choice(("worker", "worker", "core"))
+            plan.faults.append(FaultPlan(time_s + rng.uniform(0, 0.1), "kill", target))
+
+
+def _draw_journal_faults(
+    rng: random.Random, journal: JournalPlan, kinds: frozenset[str], end_s: float
+) -> None:
+    if "kill" in kinds and rng.random() < 0.5:
+        journal.kill_after_answers = rng.randrange(1, 5)
+    if "disconnect" in kinds:
+        journal.disconnects = [rng.uniform(0.3, end_s) for _ in range(rng.choice((0, 1, 3)))]
+    if "disk" in kinds and rng.random() < 0.5:
+        journal.stall_rate = rng.choice((0.0, 0.1))
+        for kind in rng.sample(DISK_FAULTS, rng.choice((0, 1, 1, 2))):
+            journal.disk_rates[kind] = rng.choice((0.05, 0.3))
+
+
+def _target(rng: random.Random, kind: str, config: EngineConfig) -> str:
     if kind in ("reset", "partition"):
         return rng.choice(("core.sock", "workers.sock", "core.sock", "workers.sock", "supervisor"))
     if kind == "restart":
         return rng.choice(("worker", "core"))
+    recovery = config.recovery
+    helpers = ["standby"] if recovery.standby_workers or recovery.standby_cores else []
+    helpers += ["zygote"] if recovery.standby_workers else []
     if kind == "stop":
-        return rng.choice(("worker", "core", "client", "supervisor"))
-    return rng.choice(("worker", "worker", "core", "core", "client"))
+        return rng.choice(("worker", "core", "client", "supervisor", *helpers))
+    return rng.choice(("worker", "worker", "core", "core", "client", *helpers))

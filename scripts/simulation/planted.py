@@ -5,14 +5,19 @@ A simulation that reports nothing proves something only if it reports these.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
+from api_proc import session_log, sessions
+from api_proc.history import History
+from core_proc.pausing import Pausing
 from core_proc.worker_link import WorkerLink
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.core_worker import CoreToWorker, NewRequestData, WorkerToCore
 from protocol.ledger import Ledger
+from protocol.process import ChildProcess
 from protocol.request_stream import RequestStream
 from scripts.simulation.model import FIRST_TOKEN_ID, SimulatedModel
 from worker_proc.mirror import Mirror, MirroredRequest
@@ -20,7 +25,7 @@ from worker_proc.shim import WorkerShim
 
 _EVERY = 23
 """So seldom does a bug strike that shows in whatever it touches."""
-Place = tuple[type, str, Callable[..., Any]]
+Place = tuple[type | ModuleType, str, Callable[..., Any]]
 
 
 def _drop_token() -> list[Place]:
@@ -87,12 +92,52 @@ def _outputs_as_prompt() -> list[Place]:
     return [(Mirror, "_append", merging)]
 
 
+def _forget_pause() -> list[Place]:
+    """Whoever takes the workers' place begins to compute, pause or not."""
+    workers_lost = Pausing.workers_lost
+
+    def forgetful(pausing: Pausing) -> None:
+        workers_lost(pausing)
+        pausing._resume()
+
+    return [(Pausing, "workers_lost", forgetful)]
+
+
+def _promote_old_epoch() -> list[Place]:
+    """A standby takes the place of the dead under the epoch that it had while it waited."""
+    wait = ChildProcess.wait_for_promotion
+
+    def stubborn(child: ChildProcess) -> bool:
+        epoch = child.epoch
+        is_promoted = wait(child)
+        child.epoch = child.pulse.epoch = epoch
+        if is_promoted and child._supervisor is not None:
+            child._supervisor.promoted(epoch)
+        return is_promoted
+
+    return [(ChildProcess, "wait_for_promotion", stubborn)]
+
+
+def _resume_other_seed() -> list[Place]:
+    """A request that outlives its API process goes on with another seed."""
+
+    def reseeded(add: AddRequest, history: History) -> AddRequest:
+        params = msgspec.structs.replace(add.sampling_params, seed=add.sampling_params.seed ^ 1)
+        again = session_log.resumed(add, history)
+        return msgspec.structs.replace(again, sampling_params=params)
+
+    return [(sessions, "resumed", reseeded)]
+
+
 PLANTS: dict[str, Callable[[], list[Place]]] = {
     "drop-token": _drop_token,
     "repeat-token": _repeat_token,
     "skip-epoch-check": _skip_epoch_check,
     "stateful-random": _stateful_random,
     "outputs-as-prompt": _outputs_as_prompt,
+    "forget-pause": _forget_pause,
+    "promote-old-epoch": _promote_old_epoch,
+    "resume-other-seed": _resume_other_seed,
 }
 
 

@@ -4,25 +4,37 @@ import contextlib
 from dataclasses import dataclass, field
 
 from protocol.lifecycle import Role
+from scripts.simulation.api_process import ApiProcess
+from scripts.simulation.children import Birth, Zygote
 from scripts.simulation.client_process import ClientProcess
+from scripts.simulation.disk import Disk
 from scripts.simulation.engine_processes import CoreProcess, WorkerProcess, facts_of
+from scripts.simulation.http_clients import Internet
 from scripts.simulation.oracle import Oracle
-from scripts.simulation.plan import FAULTS, VOCAB_SIZE, FaultPlan, Plan, make_plan
-from scripts.simulation.sockets import Wire
+from scripts.simulation.pausing import Operator
+from scripts.simulation.plan import (
+    FAULTS,
+    VOCAB_SIZE,
+    FaultPlan,
+    JournalPlan,
+    Plan,
+    RequestPlan,
+    make_plan,
+)
 from scripts.simulation.stand_ins import Incarnation, SimulatedChild, stand_ins
 from scripts.simulation.supervisor_process import SupervisorProcess
+from scripts.simulation.wire import Wire
 from scripts.simulation.world import SECOND, START_TIME, Process, Violation, World
-from scripts.supervisor.supervised import Slot
 
 PROGRESS_BOUND_S = 30.0
 """After the last fault everything accepted must have ended within so long."""
 SAFETY_EXTRA_S = 4.0
 """In safety mode nothing need end; it is watched for so long after the last submission."""
-_IDLE_BOUND_S = 12
-"""And the core must have forgotten everything within so long again."""
+_IDLE_BOUND_S = 20
+"""And the core must have forgotten everything, and everybody be there, within so long again."""
 
 
-_SLICE = SECOND // 100
+_SLICE = SECOND // 10
 
 
 @dataclass
@@ -43,15 +55,26 @@ class Outcome:
 class Simulation:
     """A world with an engine, its clients, and whatever is to happen to them."""
 
-    def __init__(self, seed: int, plan: Plan, mode: str, *, keeps_trace: bool = False) -> None:
-        self.world = World(seed, keeps_trace=keeps_trace)
+    def __init__(self, seed: int, plan: Plan, mode: str) -> None:
+        self.world = World(seed)
         self.wire = Wire(self.world)
+        self.wire.failpoint_rate = plan.failpoint_rate
         self._plan = plan
         self._mode = mode
         self._facts = facts_of(plan.config, VOCAB_SIZE, plan.num_host_blocks)
         self.oracle = Oracle(self.world, self._facts, self._on_change)
         self._clients: list[ClientProcess] = []
         self._supervisor: SupervisorProcess | None = None
+        journal = plan.journal
+        self._disk: Disk | None = None
+        if journal is not None:
+            self._disk = Disk(self.world, journal.disk_rates, journal.stall_rate)
+            self._internet = Internet(
+                self.oracle, self._disk, journal.kill_after_answers, self._kill_api
+            )
+        self._http_plans = list(plan.requests[0])
+        num_in_flight = plan.config.scheduler.max_steps_in_flight
+        self._operator = Operator(self.oracle, self._clients, num_in_flight)
 
     def run(self) -> None:
         """Let everything happen.
@@ -60,18 +83,24 @@ class Simulation:
             Violation: something did that must not.
         """
         plan, world = self._plan, self.world
-        with stand_ins(world, self.wire), contextlib.closing(self):
-            ranks = {Role.WORKER: plan.config.parallel.tensor_parallel_size, Role.CORE: 1}
-            ranks[Role.API] = 1
-            self._supervisor = SupervisorProcess(self.wire, plan.config, ranks, self._start)
+        supervisor = self._supervisor = SupervisorProcess(self.wire, plan.config, self._bear)
+        starters = supervisor.start_child, supervisor.start_zygote
+        with contextlib.closing(self), stand_ins(world, self.wire, *starters, self._disk):
             for index, requests in enumerate(plan.requests[1:]):
                 self._clients.append(
                     ClientProcess(self.wire, f"host{index}", requests, self.oracle)
                 )
+            if plan.journal is not None:
+                self._send_over_http(plan.journal)
             for fault in plan.faults:
                 world.at(START_TIME + int(fault.time_s * SECOND), self._strike, fault)
-            self.wire.rates = dict(plan.frame_rates)
-            self.wire.failpoint_rate = plan.failpoint_rate
+            for time_s, pause in plan.pauses:
+                world.at(START_TIME + int(time_s * SECOND), self._operator.ask, pause)
+            self.wire.harm(plan.frame_rates)
+            if plan.frame_rates:
+                world.excuse = "frames are harmed"
+            elif plan.config.parallel.tensor_parallel_size > 1:
+                world.excuse = "ranks end together"
             if self._mode == "safety":
                 self._run_for(plan.heal_at_s + SAFETY_EXTRA_S)
                 return
@@ -79,10 +108,28 @@ class Simulation:
             self._run_for(plan.heal_at_s + PROGRESS_BOUND_S)
             self._check_progress()
 
+    def _send_over_http(self, journal: JournalPlan) -> None:
+        world, requests = self.world, self._plan.requests[0]
+        for request in requests:
+            world.at(START_TIME + int(request.time_s * SECOND), self._submit_over_http, request)
+        for time_s in journal.disconnects:
+            world.at(START_TIME + int(time_s * SECOND), self._disconnect)
+
+    def _submit_over_http(self, request: RequestPlan) -> None:
+        self._internet.submit(request)
+        self._plan.requests[0].remove(request)
+
+    def _disconnect(self) -> None:
+        self.world.counts["disconnect"] += 1
+        self._internet.break_one()
+
     def close(self) -> None:
         """Let go of everything that the system lends."""
-        for process in list(self.world.processes.values()):
-            process.die()
+        for process in self.world.processes.values():
+            process.is_alive = False
+            process.let_go()
+        if self._disk is not None:
+            self._disk.close()
 
     def _run_for(self, seconds: float) -> None:
         self.world.run(START_TIME + int(seconds * SECOND))
@@ -96,10 +143,14 @@ class Simulation:
 
     def _heal(self) -> None:
         self.world.trace("heal")
-        self.wire.rates = {}
+        self.wire.harm({})
         self.wire.failpoint_rate = 0.0
         for process in list(self.world.processes.values()):
             process.resume()
+        if self._disk is not None:
+            self._disk.heal()
+        if self._plan.pauses:
+            self._operator.resume_until_it_holds()
 
     def _check_progress(self) -> None:
         if not self._is_served():
@@ -115,27 +166,59 @@ class Simulation:
     def _what_is_left(self) -> str | None:
         cores = [p for p in self.world.processes.values() if isinstance(p, CoreProcess)]
         engines = [core.engine for core in cores if core.is_begun]
-        return engines[0].check_idle() if engines else "no core runs"
+        problem = engines[0].check_idle() if engines else "no core runs"
+        if problem is not None:
+            return problem
+        assert self._supervisor is not None
+        missing = self._supervisor.who_is_missing
+        return None if missing is None else f"{missing} is missing"
 
     # Processes ----------------------------------------------------------------------------------
 
-    def _start(self, slot: Slot, epoch: int, page_fd: int | None) -> Process:
-        plan, wire = self._plan, self.wire
-        start_s = plan.start_s[slot.role]
-        life = Incarnation(slot.role, slot.rank, epoch, plan.config, page_fd)
-        if slot.role is Role.CORE:
-            return CoreProcess(wire, life, start_s)
-        if slot.role is Role.WORKER:
-            return WorkerProcess(wire, life, start_s, facts=self._facts, step_s=plan.step_s)
-        client = ClientProcess(
-            wire,
-            f"api.{epoch}",
-            plan.requests[0],
-            self.oracle,
-            lambda process: SimulatedChild(wire, process, life),
-        )
+    def _bear(self, birth: Birth) -> Process:
+        plan, wire, life = self._plan, self.wire, birth.life
+        start_s = plan.start_s["fork"] if birth.is_forked else plan.start_s[life.role]
+        if life.role is Role.ZYGOTE:
+            return Zygote(self.world, life, start_s, self._bear)
+        if life.role is Role.CORE:
+            return CoreProcess(wire, life, start_s, is_standby=birth.is_standby)
+        if life.role is Role.WORKER:
+            return WorkerProcess(
+                wire,
+                life,
+                start_s,
+                facts=self._facts,
+                step_s=plan.step_s,
+                is_standby=birth.is_standby,
+            )
+        client = self._new_api(life, start_s)
         self._clients.append(client)
         return client
+
+    def _new_api(self, life: Incarnation, start_s: float) -> ClientProcess:
+        name, oracle, requests = f"api.{life.epoch}", self.oracle, self._plan.requests[0]
+
+        def connect(process: Process) -> SimulatedChild:
+            return SimulatedChild(self.wire, process, life)
+
+        if self._disk is None:
+            return ClientProcess(self.wire, name, requests, oracle, connect, start_s=start_s)
+        return ApiProcess(
+            self.wire,
+            name,
+            oracle,
+            connect,
+            start_s=start_s,
+            internet=self._internet,
+            plans=self._http_plans,
+        )
+
+    def _kill_api(self) -> None:
+        apis = [client for client in self._clients if isinstance(client, ApiProcess)]
+        for api in apis:
+            if api.is_alive:
+                self.world.counts["kill api"] += 1
+                api.die()
 
     # Faults -------------------------------------------------------------------------------------
 
@@ -147,26 +230,26 @@ class Simulation:
         if fault.kind == "restart":
             world.counts[f"restart {fault.target}"] += 1
             assert self._supervisor is not None
-            if self._supervisor.is_alive:
-                self._supervisor.restart(Role(fault.target))
+            self._supervisor.restart(Role(fault.target))
             return
+        if fault.kind == "stop":
+            world.excuse = "processes are stopped"
         living = [p for p in world.processes.values() if p.name.startswith(fault.target)]
         if fault.target == "client":
             living = [p for p in self._clients if p.is_alive]
         if not living:
             return
         process = world.rng.choice(living)
-        role = process.name.rstrip("0123456789.")
+        world.counts[f"{fault.kind} {process.role}"] += 1
         if fault.kind == "kill":
-            world.counts[f"kill {role}"] += 1
             process.die()
         else:
-            world.counts[f"stop {role}"] += 1
             process.stop()
             world.after(int(fault.seconds * SECOND), process.resume)
 
     def _break_link(self, fault: FaultPlan) -> None:
         mine = [c for c in self.wire.connections if fault.target in c.dealer.address]
+        self.world.excuse = "connections break"
         self.world.counts[fault.kind] += 1
         self.world.trace(f"{fault.kind} {fault.target}")
         if fault.kind == "partition":
@@ -180,7 +263,7 @@ def run_seed(
     seed: int, mode: str, kinds: frozenset[str] = frozenset(FAULTS), *, keeps_trace: bool = False
 ) -> Outcome:
     """Run one seed; a violation is part of the outcome."""
-    simulation = Simulation(seed, make_plan(seed, mode, kinds), mode, keeps_trace=keeps_trace)
+    simulation = Simulation(seed, make_plan(seed, mode, kinds), mode)
     violation = None
     try:
         simulation.run()
@@ -195,6 +278,6 @@ def run_seed(
         world.trace_hash,
         dict(world.counts),
         violation,
-        world.lines or [],
+        world.lines if keeps_trace else [],
         (world.now - START_TIME) / SECOND,
     )

@@ -8,51 +8,69 @@ import contextlib
 import enum
 import signal
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
+import api_proc.journaling
+import api_proc.sessions
 import core_proc.loop
 import core_proc.watch
 import core_proc.worker_link
 import protocol.channel
 import protocol.client
 import protocol.core_link
+import protocol.journal
+import protocol.journal_segments
+import protocol.multipart
 import protocol.open_requests
 import protocol.pulse
+import protocol.supervisor_link
+import scripts.supervisor.forks
+import scripts.supervisor.process_table
+import scripts.supervisor.supervisor
 import worker_proc.loop
 import worker_proc.null_runner
-from protocol.channel import DealerChannel, HighWaterMark
+from protocol.channel import (
+    DealerChannel,
+    HighWaterMark,
+    client_address,
+    lifecycle_address,
+    worker_address,
+)
 from protocol.config import EngineConfig
+from protocol.journal import Journal
+from protocol.journal_segments import Sync
 from protocol.lifecycle import (
     Command,
-    Drained,
     Hello,
     Progress,
     Ready,
-    RestartReply,
     Role,
-    StatusReply,
     Stop,
     ToSupervisor,
-    decode_from_supervisor,
 )
-from protocol.message import encode
+from protocol.process import ChildProcess
 from protocol.pulse import Pulse
-from scripts.simulation.sockets import SimulatedContext, SimulatedSocket, Wire
+from protocol.supervisor_link import SupervisorLink
+from scripts.simulation.disk import Condition, Disk, Thread
+from scripts.simulation.sockets import SimulatedContext, SimulatedSocket, WouldWait, receive, send
+from scripts.simulation.wire import Wire
 from scripts.simulation.world import KilledHere, Process, Violation, World
 
-CLIENT_ADDRESS = "ipc:///nowhere/core.sock"
-WORKER_ADDRESS = "ipc:///nowhere/workers.sock"
-SUPERVISOR_ADDRESS = "ipc:///nowhere/supervisor.sock"
+RUN_DIR = "/nowhere"
+CLIENT_ADDRESS = client_address(RUN_DIR)
+WORKER_ADDRESS = worker_address(RUN_DIR)
+SUPERVISOR_ADDRESS = lifecycle_address(RUN_DIR)
 FAILPOINT_MODULES = (
     *(core_proc.loop, core_proc.worker_link),
     *(protocol.open_requests, worker_proc.loop, worker_proc.null_runner),
 )
 """Those whose failpoints may kill whoever gets there."""
 _WALL_CLOCK = 1_700_000_000.0
+_READABLE = int(zmq.POLLIN)
 
 
 class SimulatedPoller:
@@ -80,14 +98,10 @@ class SimulatedPoller:
     def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
         """The dead, and the sockets with something to read."""
         ready: list[tuple[Any, int]] = [
-            (fd, zmq.POLLIN) for fd in sorted(self._pidfds) if self._is_dead(fd)
+            (socket, _READABLE) for socket in self._sockets if socket.inbox
         ]
-        ready += [(socket, zmq.POLLIN) for socket in self._sockets if socket.inbox]
-        return ready
-
-    def _is_dead(self, fd: int) -> bool:
-        process = self._world.process_of(fd)
-        return process is not None and not process.is_alive
+        dead = self._pidfds & self._world.dead_pidfds
+        return [*((fd, _READABLE) for fd in sorted(dead)), *ready] if dead else ready
 
 
 @dataclass(frozen=True)
@@ -111,56 +125,56 @@ class SimulatedChild:
         self.epoch = life.epoch
         self.rank = life.rank
         self.config = life.config
-        self.pulse = Pulse(life.page_fd, life.epoch, life.config.recovery)
+        turn_s = life.config.recovery.api_hang_timeout_s if life.role is Role.API else None
+        self.pulse = Pulse(life.page_fd, life.epoch, life.config.recovery, turn_s)
         if self.pulse.page is not None:
             process.on_death.append(self.pulse.page.close)
-        self.num_fenced_frames = 0
         self.core_client_address = CLIENT_ADDRESS
         self.core_worker_address = WORKER_ADDRESS
         self.is_told_to_stop = False
-        self._greeting: list[ToSupervisor] = [Hello(life.role, life.rank, process.pid)]
+        self._unsaid: list[ToSupervisor] = [Hello(life.role, life.rank, process.pid)]
+        """Until there is a connection: the real one waits for that before it begins."""
         self._link = DealerChannel(
             self.context,  # type: ignore[arg-type]
             SUPERVISOR_ADDRESS,
             HighWaterMark.LIFECYCLE_LINK,
         )
-
-        self._socket: Any = self._link.socket
-
-    @property
-    def lifecycle_socket(self) -> Any:
+        socket: Any = self._link.socket
+        self.lifecycle_socket = socket
         """To poll."""
-        return self._socket
+        self._link_events = socket.monitor.events
+        self._supervisor = SupervisorLink(self._link, self.epoch)
 
     def messages(self) -> list[Command]:
         """Commands that have arrived; what could not be said before is said now."""
-        if not (self._greeting or self._socket.inbox or self._socket.has_link_events):
-            return []
-        self._link.link_events()
-        while self._greeting and self._link.send(self.epoch, encode(self._greeting[0])):
-            self._greeting.pop(0)
-        messages: list[Command] = []
-        for received in self._link.drain(limit=16):
-            message = decode_from_supervisor(received.body)
-            if received.header.epoch != self.epoch:
-                self.num_fenced_frames += 1
-            elif not isinstance(message, StatusReply | RestartReply):
-                messages.append(message)
+        self._say()
+        messages = self._supervisor.read()
         self.is_told_to_stop |= any(isinstance(message, Stop) for message in messages)
         return messages
+
+    def _say(self) -> None:
+        if self._link_events:
+            self._link.link_events()
+        while self._unsaid and self._supervisor.say(self._unsaid[0]):
+            self._unsaid.pop(0)
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Report a step of the start."""
         self.pulse.load(phase, done)
-        self._greeting.append(Progress(phase, done, total))
+        self._unsaid.append(Progress(phase, done, total))
 
     def ready(self, detail: str = "") -> None:
         """Report that the start is over."""
-        self._greeting.append(Ready(detail))
+        self._supervisor.hold(Ready(detail))
 
-    def drained(self) -> None:
-        """Report that nothing is running here any more."""
-        self._greeting.append(Drained())
+    def wait_for_promotion(self) -> bool | None:
+        """One turn of the real waiting; None: it goes on."""
+        self._say()
+        self._supervisor.repeat()
+        try:
+            return ChildProcess.wait_for_promotion(cast(ChildProcess, self))
+        except WouldWait:
+            return None
 
 
 _ZMQ = {
@@ -174,23 +188,93 @@ def _plain_zmq() -> types.SimpleNamespace:
     return types.SimpleNamespace(**_ZMQ)
 
 
-@contextlib.contextmanager
-def stand_ins(world: World, wire: Wire) -> Iterator[None]:
-    """Let the modules of the loops see the simulated world."""
+class _NoFile:
+    """A `Path` under which there is nothing to remove."""
+
+    def __init__(self, path: str) -> None:
+        """Sockets here have no files."""
+
+    def unlink(self, *, missing_ok: bool) -> None:
+        """It is not there."""
+
+
+class _NoCounter:
+    """A control group without a limit of memory."""
+
+    def take(self) -> bool:
+        """Nobody was killed for it."""
+        return False
+
+
+class _OneRandom:
+    """The module `random`, with the world's own source."""
+
+    def __init__(self, world: World) -> None:
+        """Every `Random` is the world's."""
+        self.Random = lambda: world.rng
+
+
+def _reap_nobody(known: frozenset[int]) -> None:
+    """Nobody is left over for whom the system would keep a place."""
+
+
+def _pass_by(name: str, when: bool = True) -> None:
+    """A failpoint where nobody is killed."""
+
+
+def _journal_places(disk: Disk, time: object) -> list[tuple[types.ModuleType, dict[str, Any]]]:
+    def thread(target: Callable[[], None], **_: object) -> Thread:
+        return Thread(disk, target)
+
+    def journal(directory: str, *callbacks: Any, sync: Sync | None = None) -> Journal:
+        return Journal(
+            disk.directory, *callbacks, open_file=disk.open_file, write=disk.write, sync=sync
+        )
+
+    threads = types.SimpleNamespace(Thread=thread, Condition=Condition)
+    return [
+        (api_proc.journaling, {"Journal": journal, "os": types.SimpleNamespace(fsync=disk.sync)}),
+        (api_proc.sessions, {"time": time}),
+        (protocol.journal, {"threading": threads, "time": time}),
+        (protocol.journal_segments, {"time": time}),
+    ]
+
+
+def _clock(world: World) -> types.SimpleNamespace:
+    """In place of `time`."""
+
+    def sleep(seconds: float) -> None:
+        assert world.current is not None
+        world.current.sleep(seconds)
+
+    return types.SimpleNamespace(
+        monotonic=world.seconds,
+        perf_counter=world.seconds,
+        monotonic_ns=world.nanoseconds,
+        perf_counter_ns=world.nanoseconds,
+        time=lambda: _WALL_CLOCK + world.seconds(),
+        sleep=sleep,
+    )
+
+
+def _system(world: World) -> types.SimpleNamespace:
+    """In place of `os`."""
 
     def pid() -> int:
         assert world.current is not None
         return world.current.pid
-
-    def context() -> SimulatedContext:
-        assert world.current is not None
-        return SimulatedContext(wire, world.current)
 
     def pidfd_open(pid: int) -> int:
         fd = world.open_pidfd(pid)
         if fd is None:
             raise ProcessLookupError(pid)
         return fd
+
+    return types.SimpleNamespace(getpid=pid, pidfd_open=pidfd_open, close=lambda fd: None)
+
+
+def _signals(world: World) -> types.SimpleNamespace:
+    """In place of `signal`: the core has reason to kill nobody."""
 
     def send_signal(pidfd: int, number: int) -> None:
         process, sender = world.process_of(pidfd), world.current
@@ -200,42 +284,72 @@ def stand_ins(world: World, wire: Wire) -> Iterator[None]:
         world.counts["killed by core"] += 1
         raise Violation(f"misbehaved: {sender.name} kills {process.name}")
 
+    return types.SimpleNamespace(SIGKILL=signal.SIGKILL, pidfd_send_signal=send_signal)
+
+
+def _failpoints(world: World, wire: Wire) -> Callable[..., None]:
+    """In place of `reach`; the wire's rate ends with the faults."""
+
     def reach(name: str, when: bool = True) -> None:
-        process = world.current
-        if when and process is not None and world.rng.random() < wire.failpoint_rate:
+        rate = wire.failpoint_rate
+        if rate and when and world.current is not None and world.random() < rate:
             world.counts[f"kill at {name}"] += 1
             raise KilledHere
 
-    def sleep(seconds: float) -> None:
-        assert world.current is not None
-        world.current.sleep(seconds)
+    return reach if wire.failpoint_rate else _pass_by
 
-    time = types.SimpleNamespace(
-        monotonic=world.seconds,
-        perf_counter=world.seconds,
-        monotonic_ns=lambda: world.local_time * 1000,
-        perf_counter_ns=lambda: world.local_time * 1000,
-        time=lambda: _WALL_CLOCK + world.seconds(),
-        sleep=sleep,
-    )
-    system = types.SimpleNamespace(getpid=pid, pidfd_open=pidfd_open, close=lambda fd: None)
+
+@contextlib.contextmanager
+def stand_ins(
+    world: World,
+    wire: Wire,
+    start_child: Callable[..., Any],
+    start_zygote: Callable[..., Any],
+    disk: Disk | None = None,
+) -> Iterator[None]:
+    """Let the modules of the loops see the simulated world.
+
+    Whether anybody can be killed at a failpoint is settled by the wire's rate as it is now.
+
+    Args:
+        world: clock, processes, random numbers.
+        wire: what sockets are connected by.
+        start_child: stands for `protocol.child.Child` where the supervisor starts a process.
+        start_zygote: stands for `protocol.forked_child.ForkServer`.
+        disk: what the journal is written to, where there is one.
+    """
+
+    def context() -> SimulatedContext:
+        assert world.current is not None
+        return SimulatedContext(wire, world.current)
+
+    time, system = _clock(world), _system(world)
     sockets = _plain_zmq()
     sockets.Context = context
     sockets.Poller = lambda: SimulatedPoller(world)
     secrets = types.SimpleNamespace(token_bytes=world.rng.randbytes)
-    signals = types.SimpleNamespace(SIGKILL=signal.SIGKILL, pidfd_send_signal=send_signal)
     places: list[tuple[types.ModuleType, dict[str, Any]]] = [
         (core_proc.loop, {"zmq": sockets, "time": time}),
-        (core_proc.watch, {"os": system, "signal": signals}),
-        (protocol.channel, {"secrets": secrets, "zmq": sockets}),
+        (core_proc.watch, {"os": system, "signal": _signals(world)}),
+        (protocol.channel, {"secrets": secrets, "zmq": sockets, "Path": _NoFile}),
         (protocol.client, {"time": time}),
         (protocol.core_link, {"zmq": sockets, "os": system}),
+        (protocol.multipart, {"receive": receive, "send": send}),
         (protocol.pulse, {"time": time}),
+        (protocol.supervisor_link, {"time": time}),
+        (scripts.supervisor.forks, {"ForkServer": start_zygote, "reap_strangers": _reap_nobody}),
+        (scripts.supervisor.process_table, {"Child": start_child}),
+        (
+            scripts.supervisor.supervisor,
+            {"zmq": sockets, "time": time, "random": _OneRandom(world), "OomCounter": _NoCounter},
+        ),
         (worker_proc.loop, {"zmq": sockets, "time": time, "os": system}),
         (worker_proc.null_runner, {"time": time}),
     ]
-    for module in FAILPOINT_MODULES:
-        places.append((module, {"reach": reach}))
+    if disk is not None:
+        places += _journal_places(disk, time)
+    reach = _failpoints(world, wire)
+    places += [(module, {"reach": reach}) for module in FAILPOINT_MODULES]
     before = [(module, {name: vars(module)[name] for name in names}) for module, names in places]
     try:
         for module, names in places:

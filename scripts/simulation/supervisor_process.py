@@ -1,128 +1,155 @@
-"""The supervisor: the real Supervision, with a process table that is simulated."""
+"""The supervisor: the real Supervisor with its process table, and processes that are simulated."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
-from protocol.channel import HighWaterMark, PeerGone, RouterChannel
 from protocol.config import EngineConfig
-from protocol.lifecycle import Hello, RestartQuery, Role, StatusQuery, decode_to_supervisor
-from protocol.message import ProtocolError, encode
-from scripts.simulation.sockets import SimulatedContext, Wire
-from scripts.simulation.stand_ins import SUPERVISOR_ADDRESS
-from scripts.simulation.world import SECOND, Process, Violation
-from scripts.supervisor.death_causes import Evidence
-from scripts.supervisor.pages import Pages
-from scripts.supervisor.supervised import Action, Exit, Kill, LeaveWord, Slot, Start, Tell
-from scripts.supervisor.supervision import Supervision
+from protocol.lifecycle import Progress, Ready, Role
+from scripts.simulation.children import ROLES, Bear, Birth, SimulatedForkServer, SimulatedProcess
+from scripts.simulation.sockets import SimulatedSocket
+from scripts.simulation.stand_ins import RUN_DIR, Incarnation
+from scripts.simulation.wire import Wire
+from scripts.simulation.world import Process, Violation
+from scripts.supervisor.console import Console
+from scripts.supervisor.run_dirs import RunDir
+from scripts.supervisor.supervised import Slot
+from scripts.supervisor.supervisor import Supervisor
 
-_DRAIN_LIMIT = 256
-StartChild = Callable[[Slot, int, int | None], Process]
-"""Told the slot, the epoch, and the descriptor of the progress page."""
+
+class SilentConsole:
+    """A `Console` that nobody reads."""
+
+    def note(self, severity: int, text: str) -> None:
+        """A line for the log."""
+
+    def line(self, text: str) -> None:
+        """A line."""
+
+    def starting(self, slot: Slot, now: float) -> None:
+        """A start begins."""
+
+    def progress(self, slot: Slot, message: Progress, now: float) -> None:
+        """A start goes on."""
+
+    def ready(self, slot: Slot, message: Ready, now: float) -> None:
+        """A start is over."""
+
+    def ended(self, slot: Slot) -> None:
+        """A process has ended."""
+
+    def tick(self, now: float) -> None:
+        """Nothing is drawn."""
+
+    def next_tick(self) -> None:
+        """Never."""
+
+
+class Listener:
+    """The socket for HTTP, which nobody connects to."""
+
+    def fileno(self) -> int:
+        """A number that the API process gets."""
+        return -1
+
+    def getsockname(self) -> tuple[str, int]:
+        """Where it listens."""
+        return "127.0.0.1", 0
+
+
+class EpochSource:
+    """As much of a `RunDir` as the supervisor uses."""
+
+    def __init__(self) -> None:
+        """Epochs count from 1."""
+        self.path = RUN_DIR
+        self.next_epoch = count(1).__next__
 
 
 class SupervisorProcess(Process):
-    """Performs what Supervision decides, as scripts/supervisor does."""
+    """Turns the real Supervisor."""
 
-    def __init__(
-        self, wire: Wire, config: EngineConfig, ranks: dict[Role, int], start: StartChild
-    ) -> None:
+    def __init__(self, wire: Wire, config: EngineConfig, bear: Bear) -> None:
+        """Nothing is started before the first turn; `bear` starts processes."""
         super().__init__(wire.world, "supervisor")
-        self._start_child = start
-        self._link = RouterChannel(
-            SimulatedContext(wire, self),  # type: ignore[arg-type]
-            SUPERVISOR_ADDRESS,
-            HighWaterMark.LIFECYCLE_LINK,
-        )
-        self._socket: Any = self._link.socket
-        self.supervision = Supervision(config.recovery, ranks, count(1).__next__, wire.world.rng)
-        self.pages = Pages(process.slot for process in self.supervision.processes)
-        self.on_death.append(self.pages.close)
-        self.children: dict[Slot, Process] = {}
-        self._peers: dict[Slot, bytes] = {}
-        self._epochs: dict[Slot, int] = {}
+        self._config = config
+        self._bear = bear
+        self._supervisor: Supervisor | None = None
         self._asked: list[Role] = []
-        self._deaths: list[tuple[Process, int]] = []
-        self._is_started = False
         self.wake()
 
     def turn(self) -> int | None:
-        now = self.world.seconds()
-        if not self._is_started:
-            self._is_started = True
-            self._perform(self.supervision.begin(now))
-        self._drain_link()
-        deaths, self._deaths = self._deaths, []
-        for process, status in deaths:
-            slot = next((s for s, child in self.children.items() if child is process), None)
-            if slot is not None:
-                del self.children[slot]
-                peer = self._peers.pop(slot, None)
-                if peer is not None:
-                    self._link.forget(peer)
-                evidence = Evidence(self.pages.step_of(slot, self._epochs[slot]))
-                self._perform(self.supervision.on_death(slot, status, now, evidence))
+        try:
+            return self._turn()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"supervisor raised {type(error).__name__}: {error}") from error
+
+    def _turn(self) -> int | None:
+        supervisor, now = self._supervisor, self.world.seconds()
+        if supervisor is None:
+            supervisor = self._supervisor = self._make()
+            supervisor._perform(supervisor.supervision.begin(now))
+        ready: dict[Any, int] = dict(supervisor._poller.poll(0))
+        supervisor.supervision.on_turn(now)
         asked, self._asked = self._asked, []
         for role in asked:
-            self._perform(self.supervision.on_restart(role, now)[1])
-        self._perform(self.supervision.tick(now))
-        look_at = self.supervision.next_look
-        if look_at is None or now >= look_at:
-            self._perform(self.supervision.look(self.pages.marks(), now))
-        if self._socket.inbox:
+            supervisor._perform(supervisor.supervision.on_restart(role, now)[1])
+        supervisor.turn(ready)
+        if supervisor._exit_status is not None:
+            raise Violation(f"gave up: {supervisor.supervision.failure}")
+        poll_ms = supervisor._poll_ms()
+        if self._inbox:
             return self.busy_until
-        times = (self.supervision.next_deadline(), self.supervision.next_look)
-        deadline = min((time for time in times if time is not None), default=None)
-        return None if deadline is None else int(deadline * SECOND) + 1000
+        return self.busy_until + poll_ms * 1000
+
+    @property
+    def who_is_missing(self) -> str | None:
+        """A process that does not serve yet, or does not wait yet in reserve; None: nobody."""
+        if self._supervisor is None:
+            return "supervisor"
+        processes = self._supervisor.supervision.processes
+        return next((str(process.slot) for process in processes if not process.serves), None)
 
     def restart(self, role: Role) -> None:
         """Somebody asks for a planned restart."""
         self._asked.append(role)
         self.wake()
 
-    def notice_death(self, process: Process, status: int) -> None:
-        self._deaths.append((process, status))
-        self.wake()
+    def _make(self) -> Supervisor:
+        supervisor = Supervisor(
+            self._config,
+            cast(RunDir, EpochSource()),
+            cast(Console, SilentConsole()),
+            listener=cast(Any, Listener()),
+            parent_fd=None,
+            started_at=self.world.seconds(),
+        )
+        self._inbox = cast(SimulatedSocket, supervisor._link.socket).inbox
+        self.on_death.append(supervisor._pages.close)
+        return supervisor
 
-    def _drain_link(self) -> None:
-        for received in self._link.drain(_DRAIN_LIMIT):
-            try:
-                message = decode_to_supervisor(received.body)
-            except ProtocolError:
-                continue
-            if isinstance(message, StatusQuery | RestartQuery):
-                continue
-            epoch = received.header.epoch
-            if isinstance(message, Hello):
-                process = self.supervision.find(epoch)
-                if process is not None and self.children[process.slot].pid == message.pid:
-                    self._peers[process.slot] = received.peer
-            actions = self.supervision.on_message(epoch, message, self.world.seconds())
-            self._perform(actions)
+    # What stands for `Child` and `ForkServer` -----------------------------------------------------
 
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Start(slot, epoch):
-                    assert slot not in self.children, "two incarnations at once"
-                    self.world.trace(f"start {slot} {epoch}")
-                    self._epochs[slot] = epoch
-                    page_fd = self.pages.begin(slot, epoch)
-                    self.children[slot] = self._start_child(slot, epoch, page_fd)
-                case Kill(slot):
-                    self.world.counts[f"killed by supervisor: {slot.role}"] += 1
-                    self.world.at(self.busy_until, self.children[slot].die)
-                case LeaveWord():
-                    self.pages.leave_word(action)
-                case Tell(slot, message):
-                    self._tell(slot, encode(message))
-                case Exit():
-                    raise Violation(f"gave up: {self.supervision.failure}")
+    def start_child(
+        self,
+        program: str,
+        config: EngineConfig,
+        *,
+        epoch: int,
+        rank: int = 0,
+        progress_fd: int | None = None,
+        arguments: Sequence[str] = (),
+        **_: object,
+    ) -> SimulatedProcess:
+        """Start a process by command."""
+        life = Incarnation(ROLES[program], rank, epoch, config, progress_fd)
+        birth = Birth(life, is_standby="--standby" in arguments)
+        return SimulatedProcess(self._bear(birth), epoch)
 
-    def _tell(self, slot: Slot, body: bytes) -> None:
-        peer = self._peers.get(slot)
-        if peer is not None:
-            try:
-                self._link.send(peer, self._epochs[slot], body)
-            except PeerGone:
-                return
+    def start_zygote(
+        self, config: EngineConfig, epoch: int, progress_fd: int | None = None
+    ) -> SimulatedForkServer:
+        """Start a zygote."""
+        return SimulatedForkServer(config, epoch, progress_fd, self._bear)

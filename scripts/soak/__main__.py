@@ -1,9 +1,10 @@
 """Soak an engine: `python -m scripts.soak` sends many short requests, kills, leaves, and counts.
 
-The engine has the null model, whose every token can be checked. Workers and cores are killed in
-turn at random moments, clients disconnect in the middle of their streams; the last fifth of the
-requests runs undisturbed, so that the last core and worker live long enough to be measured. The
-exit status is 1 if a request was lost or wrong, if the resident memory of any process that lives
+The engine has the null model, whose every token can be checked. Workers and cores are killed, and
+stopped with SIGSTOP, in turn at random moments; clients disconnect in the middle of their streams.
+A tenth of the requests after the warm-up and the last fifth run undisturbed, so that their
+latencies can be compared, and the last core and worker live long enough to be measured. The exit
+status is 1 if a request was lost or wrong, if the resident memory of any process that lives
 through 10,000 requests grows by more than 1 MiB per 10,000 (the median of all slopes between two
 readings, after its first 5,000), or if descriptors, threads, processes, zombies, sockets, held
 requests or KV blocks are more at the end than after the warm-up.
@@ -25,9 +26,10 @@ from scripts.soak.session import Plan, Session
 
 NUM_REQUESTS = 86_400
 NUM_KILLS = 300
+NUM_STOPS = 100
 NUM_DISCONNECTS = 2_000
 _NUM_WARM_UP = 2_000
-_QUIET_SHARE = 0.2
+_FIRST_QUIET_SHARE, _LAST_QUIET_SHARE = 0.1, 0.2
 _SAMPLES = 100
 
 
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="default: 86400")
     parser.add_argument("--kills", type=int, default=NUM_KILLS, help="default: 300")
+    parser.add_argument("--stops", type=int, default=NUM_STOPS, help="by SIGSTOP; default: 100")
     parser.add_argument(
         "--disconnects", type=int, default=NUM_DISCONNECTS, help="default: 2000; of the requests"
     )
@@ -84,16 +87,19 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return Plan(
         num_requests=num_requests,
         num_kills=arguments.kills,
+        num_stops=arguments.stops,
         num_disconnects=arguments.disconnects,
         concurrency=arguments.concurrency,
         embedded_share=arguments.embedded_share,
         num_warm_up=min(_NUM_WARM_UP, num_requests // 4),
-        num_quiet=int(num_requests * _QUIET_SHARE),
+        num_first_quiet=int(num_requests * _FIRST_QUIET_SHARE),
+        num_last_quiet=int(num_requests * _LAST_QUIET_SHARE),
         sample_every=max(10, num_requests // _SAMPLES),
         seed=arguments.seed,
         flags=[
             *("--log-level", "warning", "--restart-backoff-max-s", "0.1"),
             *("--num-gpu-blocks-override", "1024", "--standby-workers", "1"),
+            *("--first-step-timeout-s", "5"),  # who is stopped then is soon found out, too
             *arguments.engine_flags,
         ],
     )

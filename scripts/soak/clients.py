@@ -34,6 +34,8 @@ _COME_AGAIN_CODES = (ErrorCode.OVERLOADED,)
 _PAUSE_S = 0.1
 _MAX_EXAMPLES = 5
 _DONE = b"[DONE]"
+_RACE_S = 0.5
+"""A kept connection may be closed while a request is on its way, but not long after."""
 
 
 class Lost(Exception):
@@ -134,7 +136,7 @@ class SoakClient:
         while True:
             reply = await self._ask(request, body, deadline - time.monotonic())
             if reply.status == 200:
-                return _read_reply(request, reply.body)
+                return read_reply(request, reply)
             if reply.status not in _COME_AGAIN:
                 raise Lost(f"status {reply.status}: {reply.body[:200]!r}")
             self._tally.num_deferred += 1
@@ -147,6 +149,7 @@ class SoakClient:
             if connection is None or not connection.is_open:
                 connection = await HttpConnection.connect(self._place.host, self._place.port)
                 self._connection, is_kept = connection, False
+            began = time.monotonic()
             try:
                 return await connection.ask(
                     "POST",
@@ -156,8 +159,10 @@ class SoakClient:
                     leave_after=request.leaves_after,
                 )
             except ConnectionBroken as broken:
-                if not (is_kept and broken.is_untouched):
+                is_race = is_kept and time.monotonic() < began + _RACE_S
+                if not (is_race and broken.is_untouched):
                     raise
+                self._tally.num_repeated += 1
 
 
 async def read_gauges(place: Place) -> dict[str, int]:
@@ -174,24 +179,28 @@ async def read_gauges(place: Place) -> dict[str, int]:
     return {name.decode(): int(float(value)) for name, value in _GAUGE.findall(reply.body)}
 
 
-def _read_reply(request: SoakRequest, body: bytes) -> tuple[list[int], str | None]:
+def read_reply(request: SoakRequest, reply: Reply) -> tuple[list[int], str | None]:
     """The tokens and the last finish_reason.
 
     Raises:
-        Lost: it is an error, or a stream without an end.
+        Lost: it is an error, a stream without an end or with several, or tells another number of
+            tokens than it has.
     """
     if request.way is Way.WHOLE:
-        return _join([decode_answer(body)])
-    *blocks, _ = body.split(b"\n\n")
+        answer = decode_answer(reply.body)
+        token_ids, finish_reason = _join([answer])
+        if answer.usage is None or answer.usage.completion_tokens != len(token_ids):
+            raise Lost(f"usage {answer.usage} of {len(token_ids)} tokens")
+        return token_ids, finish_reason
+    *blocks, _ = reply.body.split(b"\n\n")
     events = [
         line[5:].strip()
         for block in blocks
         for line in block.split(b"\n")
         if line.startswith(b"data:")
     ]
-    is_done = bool(events) and events[-1] == _DONE
-    if not is_done and request.way is not Way.LEAVE:
-        raise Lost("a stream without an end")
+    if not reply.has_left and (events.count(_DONE), events[-1:]) != (1, [_DONE]):
+        raise Lost(f"a stream with {events.count(_DONE)} ends, of {len(events)} events")
     return _join([decode_answer(event) for event in events if event != _DONE])
 
 
@@ -202,6 +211,8 @@ def _join(answers: list[Answer]) -> tuple[list[int], str | None]:
         if answer.error is not None:
             raise Lost(bytes(answer.error)[:200].decode(errors="replace"))
         for choice in answer.choices:
+            if finish_reason is not None:
+                raise Lost("goes on after its end")
             token_ids += choice.token_ids or []
             finish_reason = choice.finish_reason or finish_reason
     return token_ids, finish_reason

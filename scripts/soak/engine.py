@@ -77,8 +77,8 @@ class SoakEngine:
             await asyncio.sleep(_POLL_S)
         raise EngineLost(f"not ready within {timeout_s:g} s:\n{self.log_tail()}")
 
-    async def kill(self, role: str, timeout_s: float) -> int:
-        """SIGKILL a ready process of a role, as soon as there is one; returns its pid.
+    async def strike(self, role: str, number: signal.Signals, timeout_s: float) -> int:
+        """Send a signal to a ready process of a role, as soon as there is one; returns its pid.
 
         Raises:
             EngineLost: there is none within the timeout.
@@ -89,10 +89,24 @@ class SoakEngine:
             for row in [] if reply is None else reply.processes:
                 if str(row.role) != role or not _is_ready(row):
                     continue
-                if row.pid is not None and processes.kill(row.pid) is not None:
+                if row.pid is not None and processes.kill(row.pid, number) is not None:
                     return row.pid
             await asyncio.sleep(_POLL_S)
-        raise EngineLost(f"no {role} to kill within {timeout_s:g} s:\n{self.log_tail()}")
+        raise EngineLost(f"no {role} to strike within {timeout_s:g} s:\n{self.log_tail()}")
+
+    async def wait_gone(self, pid: int, timeout_s: float) -> float:
+        """Wait until a process does not live any more; returns the seconds.
+
+        Raises:
+            EngineLost: it lives on.
+        """
+        began = time.monotonic()
+        while processes.is_alive(pid):
+            if time.monotonic() > began + timeout_s:
+                text = f"process {pid} hangs for {timeout_s:g} s and is not replaced"
+                raise EngineLost(f"{text}:\n{self.log_tail()}")
+            await asyncio.sleep(_POLL_S)
+        return time.monotonic() - began
 
     def living(self) -> set[int]:
         """All processes that were ever started for this engine and live."""

@@ -26,6 +26,8 @@ class Reply(NamedTuple):
     status: int
     body: bytes
     """Without the chunks' framing; the beginning only if the client left."""
+    has_left: bool = False
+    """Whether the client has left before the end."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -145,7 +147,7 @@ class HttpConnection(asyncio.Protocol):
         is_whole = self._parse_chunks()
         if self._leave_after and self._body.count(_EVENT_END) >= self._leave_after:
             self._abort()
-            is_whole = True
+            return Reply(self._status, bytes(self._body), has_left=True)
         return Reply(self._status, bytes(self._body)) if is_whole else None
 
     def _parse_head(self) -> bool:

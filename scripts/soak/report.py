@@ -52,7 +52,11 @@ class Tally(msgspec.Struct):
     """Of these: clients that disconnected."""
     num_deferred: int = 0
     """Answers that asked to come again later."""
+    num_repeated: int = 0
+    """Requests sent again because the server had just closed an idle connection."""
     num_kills: int = 0
+    stops_s: list[float] = []
+    """Of each process that was stopped: until it was killed for that."""
     lost: list[str] = []
     mismatched: list[str] = []
     num_lost: int = 0
@@ -166,9 +170,13 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield (
         f"{tally.num_ended} requests in {outcome.seconds:.0f} s: {tally.num_right} right, "
         f"{tally.num_left} of them left by their clients, {tally.num_lost} lost, "
-        f"{tally.num_mismatched} mismatched, {tally.num_deferred} deferred; "
-        f"{tally.num_kills} kills"
+        f"{tally.num_mismatched} mismatched, {tally.num_deferred} deferred, "
+        f"{tally.num_repeated} sent again; {tally.num_kills} kills, {len(tally.stops_s)} stops"
     )
+    if tally.stops_s:
+        stops = sorted(tally.stops_s)
+        middle = stops[len(stops) // 2]
+        yield f"stopped processes were replaced after {middle:.1f} s, {stops[-1]:.1f} s at most"
     latencies = ", ".join(f"{name} {value:.1f}" for name, value in outcome.latency_ms.items())
     yield f"latency in ms: {latencies}"
     yield ""

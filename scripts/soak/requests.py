@@ -103,10 +103,17 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class Usage(msgspec.Struct):
+    """What a soak reads of an answer's usage."""
+
+    completion_tokens: int = -1
+
+
 class Answer(msgspec.Struct):
     """What a soak reads of a completion, or of a chunk of one."""
 
     choices: list[Choice] = []
+    usage: Usage | None = None
     error: msgspec.Raw | None = None
 
 
@@ -135,9 +142,9 @@ def problem_of(
         workload: knows what is right.
         request: what was asked for.
         token_ids: what has come.
-        finish_reason: of the last event.
+        finish_reason: of the last event; None where the client has left before the end.
     """
-    if request.way is not Way.LEAVE:
+    if request.way is not Way.LEAVE or finish_reason is not None:
         if finish_reason != "length":
             return f"finish_reason {finish_reason!r}"
         if len(token_ids) != request.max_tokens:

@@ -16,7 +16,7 @@ from protocol.lifecycle import ProcessStatus, Role
 from scripts.soak.census import Reading, take_census
 from scripts.soak.clients import Place, SoakClient, read_gauges
 from scripts.soak.engine import SoakEngine
-from scripts.soak.killing import ROLES, Killer, draw_points
+from scripts.soak.killing import ROLES, Blow, Killer, draw_blows
 from scripts.soak.report import Outcome, Tally, broken_bounds, counts_of, lives_of
 from scripts.soak.requests import Workload
 
@@ -27,15 +27,17 @@ _POLL_S = 0.3
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do. The run has three parts: a warm-up, a part with kills, a quiet part."""
+    """What to do. The run has four parts: a warm-up, a quiet part, one with kills, a quiet one."""
 
     num_requests: int
     num_kills: int
+    num_stops: int
     num_disconnects: int
     concurrency: int
     embedded_share: float
     num_warm_up: int
-    num_quiet: int
+    num_first_quiet: int
+    num_last_quiet: int
     sample_every: int
     """Requests between two readings."""
     seed: int
@@ -43,9 +45,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """More of them for the supervisor."""
 
     @property
-    def parts(self) -> tuple[int, int, int]:
-        """Numbers of requests after which the warm-up, the kills and all end."""
-        return self.num_warm_up, self.num_requests - self.num_quiet, self.num_requests
+    def parts(self) -> tuple[int, int, int, int]:
+        """Numbers of requests after which the warm-up, the first quiet part, the kills, all end."""
+        end = self.num_requests
+        return self.num_warm_up, self.num_warm_up + self.num_first_quiet, self._noisy_end, end
+
+    @property
+    def _noisy_end(self) -> int:
+        return self.num_requests - self.num_last_quiet
 
 
 class Session:
@@ -100,20 +107,23 @@ class Session:
                 shutil.copy(self._engine.log_file, self._keep)
 
     def _draw_leaving(self) -> list[int]:
-        """Numbers of the requests whose clients leave, not in the quiet part."""
-        last = self._plan.parts[1]
-        return self._rng.sample(range(last), min(self._plan.num_disconnects, last))
+        """Numbers of the requests whose clients leave, not in the quiet parts."""
+        warm, quiet, noisy, _ = self._plan.parts
+        numbers = [*range(warm), *range(quiet, noisy)]
+        return self._rng.sample(numbers, min(self._plan.num_disconnects, len(numbers)))
 
     async def _go_through_parts(self) -> Outcome:
-        warm, noisy, whole = self._plan.parts
+        warm, quiet, noisy, whole = self._plan.parts
         num_first_kills = min(len(ROLES), self._plan.num_kills)
-        first_kills = draw_points(self._rng, warm // 4, max(warm // 2, 1), num_first_kills)
-        await self._run_until(warm, first_kills)
+        first_blows = draw_blows(self._rng, warm // 4, max(warm // 2, 1), num_first_kills)
+        await self._run_until(warm, first_blows)
         before = await self._settle(None)
         began = time.monotonic()
-        count = self._plan.num_kills - num_first_kills
-        margin = (noisy - warm) // 50
-        await self._run_until(noisy, draw_points(self._rng, warm, noisy - margin, count))
+        await self._run_until(quiet, [])
+        num_kills = self._plan.num_kills - num_first_kills
+        last = noisy - (noisy - quiet) // 50
+        blows = draw_blows(self._rng, quiet, last, num_kills, self._plan.num_stops)
+        await self._run_until(noisy, blows)
         await self._run_until(whole, [])
         seconds = time.monotonic() - began
         after = await self._settle(before)
@@ -122,13 +132,14 @@ class Session:
         latency_ms = self._latency_ms()
         return Outcome(seconds, self.tally, lives, counts, latency_ms, broken)
 
-    async def _run_until(self, end: int, kill_points: Sequence[int]) -> None:
-        killer = Killer(self._engine, self._rng, kill_points, 2 * self._plan.concurrency)
+    async def _run_until(self, end: int, blows: Sequence[Blow]) -> None:
+        killer = Killer(self._engine, self._rng, blows, 2 * self._plan.concurrency)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(killer.run())
             for client in self._clients:
                 tasks.create_task(self._keep_sending(client, killer, end))
         self.tally.num_kills += killer.num_kills
+        self.tally.stops_s += killer.stops_s
 
     async def _keep_sending(self, client: SoakClient, killer: Killer, end: int) -> None:
         while self._next_number < end:
@@ -182,23 +193,32 @@ class Session:
             + stats.num_waiting_reqs
             + self._client.num_open_requests,
             kv_usage_ppm=round(stats.kv_cache_usage * 1e6),
-            num_unasked_restarts=_num_restarts(rows) - self.tally.num_kills,
+            num_unasked_restarts=_num_restarts(rows)
+            - self.tally.num_kills
+            - len(self.tally.stops_s),
             gauges=await read_gauges(self._place) if is_quiet else {},
         )
 
     def _latency_ms(self) -> dict[str, float]:
-        """Of the first and the last quarter of what came after the warm-up."""
-        values = self._latencies_s[self._plan.num_warm_up :]
-        quarter = max(1, len(values) // 4)
-        figures = {}
-        for name, part in (("first", values[:quarter]), ("last", values[-quarter:])):
-            ordered = sorted(part)
-            for share in (50, 99):
-                value = ordered[min(len(ordered) - 1, share * len(ordered) // 100)]
-                figures[f"{name} quarter p{share}"] = 1000 * value
-        return figures
+        """Of the first quiet part, and of as many requests at the end of the last."""
+        warm, quiet, noisy, whole = self._plan.parts
+        count = min(quiet - warm, whole - noisy)
+        parts = {"first": self._latencies_s[warm : warm + count]}
+        parts["last"] = self._latencies_s[whole - count :]
+        return {
+            f"{name} quiet part p{share}": 1000 * quantile(part, share)
+            for name, part in parts.items()
+            for share in (50, 99)
+        }
+
+
+def quantile(values: Sequence[float], share: int) -> float:
+    """The value that so many percent are below; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, share * len(ordered) // 100)] if ordered else 0.0
 
 
 def _num_restarts(rows: Sequence[ProcessStatus]) -> int:
     """Of processes that serve; a standby that takes over is followed by another one."""
-    return sum(row.num_restarts for row in rows if row.role is not Role.STANDBY)
+    standbys = (Role.STANDBY, Role.STANDBY_CORE)
+    return sum(row.num_restarts for row in rows if row.role not in standbys)

@@ -168,7 +168,7 @@ def render_bar(name: str, clock: PhaseClock, message: Progress, now: float) -> s
 
 
 def _head(name: str, seconds: float) -> str:
-    return f"  {name:<10}{f'{seconds:.1f} s':>8}   "
+    return f"  {name:<12}{f'{seconds:.1f} s':>6}   "
 
 
 def _num_columns() -> int:

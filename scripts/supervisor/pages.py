@@ -1,4 +1,4 @@
-"""The supervisor's side of the progress pages: one for each slot of a core or a worker."""
+"""The supervisor's side of the progress pages: one for each slot."""
 
 import os
 from collections.abc import Iterable
@@ -7,14 +7,15 @@ from protocol.lifecycle import DeathCause, Role
 from protocol.progress_page import Death, Mark, Phase, ProgressPage
 from scripts.supervisor.supervised import LeaveWord, Slot
 
-WATCHED_ROLES = (Role.CORE, Role.WORKER, Role.STANDBY, Role.ZYGOTE)
+NEXT_API = Slot(Role.API, 1)
+"""Beside an API in a planned restart: first its successor, then itself."""
 
 
 class Pages:
     """All pages of one engine; they outlive the processes that write them."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        """Make a page for each slot that is watched.
+        """Make a page for each slot.
 
         Raises:
             OSError: there is no memory or descriptor left; nothing is left behind.
@@ -23,12 +24,15 @@ class Pages:
         self._fds: dict[Slot, int] = {}
         try:
             for slot in slots:
-                if slot.role in WATCHED_ROLES:
-                    name = f"{slot.role}-{slot.rank}"
-                    self._pages[slot], self._fds[slot] = ProgressPage.create(name)
+                self._create(slot)
+                if slot.role is Role.API:
+                    self._create(NEXT_API)
         except OSError:
             self.close()
             raise
+
+    def _create(self, slot: Slot) -> None:
+        self._pages[slot], self._fds[slot] = ProgressPage.create(f"{slot.role}-{slot.rank}")
 
     def close(self) -> None:
         """Let go of all of them."""
@@ -51,6 +55,11 @@ class Pages:
         pages, fds = self._pages, self._fds
         pages[one], pages[other] = pages[other], pages[one]
         fds[one], fds[other] = fds[other], fds[one]
+
+    def promote(self, standby: Slot, slot: Slot) -> None:
+        """A standby takes a place: it keeps its page, and finds what its predecessor has left."""
+        self._pages[standby].inherit(self._pages[slot])
+        self.exchange(standby, slot)
 
     def marks(self) -> dict[Slot, Mark]:
         """What can be read just now."""

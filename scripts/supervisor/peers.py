@@ -8,7 +8,7 @@ SUPERVISOR_EPOCH = 0
 
 
 class Peers:
-    """Connections by slot. Whoever is not reached is killed when its time is over."""
+    """Connections by slot. What somebody misses is said again, or its time ends."""
 
     def __init__(self, link: RouterChannel) -> None:
         self._link = link
@@ -17,6 +17,10 @@ class Peers:
     def learn(self, slot: Slot, peer: bytes) -> None:
         """The process of a slot has said Hello."""
         self._peers[slot] = peer
+
+    def meet(self, slot: Slot, peer: bytes) -> None:
+        """The process of a slot has said something else; its Hello may have been lost."""
+        self._peers.setdefault(slot, peer)
 
     def forget(self, slot: Slot) -> None:
         """The process of a slot is dead."""
@@ -38,6 +42,10 @@ class Peers:
     def answer(self, peer: bytes, message: Message) -> None:
         """Send to whoever has asked; nothing is kept of strangers."""
         self._send(peer, SUPERVISOR_EPOCH, message)
+        self.pass_over(peer)
+
+    def pass_over(self, peer: bytes) -> None:
+        """Keep nothing of somebody who belongs to no slot: a stranger, or the dead."""
         if peer not in self._peers.values():
             self._link.forget(peer)
 

@@ -18,10 +18,15 @@ from scripts.supervisor.peers import SUPERVISOR_EPOCH
 from scripts.supervisor.succession import HELPERS
 from scripts.supervisor.supervised import Origin, Process, Slot, Start
 
-MODULES = {Role.API: "api_proc", Role.CORE: "core_proc", Role.WORKER: "worker_proc"}
+MODULES = {
+    Role.API: "api_proc",
+    Role.CORE: "core_proc",
+    Role.WORKER: "worker_proc",
+    Role.STANDBY_CORE: "core_proc",
+}
 log = logging.getLogger("troika.supervisor")
 
-ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
+ZYGOTE = Slot(Role.ZYGOTE)
 
 
 class ProcessTable:
@@ -61,11 +66,7 @@ class ProcessTable:
         """
         slot, epoch = action.slot, action.epoch
         assert slot not in self._children, f"{slot} would live twice"
-        if action.origin is Origin.PROMOTED:
-            self._pages.exchange(STANDBY, slot)
-            self._children[slot] = self._children.pop(STANDBY)
-            self._children[slot].epoch = epoch
-            return
+        assert action.origin is not Origin.PROMOTED, "see promote"
         progress_fd = self._pages.begin(slot, epoch)
         if action.origin is Origin.FORKED:
             is_standby = slot.role is Role.STANDBY
@@ -75,6 +76,12 @@ class ProcessTable:
             self._enter(slot, self._forks.start_zygote(self._config, epoch, progress_fd))
         else:
             self._enter(slot, self._new_child(slot, epoch, progress_fd))
+
+    def promote(self, standby: Slot, slot: Slot, epoch: int) -> None:
+        """The process of a standby takes the place of one that is buried."""
+        assert slot not in self._children, f"{slot} would live twice"
+        child = self._children[slot] = self._children.pop(standby)
+        child.epoch = epoch
 
     def _new_child(self, slot: Slot, epoch: int, progress_fd: int | None) -> Child:
         listen_fd = None
@@ -88,6 +95,7 @@ class ProcessTable:
             rank=slot.rank,
             listen_fd=listen_fd,
             progress_fd=progress_fd,
+            arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
         )
 
     def _enter(self, slot: Slot, child: Child) -> None:
@@ -144,11 +152,15 @@ class ProcessTable:
         """The process of a slot; None for one that was never there or is buried."""
         return self._children.get(slot)
 
-    def dead(self, ready: Container[int]) -> list[Slot]:
-        """Whose pidfd is among what a poll has found."""
-        dead = [slot for slot, child in self._children.items() if child.pidfd in ready]
+    def dead(self, ready: Container[int]) -> list[Child]:
+        """Whose pidfd is among what a poll has found; the burial of one may move another."""
+        dead = [(slot, child) for slot, child in self._children.items() if child.pidfd in ready]
         # Helpers first, so that no dead standby is promoted.
-        return sorted(dead, key=lambda slot: slot.role not in HELPERS)
+        return [child for _, child in sorted(dead, key=lambda pair: pair[0].role not in HELPERS)]
+
+    def slot_of(self, child: Child) -> Slot:
+        """Where it is now."""
+        return next(slot for slot, other in self._children.items() if other is child)
 
     def bury(self, slot: Slot) -> list[tuple[Slot, Event]]:
         """Let go of a process that is dead and reaped; returns what its death means for others."""
@@ -210,6 +222,7 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         Role.WORKER: config.parallel.tensor_parallel_size,
         **({Role.STANDBY: 1} if has_standby else {}),
         Role.CORE: 1,
+        **({Role.STANDBY_CORE: 1} if config.recovery.standby_cores else {}),
         **({Role.API: 1} if has_api else {}),
     }
 

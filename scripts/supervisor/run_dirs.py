@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.channel import make_run_dir
+from protocol.run_dir import make_run_dir
 
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"
@@ -91,6 +91,9 @@ class RunDir:
     def register(self) -> None:
         """Make this directory known to `live_run_dirs`; its supervisor listens already."""
         register = _register_dir()
+        for link, target in _entries(register):
+            if target == self.path:  # of a predecessor that was killed: this process has the lock
+                link.unlink(missing_ok=True)
         _forget_dead(register)
         kind = _TEMPORARY if self._is_temporary else _GIVEN
         self._link = register / f"{kind}-{os.getpid()}"

@@ -1,6 +1,7 @@
 """What supervision handles: slots, processes, groups of ranks, and the actions it asks for."""
 
 import enum
+import logging
 import random
 import signal
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ class Process:
     """One slot and its present incarnation."""
 
     __slots__ = (
+        "asked",
         "deadline",
         "epoch",
         "fatal",
@@ -156,6 +158,8 @@ class Process:
         """It was sent because a deadline had passed."""
         self.deadline: float | None = None
         """When it is killed unless its start makes progress."""
+        self.asked: Drain | Stop | None = None
+        """To end, by this message."""
         self.last_progress: Progress | None = None
         """In its start."""
         self.fatal: Fatal | None = None
@@ -182,6 +186,7 @@ class Process:
         self.is_doomed = False
         self.is_overdue = False
         self.deadline = deadline
+        self.asked = None
         self.last_progress = None
         self.fatal = None
         return Start(self.slot, epoch, origin)
@@ -190,7 +195,18 @@ class Process:
         """Ask it to end; it is killed when it has not by then."""
         self.state = ProcessState.DRAINING
         self.deadline = deadline
+        return self.ask(message)
+
+    def ask(self, message: Drain | Stop) -> list[Action]:
+        """Ask it to end; `ask_again` follows until it has."""
+        self.asked = message
         return [Tell(self.slot, message)]
+
+    def ask_again(self) -> list[Action]:
+        """What it was asked for, in case it has not heard it."""
+        if self.asked is None or not self.is_alive or self.is_doomed:
+            return []
+        return [Tell(self.slot, self.asked)]
 
     def vacate(self) -> None:
         """It lives on in another slot."""
@@ -213,6 +229,15 @@ class Process:
         self.is_doomed = True
         self.deadline = None
         return [Kill(self.slot)]
+
+    def run_out(self) -> list[Action]:
+        """Its deadline has passed. Who does not leave in time is not said to have hung."""
+        self.deadline = None
+        if self.state is ProcessState.DRAINING:
+            text = f"{self.slot} does not leave in time; it is killed"
+            return [Note(logging.WARNING, text), *self.kill()]
+        text = f"{self.slot} has made no progress in its start; it is killed"
+        return [Note(logging.ERROR, text), *self.kill_overdue()]
 
     def kill_overdue(self) -> list[Action]:
         """Kill it because it hangs, which is then what it died of."""
@@ -260,7 +285,13 @@ class Group:
 
     @property
     def is_gone(self) -> bool:
+        """Whether nobody of it lives."""
         return not any(process.is_alive for process in self.members)
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether its places can be taken: who leaves beside them does not matter."""
+        return not any(process.is_alive for process in self.processes)
 
     @property
     def is_ready(self) -> bool:
@@ -274,7 +305,15 @@ class Group:
         self.ready_since = None
 
     def kill(self) -> list[Action]:
+        """Kill everybody."""
         return [action for process in self.members for action in process.kill()]
+
+    def kill_rest(self) -> list[Action]:
+        """One of them has died, and the others with it, but not who leaves beside them."""
+        spare = self.spare
+        is_leaving = spare is not None and spare.state is ProcessState.DRAINING
+        doomed = self.processes if is_leaving else self.members
+        return [action for process in doomed for action in process.kill()]
 
     def count_death(self, status: int, now: float) -> None:
         """One more in a row, unless the group was healthy meanwhile."""

@@ -18,6 +18,7 @@ from protocol.channel import (
     client_address,
     lifecycle_address,
 )
+from protocol.child import Child
 from protocol.config import EngineConfig
 from protocol.failpoints import reach
 from protocol.lifecycle import (
@@ -39,17 +40,14 @@ from scripts.supervisor.forks import Born, Event, Said, Unborn
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import Peers
 from scripts.supervisor.process_table import (
-    STANDBY,
     ZYGOTE,
     ProcessTable,
     num_ranks,
     supervisor_row,
 )
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.startup import (
-    served_name,
-    url_of,
-)
+from scripts.supervisor.startup import served_name, url_of
+from scripts.supervisor.succession import STANDBY_OF
 from scripts.supervisor.supervised import (
     Action,
     Announce,
@@ -142,29 +140,34 @@ class Supervisor:
         self._perform(self.supervision.begin(time.monotonic()))
         while self._exit_status is None:
             ready = dict(self._poller.poll(self._poll_ms()))
+            self.supervision.on_turn(time.monotonic())
             if signal_fd in ready:
                 os.read(signal_fd, 64)
                 self._perform(self.supervision.on_signal(time.monotonic()))
             if any(fd in ready for fd in self._parent_fds):
                 self._on_orphaned()
-            self._on_births(self._table.births())
-            self._drain_link()
-            self._reap(ready)
-            self._perform(self.supervision.tick(time.monotonic()))
-            self._look()
+            self.turn(ready)
             self._console.tick(time.monotonic())
         self._pages.close()
         self._link.close()
         self._context.term()
         return self._exit_status
 
-    def _poll_ms(self) -> int | None:
+    def turn(self, ready: Mapping[Any, int]) -> None:
+        """Do what follows from what has happened, and what is due."""
+        self._on_births(self._table.births())
+        self._drain_link()
+        self._reap(ready)
+        self._perform(self.supervision.tick(time.monotonic()))
+        self._look()
+
+    def _poll_ms(self) -> int:
         if self._stillborn:
             return 0
         supervision = self.supervision
         deadlines = [supervision.next_deadline(), supervision.next_look, self._console.next_tick()]
-        deadline = min((due for due in deadlines if due is not None), default=None)
-        return None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
+        deadline = min(due for due in deadlines if due is not None)
+        return max(0, int((deadline - time.monotonic()) * 1000) + 1)
 
     def _look(self) -> None:
         """Who hangs? The pages are read when the earliest deadline in them is over."""
@@ -201,13 +204,16 @@ class Supervisor:
         process = self.supervision.find(epoch)
         if process is None:
             self.num_fenced_frames += 1
+            self._peers.pass_over(received.peer)
             return
+        child = self._table.find(process.slot)
         if isinstance(message, Hello):
-            child = self._table.find(process.slot)
             if child is None:
                 self._table.hello(epoch, message.pid, received.peer)
             elif child.pid == message.pid:
                 self._peers.learn(process.slot, received.peer)
+        elif child is not None:
+            self._peers.meet(process.slot, received.peer)
         self._perform(self.supervision.on_message(epoch, message, time.monotonic()))
 
     def _on_restart_query(self, peer: bytes, query: RestartQuery) -> None:
@@ -240,18 +246,17 @@ class Supervisor:
         for slot in stillborn:
             self._console.ended(slot)
             self._perform(self.supervision.on_death(slot, _CANNOT_START, time.monotonic()))
-        for slot in self._table.dead(ready):
-            self._bury(slot)
+        for child in self._table.dead(ready):
+            self._bury(child)
         self._table.reap_strangers()
 
-    def _bury(self, slot: Slot) -> None:
-        child = self._table.find(slot)
-        assert child is not None
+    def _bury(self, child: Child) -> None:
         status = child.poll()
         assert status is not None, "a readable pidfd means a dead process"
         if status == EXIT_FATAL:
             self._link.socket.poll(_LAST_WORDS_MS)
             self._drain_link()
+        slot = self._table.slot_of(child)
         if slot == ZYGOTE:
             self._on_births(self._table.births())
         self._on_births(self._table.bury(slot))
@@ -285,6 +290,7 @@ class Supervisor:
                     self._tell(action)
                 case Swap():
                     self._table.swap(action.one, action.other)
+                    self._pages.exchange(action.one, action.other)
                     self._peers.exchange(action.one, action.other)
                 case Show():
                     self._show(action)
@@ -297,15 +303,23 @@ class Supervisor:
 
     def _start(self, action: Start) -> None:
         self._console.starting(slot := action.slot, time.monotonic())
-        if action.origin is Origin.PROMOTED:  # it hears of its epoch under the one it has
-            self._tell(Tell(STANDBY, Promote(action.epoch)))
-            self._peers.exchange(STANDBY, slot)
         try:
-            self._table.start(action)
+            if action.origin is Origin.PROMOTED:
+                self._promote(slot, action.epoch)
+            else:
+                self._table.start(action)
         except OSError as error:
             self._die_unborn(slot, action.epoch, str(error))
             return
         reach("supervisor.after_start")
+
+    def _promote(self, slot: Slot, epoch: int) -> None:
+        """It hears of its new epoch under the one it has."""
+        standby = Slot(STANDBY_OF[slot.role])
+        self._pages.promote(standby, slot)
+        self._tell(Tell(standby, Promote(epoch)))
+        self._peers.exchange(standby, slot)
+        self._table.promote(standby, slot, epoch)
 
     def _tell(self, action: Tell) -> None:
         child = self._table.find(action.slot)

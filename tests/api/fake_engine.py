@@ -27,6 +27,7 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
 from protocol.errors import RequestFailed
+from protocol.open_requests import Receiver
 from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 
@@ -105,7 +106,7 @@ class FakeClient:
         self.controls: list[tuple[str, object]] = []
         self.obeys: bool | Exception = True
         """What controls come to."""
-        self.streams: dict[int, RequestStream] = {}
+        self.receivers: dict[int, Receiver] = {}
         self._scripts: dict[int, Iterator[RequestOutput]] = {}
         if facts is not None:
             self.report(EngineState.READY)
@@ -127,6 +128,27 @@ class FakeClient:
         cache_salt: str = "",
         tenant: str = "",
     ) -> RequestStream:
+        stream = RequestStream(len(self.requests) + 1, self.cancel)
+        self.submit_to(
+            stream,
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
+        return stream
+
+    def submit_to(
+        self,
+        receiver: Receiver,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> AddRequest:
         add = AddRequest(
             len(self.requests) + 1,
             prompt_token_ids,
@@ -141,12 +163,23 @@ class FakeClient:
             raise RequestFailed(error)
         if self.refusal is not None:
             raise self.refusal
+        self._begin(add, receiver)
+        return add
+
+    def adopt(self, add: AddRequest, receiver: Receiver) -> int:
+        """Its script goes on after the tokens that are known."""
+        add = msgspec.structs.replace(add, request_id=len(self.requests) + 1, resent=True)
+        self._begin(add, receiver)
+        return add.request_id
+
+    def _begin(self, add: AddRequest, receiver: Receiver) -> None:
         self.requests.append(add)
-        stream = RequestStream(add.request_id, self.cancel)
-        self.streams[add.request_id] = stream
-        self._scripts[add.request_id] = self.script(add)
+        self.receivers[add.request_id] = receiver
+        num_known = len(add.output_token_ids)
+        self._scripts[add.request_id] = (
+            output for output in self.script(add) if output.first_index >= num_known
+        )
         asyncio.get_running_loop().call_soon(self._turn, add.request_id)
-        return stream
 
     async def pause(self, mode: PauseMode) -> bool:
         return self._control("pause", mode)
@@ -193,7 +226,7 @@ class FakeClient:
             return
         if output.finish_reason is not None:
             del self._scripts[request_id]
-        self.streams[request_id].deliver(output)
+        self.receivers[request_id].deliver(output)
         loop.call_soon(self._turn, request_id)
 
 

@@ -13,6 +13,7 @@ from api_proc.histogram import Histogram
 from api_proc.info_routes import installed_version
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
+from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient, ids_of, wait_until
 
@@ -94,6 +95,23 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(make_server: MakeSe
     old.join(timeout=5)
     assert "[DONE]" in texts[0]
     wait_until(live.state._idle.is_set)
+
+
+def test_a_crash_loop_sends_new_requests_away_until_nothing_more_is_heard_of_it(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word of its end may be lost; while it lasts it is said again and again."""
+    live = make_server(FakeClient())
+    body = {"prompt": "hi", "max_tokens": 1}
+    live.call(live.state.hear, Health(True, 3.5))
+    assert httpx.get(live.url + "/readyz").json()["state"] == "degraded"
+    refused = httpx.post(live.url + "/v1/completions", json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "4")
+    assert refused.json()["error"]["code"] == "degraded"
+    assert REPEAT_S < HEALTH_HOLDS_S / 2
+    monkeypatch.setattr("api_proc.state.HEALTH_HOLDS_S", 0.0)
+    assert httpx.get(live.url + "/readyz").json()["state"] == "ready"
+    assert httpx.post(live.url + "/v1/completions", json=body).status_code == 200
 
 
 def test_models(http: httpx.Client) -> None:

@@ -58,7 +58,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@any_of(3)
+@any_of(5)
 def test_tokenizing_a_megabyte_does_not_hold_up_the_loop(checkpoint: Path, name: str) -> None:
     config = configure(model=str(checkpoint))
     body = json.dumps({"prompt": TEXTS[name], "max_tokens": 1}).encode()
@@ -72,7 +72,7 @@ def test_tokenizing_a_megabyte_does_not_hold_up_the_loop(checkpoint: Path, name:
     assert meter.percentile(0.99) < LAG_MAX_S
 
 
-@any_of(3)
+@any_of(5)
 def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(checkpoint: Path) -> None:
     config = configure(model=str(checkpoint))
     with LiveServer(config, FakeClient()) as live:
@@ -109,7 +109,7 @@ def test_waiting_long_texts_are_bounded() -> None:
     text.close()
 
 
-@any_of(3)
+@any_of(5)
 def test_streams_go_on_while_a_prompt_is_tokenized(checkpoint: Path) -> None:
     """As seen by a client: the gaps between tokens stay those of the engine."""
     config = configure(model=str(checkpoint))

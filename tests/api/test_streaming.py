@@ -171,7 +171,7 @@ def test_slow_reader_gets_many_tokens_per_event(make_server: MakeServer) -> None
         connection.connect(("127.0.0.1", live.port))
         connection.settimeout(10)
         connection.sendall(head.encode() + body)
-        wait_until(lambda: bool(live.client.streams) and not live.client._scripts)
+        wait_until(lambda: bool(live.client.receivers) and not live.client._scripts)
         received = b""
         while b"[DONE]" not in received:
             received += connection.recv(2**16)
@@ -252,4 +252,4 @@ class refuse_when_submitted:
             self._live.loop.call_later(0.001, self._poll)
             return
         del client._scripts[self._num_requests]
-        client.streams[self._num_requests].fail(self._error)
+        client.receivers[self._num_requests].fail(self._error)

@@ -201,8 +201,7 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         for end in self.ends:
             end.close()
-        self.loop.close()
-        self.child.context.term()
+        self.child.context.destroy(linger=0)
         self._run_dir.cleanup()
 
     def turn(self, timeout_ms: int = 10) -> None:

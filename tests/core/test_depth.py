@@ -83,11 +83,12 @@ def test_an_abort_frees_at_once_and_its_late_tokens_are_ignored(depth: int) -> N
     bench.add("a", 40, 12)
     bench.add("b", 40, 12)
     bench.fill()
-    free_before = bench.num_free
+    free_before, num_sent = bench.num_free, len(bench.sent)
     assert bench.abort("a")
     assert bench.num_free > free_before
     bench.add("c", 100, 1)
     bench.overlap()
+    assert bench.names(bench.sent[num_sent].finished_req_ids) == ["a"], "the next step tells it"
     assert bench.outputs["a"] == []
     assert bench.outputs["b"] == script["b"]
     assert bench.outputs["c"] == [PLAIN_TOKEN]

@@ -29,6 +29,10 @@ CLIENT, OTHER = b"client", b"other"
 Parts = list[PromptLogprobs]
 
 
+def row_of(logprob: float) -> TokenLogprobs:
+    return TokenLogprobs(7, logprob, 1, [], [])
+
+
 def make_engine(**settings: object) -> EngineCore:
     engine = EngineCore(configure(model="null", **settings))
     engine.adopt_workers(FACTS)
@@ -244,6 +248,9 @@ def test_other_facts_end_the_core() -> None:
         (ModelRunnerOutput(0, [7], [1, 1]), "1 tokens for 1 that sampled"),
         (ModelRunnerOutput(0, [7], [], [1]), "1 draft tokens for a request, more than 0"),
         (ModelRunnerOutput(0, [7], [], [0, 0]), "num_draft_tokens has 2 numbers for 1"),
+        (ModelRunnerOutput(0, [7], logprobs={99: [row_of(-1.0)]}), "1 logprobs for 0 tokens"),
+        (ModelRunnerOutput(0, [7], logprobs={1: []}), "0 logprobs for 1 tokens"),
+        (ModelRunnerOutput(0, [7], logprobs={1: [row_of(float("nan"))]}), "is no number"),
     ],
 )
 def test_an_answer_that_is_not_due_changes_nothing(output: ModelRunnerOutput, what: str) -> None:

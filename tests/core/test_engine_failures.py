@@ -8,7 +8,7 @@ from core_proc import engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
-from core_proc.outputs import Owner
+from core_proc.owners import Owner
 from core_proc.request import Request
 from core_proc.results import StepResult
 from protocol.api_core import ErrorCode, Refused, RequestOutput

@@ -213,6 +213,29 @@ def test_without_workers_ever_controls_are_answered() -> None:
     assert ask(engine, PAUSE) == [ControlDone(9, False, PauseMode.RUNNING)]
 
 
+def test_what_is_restored_does_not_undo_what_was_asked_for_since() -> None:
+    """A client asks for more, or for the end, while the core is down; another restores its own."""
+    for asked, mode in ((PauseMode.PAUSED_ALL, PauseMode.PAUSED_ALL), (None, PauseMode.RUNNING)):
+        engine = make_engine()
+        ask(engine, RESUME) if asked is None else ask(engine, PAUSE, pause_mode=asked)
+        engine.control(OTHER, Control(3, PAUSE, PauseMode.PAUSED_NEW, restores=True))
+        engine.control(OTHER, Control(4, SLEEP, restores=True))
+        assert answers(engine) == [ControlDone(n, False, mode) for n in (3, 4)]
+        assert not engine.status().is_sleeping
+
+
+@pytest.mark.parametrize("modes", [MODES, MODES[::-1]])
+def test_of_two_pauses_that_are_restored_the_stiller_one_holds(modes: list[PauseMode]) -> None:
+    """Their clients connect in any order; anybody may end it."""
+    engine = make_engine()
+    ask(engine, RESET)
+    for mode in modes:
+        engine.control(OTHER, Control(3, PAUSE, mode, restores=True))
+    assert engine.status().pause_mode is PauseMode.PAUSED_ALL
+    assert ask(engine, PAUSE, pause_mode=PauseMode.PAUSED_NEW)
+    assert engine.status().pause_mode is PauseMode.PAUSED_NEW
+
+
 def test_a_pause_outlives_the_client_that_asked() -> None:
     engine = make_engine()
     ask(engine, PAUSE)

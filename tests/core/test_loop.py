@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 
 import pytest
 
@@ -54,6 +55,35 @@ def test_drain_is_reported_when_the_last_request_is_finished(
     bench.child.inbox.append(Stop())
     bench.loop.run()
     assert bench.child.num_drained == 1
+
+
+def test_core_that_leaves_passes_on_what_is_under_way(bench: Bench) -> None:
+    """Its successor would have to compute it again. Nothing new is begun, or waited for long."""
+    client, worker = bench.client(), bench.worker()
+    worker.answers = False
+    client.add(1, max_tokens=50)
+    bench.until(lambda: len(worker.unanswered) == 2)
+    bench.child.inbox.append(Stop())
+    bench.turn()
+    assert not bench.loop._has_left
+    for num_tokens in (1, 2):
+        worker.send(*worker.compute())
+        bench.until(lambda n=num_tokens: len(client.tokens(1)) == n)
+    assert not worker.unanswered
+    assert bench.loop._has_left
+    bench.loop.run()
+
+
+def test_core_that_leaves_waits_for_no_worker_that_hangs(bench: Bench) -> None:
+    client, worker = bench.client(), bench.worker()
+    worker.answers = False
+    client.add(1)
+    bench.until(lambda: worker.unanswered)
+    began = time.monotonic()
+    while not bench.loop._has_left:
+        bench.child.inbox.append(Stop())  # it is said again and again
+        bench.turn()
+        assert time.monotonic() - began < 2 * loop.LEAVE_S
 
 
 # Clients -------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """The core's loop and its workers over real sockets: deaths, misdeeds, successors."""
 
 import logging
+import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
+from core_proc.engine import EngineCore
+from core_proc.worker_link import WorkerLink
 from protocol import message
 from protocol.api_core import (
     EngineState,
@@ -16,6 +20,7 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
+from protocol.progress_page import StepInFlight
 from tests.core.loop_bench import Bench, FakeClient, WorkerEnd, all_tokens
 
 Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
@@ -213,7 +218,7 @@ def test_a_suspected_worker_gets_no_steps_until_it_is_cleared(bench: Bench) -> N
     worker.answers = False
     client.add(1)
     bench.until(lambda: worker.unanswered)
-    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, True))
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
     bench.turn()
     client.add(2)
     bench.until(lambda: bench.engine.stats().num_waiting_reqs == 1)
@@ -222,19 +227,30 @@ def test_a_suspected_worker_gets_no_steps_until_it_is_cleared(bench: Bench) -> N
     for _ in range(5):
         bench.turn()
     assert not worker.unanswered, "no further step was sent"
-    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, False))
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 0.0))
     worker.answers = True
     client.finish(1, 2)
     assert client.tokens(1) == client.tokens(2) == all_tokens(4)
+
+
+def test_suspicion_ends_by_itself_where_its_end_is_not_heard(bench: Bench) -> None:
+    bench.worker(5)
+    client = bench.client()
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 0.2))
+    client.add(1)
+    began = time.monotonic()
+    bench.until(lambda: bench.engine.stats().num_running_reqs)
+    assert time.monotonic() - began > 0.15
+    client.finish(1)
 
 
 def test_suspicion_ends_with_its_incarnation(bench: Bench) -> None:
     """Also where the message comes when the successor has been adopted already."""
     bench.worker(5)
     client = bench.client()
-    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, True))
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
     bench.worker(6)
-    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, True))
+    bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
     client.add(1)
     client.finish(1)
 
@@ -242,6 +258,25 @@ def test_suspicion_ends_with_its_incarnation(bench: Bench) -> None:
 def test_death_of_a_worker_is_logged_with_its_cause(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.child.inbox.append(WorkerDied(0, 5, DeathCause.SIGNAL, 17))
-    bench.turn()
-    assert "worker 0 of epoch 5 died in step 17: signal" in caplog.text
+    for _ in range(3):  # it is said again and again
+        bench.child.inbox.append(WorkerDied(0, 5, DeathCause.SIGNAL, 17))
+        bench.turn()
+    assert caplog.text.count("worker 0 of epoch 5 died in step 17: signal") == 1
+
+
+class RecordingEngine:
+    def __init__(self) -> None:
+        self.inherited: list[list[int]] = []
+
+    def inherit_marks(self, marks: list[int]) -> None:
+        self.inherited.append(marks)
+
+
+@pytest.mark.parametrize(("died", "is_blamed"), [(4, True), (6, False)])
+def test_a_dead_core_is_blamed_for_its_own_steps_only(died: int, is_blamed: bool) -> None:
+    """One that never computed has inherited those of a core that somebody killed."""
+    engine = RecordingEngine()
+    nobody: Any = None
+    link = WorkerLink(nobody, nobody, nobody, cast(EngineCore, engine), nobody, core_epoch=7)
+    link.on_core_death(died, DeathCause.DEADLINE, [StepInFlight(4, 0, [1, 11, 12], 3)])
+    assert engine.inherited == ([[1, 11, 12]] if is_blamed else [])

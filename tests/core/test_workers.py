@@ -32,10 +32,11 @@ def test_a_group_is_complete_when_every_rank_is_there() -> None:
     assert set(group.peers) == {b"a", b"b"}
 
 
-@pytest.mark.parametrize(("rank", "epoch"), [(1, 5), (0, 2), (0, 2**31), (0, 2**32 - 1)])
+@pytest.mark.parametrize(("rank", "epoch"), [(1, 5), (0, 2), (0, 3), (0, 2**31), (0, 2**32 - 1)])
 def test_strange_ranks_older_incarnations_and_absurd_epochs_stay_outside(
     rank: int, epoch: int
 ) -> None:
+    """And a second one that claims to be an incarnation that is there."""
     group = WorkerGroup(1, core_epoch=1)
     assert group.enter(b"a", 3, hello())
     assert not group.enter(b"b", epoch, hello(rank))

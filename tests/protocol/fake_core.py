@@ -140,6 +140,7 @@ class ServingThread:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join(5.0)
+        assert not self._thread.is_alive(), "a socket has one thread at a time"
 
     def _run(self) -> None:
         next_status = time.monotonic() + 1.0

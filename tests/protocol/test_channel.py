@@ -1,9 +1,9 @@
 """Channels over real sockets: messages arrive whole, and every failure has a name."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import zmq
@@ -21,11 +21,12 @@ from protocol.channel import (
     RouterChannel,
     client_address,
     lifecycle_address,
-    make_run_dir,
     worker_address,
 )
 from protocol.message import PROTOCOL_VERSION, pack_header
 from protocol.sequence import Flag
+from tests.protocol.relay import Relay
+from tests.timing import any_of
 
 TIMEOUT_S = 10.0
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -88,11 +89,11 @@ def test_messages_arrive_both_ways_with_epoch_and_number(link: Link) -> None:
     assert one.peer[:1] == b"T"
     assert len(one.peer) == 16
     assert (one.header, one.body) == ((7, 0, Flag.BEGINS), b"one")
-    assert (two.header, two.body) == ((8, 1, Flag.NONE), b"")
+    assert (two.header, two.body) == ((8, 1, Flag(0)), b"")
     for body in (b"back", b"more"):
         assert link.router.send(one.peer, 9, body)
     assert link.receive(link.dealer) == (b"", (9, 0, Flag.BEGINS), b"back")
-    assert link.receive(link.dealer) == (b"", (9, 1, Flag.NONE), b"more")
+    assert link.receive(link.dealer) == (b"", (9, 1, Flag(0)), b"more")
 
 
 def test_numbers_count_per_peer_and_never_go_back(link: Link) -> None:
@@ -116,6 +117,23 @@ def test_nothing_is_kept_for_a_forgotten_peer(link: Link) -> None:
     link.router.send(peer, 0, b"")
     link.router.forget(peer)
     assert peer not in link.router._sequences
+
+
+def test_little_is_kept_for_strangers_who_leave_without_an_answer(tmp_path: Path) -> None:
+    """As on the lifecycle link, where nobody beats."""
+    link = Link(str(tmp_path), HighWaterMark.LIFECYCLE_LINK)
+    peer = link.greet()
+    for number in range(300):
+        stranger = DealerChannel(link.context, link.address, link.hwm)
+        eventually(lambda end=stranger: end.send(0, b"not a word that you know"))
+        assert link.receive(link.router).peer != peer, number
+        stranger.close()
+    assert len(link.router._sequences) < 150
+    assert link.dealer.send(0, b"still known")
+    received = link.receive(link.router)
+    assert (received.peer, received.header.flags) == (peer, Flag(0))
+    assert peer in link.router._sequences
+    link.close()
 
 
 def test_draining_is_bounded_and_ends_where_nothing_is(link: Link) -> None:
@@ -240,49 +258,33 @@ def test_a_dealer_reconnects_to_a_successor_and_says_so(link: Link) -> None:
     assert (received.peer, received.body) == (peer, b"found")
 
 
-# Run directories -----------------------------------------------------------------------------
-
-
-def test_a_new_run_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = Path(make_run_dir(None))
-    assert path.parent == tmp_path
-    assert path.stat().st_mode & 0o777 == 0o700
-
-
-def test_an_absent_run_dir_is_created_with_its_parents(tmp_path: Path) -> None:
-    path = make_run_dir(str(tmp_path / "a" / "b"))
-    assert os.stat(path).st_mode & 0o777 == 0o700
-    assert make_run_dir(path) == path
-
-
-@pytest.mark.parametrize("kind", ["open", "file", "link", "foreign"])
-def test_a_run_dir_that_others_could_use_is_refused(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "dir"
-    if kind == "file":
-        path.write_text("")
-        error: type[Exception] = OSError
-    elif kind == "link":
-        (tmp_path / "real").mkdir(mode=0o700)
-        path.symlink_to(tmp_path / "real")
-        error = ValueError
-    else:
-        path.mkdir(mode=0o700)
-        error = ValueError
-    if kind == "open":
-        path.chmod(0o750)
-    if kind == "foreign":
-        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
-    with pytest.raises(error):
-        make_run_dir(str(path))
-
-
-def test_a_run_dir_too_long_for_sockets_is_refused_with_the_bound(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="107"):
-        make_run_dir(str(tmp_path / ("x" * 107)))
-    assert not (tmp_path / ("x" * 107)).exists()
+def test_a_peer_whose_connection_breaks_is_heard_again_over_the_next_one(tmp_path: Path) -> None:
+    """Also by a router that has not looked meanwhile: it has yet to read the end of the old one."""
+    for place in ("front", "back"):
+        (tmp_path / place).mkdir()
+    address = client_address(str(tmp_path / "front"))
+    link = Link(str(tmp_path / "back"))
+    with Relay(address.removeprefix("ipc://"), link.address.removeprefix("ipc://")) as relay:
+        link.dealer.close()
+        link.dealer = DealerChannel(link.context, address, link.hwm)
+        peer = link.greet()
+        link.follow()
+        for number in range(3):
+            assert link.dealer.send(0, b"unread")
+            before = len(link.events)
+            relay.cut()
+            eventually(lambda before=before: len(link.follow()) == before + 2)
+            assert link.events[-2:] == [LinkEvent.DISCONNECTED, LinkEvent.CONNECTED]
+            assert link.dealer.send(0, b"anew %d" % number)
+            received = link.receive(link.router)
+            while received.body == b"unread":
+                received = link.receive(link.router)
+            assert (received.peer, received.body) == (peer, b"anew %d" % number)
+            assert link.router.send(peer, 0, b"welcome")
+            assert link.receive(link.dealer).body == b"welcome"
+        link.router.beat()
+        assert set(link.router._sequences) == {peer}, "nothing is kept for broken connections"
+    link.close()
 
 
 def test_each_link_has_its_own_socket() -> None:
@@ -292,3 +294,21 @@ def test_each_link_has_its_own_socket() -> None:
         "ipc:///d/workers.sock",
         "ipc:///d/supervisor.sock",
     }
+
+
+@any_of(3)
+def test_who_comes_back_after_a_while_is_found_at_once() -> None:
+    """However often it was tried in vain: a new core would wait for its clients and workers."""
+    with TemporaryDirectory(prefix="troika-") as run_dir:
+        link = Link(run_dir)
+        try:
+            eventually(lambda: LinkEvent.CONNECTED in link.follow())
+            link.router.close()
+            eventually(lambda: LinkEvent.DISCONNECTED in link.follow())
+            time.sleep(1.2)  # pauses between tries would have grown by then
+            link.router = RouterChannel(link.context, link.address, link.hwm)
+            bound_at = time.monotonic()
+            eventually(lambda: link.follow().count(LinkEvent.CONNECTED) == 2)
+            assert time.monotonic() - bound_at < 0.06
+        finally:
+            link.close()

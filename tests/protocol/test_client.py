@@ -106,6 +106,21 @@ def test_ready_means_ready(core: FakeCore) -> None:
     run_connected(core, play)
 
 
+def test_who_waits_for_an_engine_is_told_when_the_client_closes(core: FakeCore) -> None:
+    """And whoever begins to wait afterwards."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        waiting = asyncio.create_task(client.wait_ready(timeout_s=600))
+        await core.until(lambda: client.connected)
+        await client.close()
+        for waits in (waiting, client.wait_ready(timeout_s=600)):
+            with pytest.raises(RequestFailed, match="closed"):
+                await asyncio.wait_for(waits, 5)
+
+    core.status = RECOVERING
+    run_connected(core, play)
+
+
 def test_new_core_gets_everything_open_oldest_first_marked_as_accepted(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         streams = [client.submit([5, n], PARAMS) for n in range(3)]

@@ -40,7 +40,10 @@ def obeyed(controls: Controls, action: ControlAction, mode: PauseMode = ALL) -> 
 
 
 def asked_again(controls: Controls, epoch: int = 2) -> list[tuple[ControlAction, PauseMode]]:
-    return [(c.action, c.pause_mode) for c in controls.begin(epoch, status())]
+    """What is in force comes first, and only that gives way to what others have asked for."""
+    controls_ = controls.begin(epoch, status())
+    assert [c.restores for c in controls_] == sorted([c.restores for c in controls_], reverse=True)
+    return [(c.action, c.pause_mode) for c in controls_]
 
 
 @pytest.fixture
@@ -57,6 +60,7 @@ def test_what_is_in_force_is_asked_of_every_new_core(
     obeyed(controls, action, mode)
     for epoch in (2, 3):
         assert asked_again(controls, epoch) == [(action, mode)]
+    assert [control.restores for control in controls.begin(4, status())] == [True]
 
 
 def test_after_a_resume_nothing_is_asked_again(controls: Controls) -> None:

@@ -1,8 +1,10 @@
 """The client's link to the core: connecting, repeating, replacing, queues, and time."""
 
 import asyncio
+import errno
 import select
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,13 @@ import zmq
 from protocol import client as client_module
 from protocol import core_link
 from protocol.api_core import RequestOutput, StepOutputs
-from protocol.channel import MAX_FRAME_BYTES
+from protocol.channel import MAX_FRAME_BYTES, DealerChannel, client_address
 from protocol.client import AsyncEngineClient
 from protocol.message import pack_header
 from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
+from tests.protocol.relay import Relay
 
 PARAMS = SamplingParams(max_tokens=1000)
 
@@ -90,6 +93,73 @@ def test_socket_that_never_reconnects_is_replaced(core: FakeCore) -> None:
         assert core.connects[-1] != first
         core.emit(RequestOutput(stream.request_id, 0, [10], FinishReason.STOP))
         assert (await anext(stream)).token_ids == [10]
+
+    run_connected(core, play)
+
+
+def test_connection_that_breaks_while_the_core_is_busy_costs_nothing_else(
+    core: FakeCore, tmp_path: Path
+) -> None:
+    (tmp_path / "front").mkdir()
+    address = client_address(str(tmp_path / "front"))
+
+    async def main(relay: Relay) -> None:
+        async with asyncio.timeout(20), AsyncEngineClient(address) as client:
+            await core.until(lambda: client.connected)
+            stream = client.submit([5], PARAMS)
+            await core.until(lambda: core.num_added == 1)
+            core.emit(RequestOutput(stream.request_id, 0, [10]))
+            relay.cut()
+            while client.connected:
+                await asyncio.sleep(0.001)
+            while not client._link._is_linked:
+                await asyncio.sleep(0.001)
+            await core.until(lambda: core.num_added == 2)
+            assert len(set(core.connects)) == 1, "it is known by its identity"
+            core.emit(RequestOutput(stream.request_id, 0, [10, 11], FinishReason.STOP))
+            tokens = [token async for output in stream for token in output.token_ids]
+            assert tokens == [10, 11]
+
+    with Relay(address.removeprefix("ipc://"), core.address.removeprefix("ipc://")) as relay:
+        asyncio.run(main(relay))
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_socket_is_replaced_as_soon_as_there_are_descriptors_again(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the old one stays, and nothing is done to descriptors that are others' by now."""
+    tries: list[str] = []
+
+    def refuse(*_: object) -> DealerChannel:
+        tries.append("refused")
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async def play(client: AsyncEngineClient) -> None:
+        client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        with monkeypatch.context() as full:
+            full.setattr(core_link, "DealerChannel", refuse)
+            too_large = [core.connects[-1], pack_header(1, 1, b""), bytes(MAX_FRAME_BYTES + 1)]
+            core.link.socket.send_multipart(too_large)
+            await core.until(lambda: len(tries) >= 3)
+        await core.until(lambda: core.num_added == 2)
+        assert client.connected
+
+    run_connected(core, play)
+
+
+def test_what_is_sent_in_one_turn_costs_one_look_at_the_socket(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        looks = []
+        monkeypatch.setattr(client._link, "_on_readable", lambda: looks.append(1))
+        for _ in range(20):
+            client.submit([5], PARAMS)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(looks) == 1
 
     run_connected(core, play)
 

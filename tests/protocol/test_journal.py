@@ -1,66 +1,12 @@
-"""The journal on disk: what is written comes back, whatever is torn off; failures are heard."""
+"""The journal on disk: what is written comes back, whatever is torn off."""
 
-import errno
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from protocol import journal as journal_module
-from protocol.journal import Journal, read_segment
-from tests.system.conftest import eventually
-
-
-class Owner:
-    """A journal whose callbacks run at once, in its thread: nobody else touches it meanwhile."""
-
-    def __init__(
-        self,
-        directory: Path,
-        open_file: Callable[[str, int, int], int] = os.open,
-        write: Callable[[int, bytes], int] = os.write,
-    ) -> None:
-        self.errors: list[OSError] = []
-        self.lock = threading.Lock()
-        self.journal = Journal(
-            str(directory),
-            self._notify,
-            lambda: None,
-            self.errors.append,
-            open_file=open_file,
-            write=write,
-        )
-
-    def _notify(self, function: Callable[[], None]) -> None:
-        with self.lock:
-            function()
-
-    def begin(self, *snapshot: bytes) -> None:
-        """A new segment with this snapshot."""
-        self.journal.begin_segment()
-        for record in snapshot:
-            self.journal.append(record)
-        self.journal.complete_segment()
-
-    def settle(self) -> None:
-        """Wait until all that was appended is written or lost."""
-        eventually(
-            lambda: self.journal.num_written == self.journal.num_appended, "all is settled", 5.0
-        )
-
-
-def recovered(directory: Path) -> list[bytes]:
-    """What a successor reads."""
-    successor = Owner(directory)
-    records = successor.journal.recover()
-    successor.journal.close()
-    return records
-
-
-def segments(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.journal"))
+from protocol.journal_segments import read_segment
+from tests.protocol.journal_owner import Owner, recovered, segments
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
@@ -132,78 +78,6 @@ def test_a_flipped_bit_ends_the_segment_there(tmp_path: Path) -> None:
     assert read_segment(segment)[0] == [b"first"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("where", ["open", *range(6)])
-def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
-    tmp_path: Path, where: str | int, number: int
-) -> None:
-    num_writes = 0
-    broken = True
-
-    def open_file(path: str, flags: int, mode: int) -> int:
-        if broken and where == "open":
-            raise OSError(number, os.strerror(number))
-        return os.open(path, flags, mode)
-
-    def write(fd: int, data: bytes) -> int:
-        nonlocal num_writes
-        num_writes += 1
-        if broken and num_writes - 1 == where:
-            os.write(fd, data[: len(data) // 2])  # a part of it is written before
-            raise OSError(number, os.strerror(number))
-        return os.write(fd, data)
-
-    owner = Owner(tmp_path, open_file, write)
-    owner.journal.recover()
-    owner.begin(b"a")
-    owner.settle() if where not in (0, 1, "open") else None
-    for record in (b"b", b"c", b"d"):
-        owner.journal.append(record)
-        owner.settle() if not owner.errors else None
-    eventually(lambda: owner.errors, "the failure is heard", 5.0)
-    assert owner.errors[0].errno == number
-    assert not owner.journal.is_writing
-    assert owner.journal.append(b"lost") == owner.journal.num_written
-    broken = False
-    owner.begin(b"a", b"b", b"c", b"d")
-    owner.journal.append(b"e")
-    owner.journal.close()
-    assert recovered(tmp_path) == [b"a", b"b", b"c", b"d", b"e"]
-    assert len(segments(tmp_path)) == 1
-
-
-def test_short_writes_are_finished(tmp_path: Path) -> None:
-    owner = Owner(tmp_path, write=lambda fd, data: os.write(fd, data[:3]))
-    owner.journal.recover()
-    owner.begin(b"snapshot of some length")
-    owner.journal.append(b"and a record")
-    owner.journal.close()
-    assert recovered(tmp_path) == [b"snapshot of some length", b"and a record"]
-
-
-def test_a_disk_that_stands_still_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The queue is bounded, and whoever appends never waits."""
-    monkeypatch.setattr(journal_module, "MAX_QUEUED_BYTES", 1000)
-    may_go_on = threading.Event()
-
-    def write(fd: int, data: bytes) -> int:
-        may_go_on.wait(10.0)
-        return os.write(fd, data)
-
-    owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
-    owner.begin()
-    for _ in range(20):
-        owner.journal.append(bytes(100))
-    assert "does not keep up" in str(owner.errors[0])
-    may_go_on.set()
-    owner.begin(b"again")
-    owner.journal.close()
-    assert recovered(tmp_path) == [b"again"]
-
-
 def test_two_owners_are_one_too_many(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
     owner.journal.recover()
@@ -218,3 +92,33 @@ def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(PermissionError):
         Owner(tmp_path / "link").journal.recover()
+
+
+def test_zeros_at_the_end_are_no_whole_snapshot(tmp_path: Path) -> None:
+    """A file system may bring back a lost tail as zeros: the segment before still counts."""
+    owner = Owner(tmp_path)
+    owner.journal.recover()
+    owner.begin(b"a")
+    owner.journal.begin_segment()
+    owner.journal.append(b"b")
+    owner.journal.close()
+    with segments(tmp_path)[-1].open("ab") as file:
+        file.write(bytes(100))
+    assert recovered(tmp_path) == [b"a", b"b"]
+
+
+def test_what_could_not_be_read_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = Owner(tmp_path)
+    owner.journal.recover()
+    owner.begin(b"a")
+    owner.journal.close()
+    successor = Owner(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: os.read(-1, 1))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            successor.journal.recover()
+    assert not successor.journal.is_recovered
+    assert successor.journal.recover() == [b"a"]
+    successor.journal.close()

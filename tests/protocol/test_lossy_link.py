@@ -118,6 +118,16 @@ def test_harmed_frames_are_dropped_and_repaired_and_nobody_is_blamed(
     assert link.router.num_dropped_frames == link.dealer.num_dropped_frames == 1
 
 
+def test_losses_before_a_beginning_are_no_reason_for_another_one(link: Link) -> None:
+    """Each frame after the gap is answered by a mark of its own; all but the first come late."""
+    peer = greet_both_ways(link)
+    link.dealer._frames.next_seq += 1
+    for _ in range(5):
+        assert link.dealer.send(1, b"after the gap")
+    begin_anew(link, peer)
+    assert link.dealer.num_dropped_frames == 0
+
+
 def test_messages_of_the_lifecycle_stand_for_themselves(tmp_path: Path) -> None:
     link = Link(str(tmp_path), HighWaterMark.LIFECYCLE_LINK)
     greet_both_ways(link)

@@ -2,18 +2,22 @@
 
 import argparse
 import asyncio
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 
-from protocol import process
-from protocol.channel import HighWaterMark, RouterChannel, lifecycle_address
+from protocol import process, supervisor_link
+from protocol.channel import HighWaterMark, Received, RouterChannel, lifecycle_address
 from protocol.lifecycle import Drain, Hello, Ready, Role, Stop, decode_to_supervisor
 from protocol.message import Message, encode
 from protocol.process import ChildProcess
+from protocol.progress_page import ProgressPage
 from protocol.settings import configure
 
 TIMEOUT_S = 10.0
@@ -60,14 +64,18 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop that is never told of a readable descriptor: as if each sign had been swallowed."""
+    """A loop that is never told of a readable descriptor: as if each sign had been swallowed.
+
+    Nor does the child look by itself, but once.
+    """
     made = asyncio.new_event_loop()
+    monkeypatch.setattr(process, "REPEAT_S", 3600.0)
     monkeypatch.setattr(made, "add_reader", lambda fd, callback: None)
     yield made
     made.close()
 
 
-async def until_told(heard: list[Drain | Stop], count: int) -> None:
+async def until_told(heard: Sequence[object], count: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while len(heard) < count:
         assert time.monotonic() < deadline, f"{len(heard)} of {count} commands were delivered"
@@ -77,6 +85,27 @@ async def until_told(heard: list[Drain | Stop], count: int) -> None:
 def wait_for_commands(child: ChildProcess) -> None:
     assert child.lifecycle_socket is not None
     assert child.lifecycle_socket.poll(int(TIMEOUT_S * 1000))
+
+
+def test_whoever_says_that_it_is_ready_is_watched_from_then_on(tmp_path: Path) -> None:
+    """Stopped before the first turn of its loop it would otherwise be taken for its former self."""
+    page, fd = ProgressPage.create("test")
+    arguments = argparse.Namespace(
+        parent_fd=None, epoch=EPOCH, rank=0, listen_fd=None, progress_fd=os.dup(fd)
+    )
+    config = configure(model="null", run_dir=str(tmp_path))
+    child = ChildProcess(Role.CORE, arguments, config)
+    child.pulse.idle()
+    child.epoch = child.pulse.epoch = EPOCH + 1  # promoted
+    child.ready()
+    mark = page.read()
+    assert mark is not None
+    assert mark.epoch == EPOCH + 1
+    assert mark.limit_s == config.recovery.hang_timeout_s
+    child.pulse.close()
+    child.context.term()
+    page.close()
+    os.close(fd)
 
 
 def test_whatever_is_said_looks_for_commands_too(
@@ -97,6 +126,31 @@ def test_whatever_is_said_looks_for_commands_too(
     assert isinstance(bench.receive(), Ready)
 
 
+def test_a_child_looks_by_itself_and_says_again_what_holds(
+    bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Now and then, whatever its loop is told of the descriptor, and after an exception too."""
+    monkeypatch.setattr(process, "REPEAT_S", 0.01)
+    monkeypatch.setattr(supervisor_link, "REPEAT_S", 0.01)
+    loop.set_exception_handler(lambda loop, context: None)
+    heard: list[object] = []
+
+    def hear(message: object) -> None:
+        heard.append(message)
+        if len(heard) == 1:
+            raise ValueError("it was not expected")
+
+    async def main() -> None:
+        bench.child.attach_asyncio(loop, hear)
+        bench.child.ready()
+        for count in (1, 2):
+            bench.send(Drain())
+            await until_told(heard, count)
+
+    loop.run_until_complete(main())
+    assert [type(bench.receive()) for _ in range(2)] == [Ready, Ready]
+
+
 def test_more_commands_than_one_look_takes_are_all_delivered(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +163,33 @@ def test_more_commands_than_one_look_takes_are_all_delivered(
         await until_told(heard, 3)
 
     loop.run_until_complete(main())
+
+
+def test_commands_behind_many_that_were_meant_for_another_are_delivered(
+    bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of those than one look takes, and all of them are there when the first is seen."""
+    link = bench.child._lifecycle
+    assert link is not None
+    for _ in range(40):
+        bench.send(Stop(), EPOCH - 1)
+    bench.send(Drain())
+    arrived: list[Received] = []
+    while len(arrived) < 41:
+        wait_for_commands(bench.child)
+        arrived += link.drain(41)
+
+    def drain(limit: int) -> Iterator[Received]:
+        for _ in range(min(limit, len(arrived))):
+            link.num_read += 1
+            yield arrived.pop(0)
+
+    monkeypatch.setattr(link, "drain", drain)
+    heard: list[Drain | Stop] = []
+    bench.child.attach_asyncio(loop, heard.append)
+    loop.run_until_complete(until_told(heard, 1))
+    assert heard == [Drain()]
+    assert bench.child.num_fenced_frames == 40
 
 
 def test_a_child_can_speak_after_its_loop_has_ended(
@@ -133,3 +214,32 @@ def test_commands_to_another_incarnation_are_dropped_and_counted(bench: Bench) -
         heard += bench.child.messages()
     assert heard == [Drain()]
     assert bench.child.num_fenced_frames == 2
+
+
+LEAVER = """
+import sys, types, zmq
+from protocol.channel import DealerChannel, HighWaterMark
+from protocol.process import ChildProcess
+
+context = zmq.Context()
+link = DealerChannel(context, sys.argv[1], HighWaterMark.WORKER_LINK)
+assert link.socket.poll(5000, zmq.POLLOUT)
+for _ in range(8):
+    assert link.send(1, bytes(60_000))
+ChildProcess.leave(types.SimpleNamespace(context=context))
+"""
+
+
+def test_what_was_sent_last_arrives_although_its_sender_leaves(tmp_path: Path) -> None:
+    """And nobody waits for long where nobody reads."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = lifecycle_address(str(tmp_path))
+    link = RouterChannel(context, address, HighWaterMark.WORKER_LINK)
+    subprocess.run([sys.executable, "-c", LEAVER, address], check=True, timeout=TIMEOUT_S)
+    deadline, arrived = time.monotonic() + TIMEOUT_S, 0
+    while arrived < 8 and time.monotonic() < deadline:
+        link.socket.poll(100)
+        arrived += sum(1 for _ in link.drain(8))
+    link.close()
+    context.term()
+    assert arrived == 8

@@ -1,6 +1,7 @@
 """The progress page: what one process writes another reads, whole or not at all."""
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -66,6 +67,23 @@ def test_torn_write_is_not_read_and_the_next_writer_repairs_it(page: ProgressPag
     assert page.read() is None
     page.write(EPOCH + 1, Phase.NONE, None, 0, 0)
     assert page.read() == Mark(EPOCH + 1, Phase.NONE, None, 0, 0)
+
+
+def test_nonsense_in_a_page_is_not_read_and_harms_no_reader(
+    page: ProgressPage,
+) -> None:
+    """A process whose memory is harmed may write anything anywhere, also there."""
+    rng = random.Random(0)
+    for number in range(2000):
+        for _ in range(rng.randint(1, 8)):
+            page._words[rng.choice([8, 9, 10, 11, 12, 13, 16, 64, 65, 67])] = rng.choice(
+                [0, 6, 2**32, 2**63, 2**64 - 1, rng.getrandbits(64)]
+            )
+        mark = page.read()
+        assert mark is None or mark.phase in Phase, number
+        page.read_in_flight()
+    page.write(EPOCH, Phase.IDLE, None, 6, 7)
+    assert page.read() == Mark(EPOCH, Phase.IDLE, None, 6, 7)
 
 
 def test_reader_never_sees_two_writes_mixed() -> None:
@@ -198,3 +216,25 @@ def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int
     assert pulse.page is not None
     pulse.page.close()
     assert cost_s < 2e-6, cost_s
+
+
+def test_successor_with_another_page_inherits_what_was_left(
+    shared: tuple[ProgressPage, int],
+) -> None:
+    """The death and the steps, also one in the middle of a write; its own progress stays."""
+    page, _ = shared
+    other, fd = ProgressPage.create("other")
+    other.write_in_flight(1, 5, [99])  # of the time when it was another's page
+    other.write(EPOCH, Phase.IDLE, None, 5, 6)
+    page.write(EPOCH - 1, Phase.STEP, 3, 1, 2)
+    page.write_in_flight(EPOCH - 1, 2, [11, 12])
+    page.write_in_flight(EPOCH - 1, 3, [13])
+    page._words[64 + 3 * (4 + MAX_FINGERPRINTS)] |= 1  # its writer died over it
+    page.write_death(Death(EPOCH - 1, 2, 3))
+    other.inherit(page)
+    assert other.read_in_flight() == page.read_in_flight()
+    assert [step.step_id for step in other.read_in_flight()] == [2]
+    assert other.read_death() == Death(EPOCH - 1, 2, 3)
+    assert other.read() == Mark(EPOCH, Phase.IDLE, None, 5, 6)
+    other.close()
+    os.close(fd)

@@ -1,5 +1,6 @@
 """EngineClient: what threads may rely on, above all that nobody is left waiting."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -121,3 +122,16 @@ def test_client_that_cannot_start_leaves_no_thread() -> None:
     with pytest.raises(zmq.ZMQError):
         EngineClient("ipc:///" + "x" * 200)
     assert threading.active_count() == before
+
+
+def test_client_for_whom_there_is_no_thread_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        EngineClient("ipc:///nonexistent/core.sock")
+    assert len(os.listdir("/proc/self/fd")) == before

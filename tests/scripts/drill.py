@@ -16,6 +16,7 @@ from protocol.lifecycle import (
     WorkerDied,
 )
 from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.succession import STANDBY_DELAY_S, STANDBY_OF
 from scripts.supervisor.supervised import (
     Action,
     Exit,
@@ -32,6 +33,7 @@ from scripts.supervisor.supervision import Supervision
 
 API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
 ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
+STANDBY_CORE = Slot(Role.STANDBY_CORE)
 RECOVERY = RecoveryConfig(
     startup_timeout_s=10.0, shutdown_timeout_s=20.0, restart_backoff_max_s=2.0
 )
@@ -47,11 +49,14 @@ class Drill:
         api: bool = True,
         *,
         standby: bool = False,
+        standby_core: bool = False,
         is_api_alone: bool = False,
     ):
         num_ranks = {Role.WORKER: num_workers, Role.CORE: 1, **({Role.API: 1} if api else {})}
         if standby:
             num_ranks = {Role.ZYGOTE: 1, Role.STANDBY: 1, **num_ranks}
+        if standby_core:
+            num_ranks[Role.STANDBY_CORE] = 1
         self.supervision = Supervision(
             recovery, num_ranks, count(1).__next__, random.Random(0), is_api_alone=is_api_alone
         )
@@ -62,19 +67,23 @@ class Drill:
         self.exit_status: int | None = None
         self.words: list[LeaveWord] = []
         self.told_deaths: list[WorkerDied] = []
+        self.said: list[tuple[int, object]] = []
+        """To whom, by epoch, and what."""
         self.take(self.supervision.begin(self.now))
 
     def take(self, actions: list[Action]) -> list[Action]:
         """Carry out what a process table would.
 
-        Notes are left out of the result, and words about deaths are kept apart.
+        Notes, and what is said again, are left out of the result; words about deaths are kept
+        apart.
         """
+        news: list[Action] = []
         assert self.exit_status is None or not actions, "something happens after the end"
         for action in actions:
             match action:
                 case Start(slot, epoch, origin):
                     if origin is Origin.PROMOTED:
-                        self._promote()
+                        self._promote(Slot(STANDBY_OF[slot.role]))
                     if origin is Origin.FORKED:
                         assert ZYGOTE in self.living
                     assert slot not in self.living, "two incarnations at once"
@@ -92,16 +101,23 @@ class Drill:
                     self.words.append(action)
                 case Tell(slot, message):
                     assert slot in self.living
+                    said = (self.living[slot], message)
+                    is_again = said in self.said
+                    self.said.append(said)
+                    if is_again:
+                        continue
                     if isinstance(message, WorkerDied):
                         assert slot == CORE
                         self.told_deaths.append(message)
                 case Exit(status):
                     self.exit_status = status
-        return [action for action in actions if not _is_word(action)]
+            if not _is_word(action):
+                news.append(action)
+        return news
 
-    def _promote(self) -> None:
-        assert STANDBY not in self.doomed, "who was killed cannot be promoted"
-        del self.living[STANDBY]
+    def _promote(self, standby: Slot) -> None:
+        assert standby not in self.doomed, "who was killed cannot be promoted"
+        del self.living[standby]
 
     def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
         return self.take(self.supervision.on_message(self.living[slot], message, self.now))
@@ -120,8 +136,9 @@ class Drill:
     def wait(self, seconds: float) -> list[Action]:
         """Let time pass, waking at every deadline."""
         end, actions = self.now + seconds, []
-        while (due := self.supervision.next_deadline()) is not None and due <= end:
+        while (due := self.supervision.next_deadline()) <= end:
             self.now = max(self.now, due)
+            self.supervision.on_turn(self.now)
             actions += self.take(self.supervision.tick(self.now))
         self.now = end
         return actions
@@ -133,6 +150,35 @@ class Drill:
 
     def state(self, slot: Slot) -> ProcessState:
         return next(p.state for p in self.supervision.processes if p.slot == slot)
+
+
+def starts(actions: list[Action]) -> list[tuple[Slot, Origin]]:
+    """Who is started, and how."""
+    return [(a.slot, a.origin) for a in actions if isinstance(a, Start)]
+
+
+def standing() -> Drill:
+    """Everybody is ready, zygote and standby included."""
+    drill = Drill(standby=True).all_ready()
+    drill.wait(0.0)
+    drill.say(WORKER, Ready())
+    drill.wait(STANDBY_DELAY_S)
+    drill.say(STANDBY, Ready())
+    return drill
+
+
+def ask(drill: Drill, role: Role) -> list[Action]:
+    """Ask for a restart that is possible."""
+    refusal, actions = drill.supervision.on_restart(role, drill.now)
+    assert refusal is None
+    return drill.take(actions)
+
+
+def refusal_of(drill: Drill, role: Role) -> str | None:
+    """Why a restart is not possible."""
+    refusal, actions = drill.supervision.on_restart(role, drill.now)
+    assert refusal is None or actions == []
+    return refusal
 
 
 def _is_word(action: Action) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from scripts.chaos.checker import Harm, check_stream, compare
+from scripts.chaos.checker import BREAK_TIMEOUT_S, Excuse, Harm, check_stream, compare
 from scripts.chaos.history import DONE, History
 from scripts.chaos.recording import End, Event, Recording
+from scripts.chaos.reference import reference_problems
+from scripts.chaos.workload import ChaosRequest
 
 NUM_TOKENS = 20
 Message = dict[str, Any]
@@ -50,11 +52,27 @@ def stream(event: Callable[..., Message]) -> list[Message]:
     return [*messages, usage(2 * NUM_TOKENS)]
 
 
-def record(messages: list[Message], end: End = End.DONE) -> Recording:
-    events = [Event(0.1 * i, json.dumps(message)) for i, message in enumerate(messages)]
+def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None = None) -> Recording:
+    """One event every 0.1 s, from 0 on; the end comes with the last one."""
+    names = [""] * len(messages) if ids is None else ids
+    events = [
+        Event(0.1 * i, json.dumps(message), name)
+        for i, (message, name) in enumerate(zip(messages, names, strict=True))
+    ]
     if end is End.DONE:
         events.append(Event(0.1 * len(events), DONE))
-    return Recording("s", 0.0, accepted_at=0.0, status=200, events=events, end=end)
+    ended_at = events[-1].time if events else 0.0
+    return Recording("s", 0.0, 0.0, 200, events=events, end=end, ended_at=ended_at)
+
+
+def ids_of(messages: list[Message]) -> list[str]:
+    """As our servers would name them: how many tokens of each choice were told."""
+    told, names = [0, 0], []
+    for message in messages:
+        for choice in message["choices"]:
+            told[choice["index"]] += len(choice["token_ids"])
+        names.append(f"req.1.{told[0]}-{told[1]}" + ("" if message["choices"] else "u"))
+    return names
 
 
 def harms(messages: list[Message], golden: list[Message], end: End = End.DONE) -> set[Harm]:
@@ -147,15 +165,58 @@ def test_other_planted_bugs_are_found(bug: str) -> None:
     assert harm in harms(broken, golden), harms(broken, golden)
 
 
-def test_stream_that_is_cut_is_lost_unless_it_may_break() -> None:
+def found(recording: Recording, golden: list[Message], excuse: Excuse) -> set[Harm]:
+    return {violation.harm for violation in check_stream(recording, record(golden), excuse)}
+
+
+def test_stream_that_is_cut_is_lost_unless_who_held_it_was_killed() -> None:
+    """Right then, and not at any time."""
     golden = stream(completion)
     cut = record(golden[:12], End.CUT)
-    assert {v.harm for v in check_stream(cut, record(golden))} == {Harm.LOST}
-    assert not check_stream(cut, record(golden), may_break=True)
+    killed = Excuse([cut.ended_at - 0.01])
+    assert found(cut, golden, Excuse()) == {Harm.LOST}
+    assert not found(cut, golden, killed)
+    for moment in (-1.0, cut.ended_at + 0.01, cut.ended_at - BREAK_TIMEOUT_S - 0.01):
+        assert found(cut, golden, Excuse([moment])) == {Harm.LOST}, moment
     wrong = record([*golden[:12], completion(99)], End.CUT)
-    assert {v.harm for v in check_stream(wrong, record(golden), may_break=True)} == {
-        Harm.MISMATCHED
-    }
+    assert found(wrong, golden, Excuse([wrong.ended_at])) == {Harm.MISMATCHED}
+
+
+@pytest.mark.parametrize("end", [End.TIMEOUT, End.UNREACHABLE, End.DECLINED, End.GARBLED])
+def test_who_held_it_was_killed_excuses_a_break_and_nothing_else(end: End) -> None:
+    """A stream that hangs was not told that it is broken; the socket refuses nobody."""
+    recording = record(stream(completion)[:12], end)
+    assert found(recording, stream(completion), Excuse([recording.ended_at]))
+
+
+def test_answer_that_breaks_after_its_end_has_no_end() -> None:
+    golden = stream(completion)
+    recording = record(golden)
+    recording.problem = "no end"
+    assert found(recording, golden, Excuse()) == {Harm.LOST}
+    assert not found(recording, golden, Excuse([recording.ended_at]))
+
+
+def test_whoever_comes_back_must_have_been_cut_by_a_death() -> None:
+    """Nor may a connection be refused, or the request be sent away, but where all has died."""
+    golden = stream(completion)
+    recording = record(golden)
+    recording.breaks = [1.0]
+    assert not found(recording, golden, Excuse([0.9]))
+    assert found(recording, golden, Excuse()) == {Harm.LOST}
+    recording.openings, recording.breaks = [0.0, 1.0], [0.95, 1.2]
+    assert found(recording, golden, Excuse([0.9])) == {Harm.LOST}, "the second was not there for it"
+    assert not found(recording, golden, Excuse([0.9, 1.1]))
+    recording.openings, recording.breaks, recording.refusals = [], [], [1.0]
+    assert found(recording, golden, Excuse([0.9])) == {Harm.FAILED}
+    assert not found(recording, golden, Excuse([0.9], is_away=True))
+    recording.refusals, recording.deferrals = [], [429, 503]
+    assert found(recording, golden, Excuse([0.9])) == {Harm.FAILED}
+    assert not found(recording, golden, Excuse([0.9], is_away=True))
+    recording.deferrals = [429]
+    assert not found(recording, golden, Excuse())
+    recording.breaks, recording.deferrals = [1.0], [503]
+    assert not found(recording, golden, Excuse([0.9])), "the journal may have to be read first"
 
 
 def test_stream_that_was_never_accepted_has_failed() -> None:
@@ -170,6 +231,126 @@ def test_client_that_has_left_sees_a_prefix() -> None:
     assert not harms(golden[:7], golden, End.LEFT)
     assert harms([*golden[:7], golden[6]], golden, End.LEFT) == {Harm.DUPLICATED}
     assert harms([*golden[:6], golden[8]], golden, End.LEFT) == {Harm.LOST}
+
+
+def end_early(messages: list[Message]) -> None:
+    messages[8]["choices"][0].update(finish_reason="stop", stop_reason="<9>")
+
+
+def blank(column: str, value: Any) -> Callable[[list[Message]], None]:
+    def plant(messages: list[Message]) -> None:
+        messages[6]["choices"][0][column] = messages[7]["choices"][0][column] = value
+
+    return plant
+
+
+PREFIX_BUGS: dict[str, tuple[Callable[[list[Message]], Any], Harm]] = {
+    "a choice ends after 5 of 20 tokens": (end_early, Harm.LOST),
+    "the last logprobs are missing": (blank("logprobs", None), Harm.LOST),
+    "the last text is missing": (blank("text", ""), Harm.LOST),
+    "text of more tokens": (lambda m: m[8]["choices"][0].update(token_ids=[]), Harm.MISMATCHED),
+    "usage of another": (lambda m: m.append(usage(3)), Harm.MISMATCHED),
+}
+
+
+@pytest.mark.parametrize("bug", PREFIX_BUGS)
+def test_planted_bugs_are_found_in_streams_that_were_left(bug: str) -> None:
+    """A beginning of everything is no beginning of the whole."""
+    golden = stream(completion)
+    if bug == "text of more tokens":
+        for message in golden[:-1]:
+            message["choices"][0]["logprobs"] = None
+    broken = copy.deepcopy(golden[:9])
+    assert not harms(broken, golden, End.LEFT)
+    plant, harm = PREFIX_BUGS[bug]
+    plant(broken)
+    assert harm in harms(broken, golden, End.LEFT)
+
+
+def test_events_after_the_end_are_found() -> None:
+    golden = stream(completion)
+    recording = record(golden)
+    recording.events += recording.events[-2:]
+    assert found(recording, golden, Excuse()) == {Harm.DUPLICATED, Harm.MISMATCHED}
+    recording.events[-2:] = recording.events[-1:]  # the mark alone, twice
+    assert found(recording, golden, Excuse()) == {Harm.DUPLICATED}
+
+
+def test_role_told_twice_is_found_where_it_is_told_once() -> None:
+    """Some servers tell it with each piece; pieces may be joined."""
+    role = chat(1)
+    role["choices"][0].update(delta={"role": "assistant", "content": ""}, logprobs=None)
+    golden = [role, *stream(chat)]
+    again = [*golden[:9], role, *golden[9:]]
+    assert harms(again, golden) == {Harm.DUPLICATED}
+    assert not harms([*again[:9], *again[10:]], again)
+
+
+def test_events_of_another_answer_are_found() -> None:
+    golden = stream(completion)
+    for message in golden:
+        message["id"] = "cmpl-1"
+    mixed = copy.deepcopy(golden)
+    mixed[9]["id"] = "cmpl-2"
+    assert harms(mixed, golden) == {Harm.MISMATCHED}
+
+
+def test_logprobs_are_compared_where_some_columns_are_empty() -> None:
+    golden = stream(completion)
+    for message in golden[:-1]:
+        message["choices"][0]["logprobs"]["top_logprobs"] = None
+    broken = copy.deepcopy(golden)
+    broken[6]["choices"][0]["logprobs"]["token_logprobs"] = [-99.0]
+    assert harms(broken, golden) == {Harm.MISMATCHED}
+
+
+def test_ids_of_events_count_the_tokens() -> None:
+    """Whoever comes back with such an id would otherwise miss some, or read them twice."""
+    messages = stream(completion)
+    ids = ids_of(messages)
+    golden = record(messages, ids=ids)
+    assert not check_stream(golden, golden)
+    ids[7] = "req.1.4-5"
+    (violation,) = check_stream(record(messages, ids=ids), golden)
+    assert violation.harm is Harm.MISMATCHED
+    for message in messages[:-1]:  # also where the ids are all that tells
+        message["choices"][0]["token_ids"] = []
+    names = [*ids_of(stream(completion))[:-1], "req.1.20-19u"]
+    plain = record(messages, ids=ids_of(stream(completion)))
+    (violation,) = check_stream(record(messages, ids=names), plain)
+    assert violation.harm is Harm.MISMATCHED
+
+
+REQUEST = ChaosRequest(
+    "one", "/v1/completions", {"n": 2, "max_tokens": 20, "logprobs": 1, "return_token_ids": True}
+)
+
+
+def finish_at_length(messages: list[Message]) -> list[Message]:
+    for message in messages[-3:-1]:
+        message["choices"][0].update(finish_reason="length", stop_reason=None)
+    return messages
+
+
+BAD_REFERENCES: dict[str, Callable[[list[Message]], Any]] = {
+    "an error": lambda m: m.insert(9, {"error": {"message": "no"}}),
+    "no tokens": lambda m: m.__delitem__(slice(0, -1)),
+    "a token less than the usage tells": lambda m: m.__delitem__(slice(0, 2)),
+    "one choice instead of two": lambda m: m.__delitem__(slice(0, -1, 2)),
+    "no logprobs": lambda m: [x["choices"][0].update(logprobs=None) for x in m[:-1]],
+    "no usage": lambda m: m.pop(),
+    "no token ids": lambda m: [x["choices"][0].update(token_ids=[]) for x in m[:-1]],
+    "ended by the engine": lambda m: m[-2]["choices"][0].update(finish_reason="abort"),
+    "shorter than it says": lambda m: m.__setitem__(slice(0, None), [*m[4:-1], usage(36)]),
+}
+
+
+@pytest.mark.parametrize("bug", BAD_REFERENCES)
+def test_golden_run_that_is_wrong_itself_is_no_reference(bug: str) -> None:
+    messages = finish_at_length(stream(completion))
+    assert not reference_problems([REQUEST], [record(messages)])
+    BAD_REFERENCES[bug](messages)
+    assert reference_problems([REQUEST], [record(messages)])
 
 
 @pytest.mark.parametrize(
@@ -194,12 +375,13 @@ def test_no_two_events_have_the_same_id() -> None:
     golden = record(stream(completion))
     again = record(stream(completion))
     for number, event in enumerate(again.events):
-        again.events[number] = Event(event.time, event.data, f"0.{number}")
+        again.events[number] = Event(event.time, event.data, f"event-{number}")
     assert not check_stream(again, golden)
-    again.events[5] = Event(0.5, again.events[5].data, "0.4")
+    again.events[5] = Event(0.5, again.events[5].data, "event-4")
     assert [v.harm for v in check_stream(again, golden)] == [Harm.DUPLICATED]
 
 
 def test_unreadable_events_are_errors() -> None:
-    recording = Recording("s", 0.0, events=[Event(0.0, "{")])
-    assert History(recording).errors == ["unreadable event '{'"]
+    for text in ("{", "[]", "7", '{"choices":[{}]}', '{"choices":[7]}', '{"usage":[]}'):
+        recording = Recording("s", 0.0, events=[Event(0.0, text)])
+        assert History(recording).errors == [f"unreadable event {text!r}"]

@@ -10,7 +10,9 @@ from scripts.chaos.client import Declined, StreamClient
 from scripts.chaos.recording import End, Recording
 from scripts.chaos.workload import ChaosRequest
 
-REQUEST = ChaosRequest("one", "/v1/completions", {"prompt": "x", "stream": True})
+REQUEST = ChaosRequest(
+    "one", "/v1/completions", {"prompt": "x", "stream": True}, request_id="salt:one"
+)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 TIMEOUT_S = 10.0
 
@@ -28,12 +30,20 @@ EVENTS = [
 WHOLE = HEAD + chunk(b"".join(EVENTS)) + chunk(b"")
 
 
-def play(answers: list[bytes], run: Callable[[StreamClient], object]) -> Recording:
-    """Answer each connection with the next of `answers`, then close it."""
+def play(
+    answers: list[bytes],
+    run: Callable[[StreamClient], object],
+    *,
+    resumes: bool = False,
+    heads: list[str] | None = None,
+) -> Recording:
+    """Answer each connection with the next of `answers`, then close it; note what was asked."""
     left = list(answers)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        if heads is not None:
+            heads.append(head.decode().lower())
         writer.write(left.pop(0))
         await writer.drain()
         writer.close()
@@ -41,7 +51,8 @@ def play(answers: list[bytes], run: Callable[[StreamClient], object]) -> Recordi
     async def main() -> Recording:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await run(StreamClient(f"http://127.0.0.1:{port}"))  # type: ignore[misc]
+            client = StreamClient(f"http://127.0.0.1:{port}", resumes=resumes)
+            return await run(client)  # type: ignore[misc]
 
     return asyncio.run(main())
 
@@ -90,7 +101,83 @@ def test_client_leaves_after_as_many_events_as_it_was_told() -> None:
 def test_asked_to_come_again_it_comes_again() -> None:
     busy = b"HTTP/1.1 503 Busy\r\nRetry-After: 0\r\nContent-Length: 0\r\n\r\n"
     recording = record(busy, busy, WHOLE)
-    assert (recording.end, recording.num_deferred) == (End.DONE, 2)
+    assert (recording.end, recording.deferrals) == (End.DONE, [503, 503])
+
+
+def test_broken_stream_is_read_on_with_the_id_of_its_last_event() -> None:
+    """Its events come from both connections; that it broke is on record."""
+    heads: list[str] = []
+    begin, rest = HEAD + chunk(b"".join(EVENTS[:3])), HEAD + chunk(EVENTS[3]) + chunk(b"")
+
+    def run(client: StreamClient) -> object:
+        return client.record(REQUEST, time.monotonic() + TIMEOUT_S)
+
+    recording = play([b"", begin, rest], run, resumes=True, heads=heads)
+    assert recording.end is End.DONE
+    assert [event.data for event in recording.events] == ['{"a":1}', '{"b":2}', "[DONE]"]
+    assert len(recording.breaks) == 2
+    assert len(recording.openings) == 3
+    moments = [*zip(recording.openings, recording.breaks, strict=False), recording.openings[-1:]]
+    in_order = [moment for pair in moments for moment in pair]
+    assert in_order == sorted(in_order)
+    assert all("x-request-id: salt:one\r\n" in head for head in heads)
+    assert ["last-event-id: 7.1\r\n" in head for head in heads] == [False, False, True]
+
+
+def test_client_that_does_not_come_back_says_no_name() -> None:
+    heads: list[str] = []
+    end = play(
+        [HEAD + chunk(EVENTS[2])],
+        lambda client: client.record(REQUEST, time.monotonic() + TIMEOUT_S),
+        heads=heads,
+    ).end
+    assert end is End.CUT
+    assert not any("x-request-id" in head for head in heads)
+
+
+def test_what_is_unknown_when_its_client_comes_back_is_declined() -> None:
+    """And not asked for anew: that would hide a loss."""
+    unknown = b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno"
+
+    def run(client: StreamClient) -> object:
+        return client.record(REQUEST, time.monotonic() + TIMEOUT_S)
+
+    recording = play([HEAD + chunk(EVENTS[2]), unknown], run, resumes=True)
+    assert (recording.end, recording.status) == (End.DECLINED, 404)
+
+
+def test_events_after_the_end_are_on_record() -> None:
+    """In the same piece, in another, and half of one."""
+    more = b"".join(EVENTS[:1])
+    for late in (
+        chunk(EVENTS[3] + more) + chunk(b""),
+        chunk(EVENTS[3]) + chunk(more) + chunk(b""),
+        chunk(EVENTS[3] + more[:-2]) + chunk(b""),
+    ):
+        recording = record(HEAD + late)
+        assert recording.end is End.DONE
+        assert [event.data for event in recording.events] == ["[DONE]", '{"a":1}']
+        assert not recording.problem
+
+
+def test_answer_without_its_end_says_so() -> None:
+    recording = record(HEAD + chunk(EVENTS[3]))
+    assert recording.end is End.DONE
+    assert "no end of the answer" in recording.problem
+
+
+@pytest.mark.parametrize("answer", [b"nonsense\r\n\r\n", HEAD + b"zz\r\n", b"HTTP/1.1 x\r\n"])
+def test_what_is_no_http_is_garbled(answer: bytes) -> None:
+    """Which no death explains."""
+    assert record(answer).end is End.GARBLED
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 2", HEAD[:40], HEAD + b"1"])
+def test_half_a_number_is_no_number(answer: bytes) -> None:
+    """Half of 200 is no other status, half of a size no other size."""
+    recording = record(answer)
+    assert recording.end is End.CUT
+    assert (recording.accepted_at is None) == (not answer.startswith(HEAD))
 
 
 def test_declined_requests_say_why() -> None:

@@ -12,10 +12,12 @@ import pytest
 from protocol import failpoints
 from scripts.chaos import processes, report
 from scripts.chaos.checker import Harm, Violation
-from scripts.chaos.faults import Cell, Fault, Phase, cells, place, places_again, plan
+from scripts.chaos.faults import Cell, Fault, Phase, cells, place, plan, sequel
 from scripts.chaos.injection import Kill
-from scripts.chaos.recording import Event, Recording
-from scripts.chaos.rounds import RoundResult, stall_s
+from scripts.chaos.recording import End, Event, Recording
+from scripts.chaos.rounds import RoundResult
+from scripts.chaos.stalls import detections_s, stall_s, wait_s
+from scripts.chaos.timing import phase_problem
 from scripts.chaos.workload import make_requests
 
 PAIRS = cells(Fault, Phase)
@@ -59,16 +61,41 @@ def test_plan_is_a_function_of_the_seed_and_holds_every_cell() -> None:
 
 @pytest.mark.parametrize(("fault", "phase"), PAIRS)
 def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phase) -> None:
-    """Nobody kills itself but a victim."""
+    """Nobody kills itself but a victim, or who is to become one."""
     for seed in range(20):
         cell = Cell(1, fault, phase, seed)
-        where = place(cell, random.Random(seed))
-        again = places_again(cell)
+        where, second = place(cell, random.Random(seed)), sequel(cell)
+        again = () if second is None else second.places
         for found in [*([] if where is None else [where]), *again]:
             assert found.failpoint in failpoints.FAILPOINTS
             role = found.failpoint.partition(".")[0]
-            assert not found.by_itself or role in fault.roles
-        assert bool(again) == (phase in (Phase.LOAD, Phase.RECOVERY))
+            is_born_there = (fault, found.failpoint) == (Fault.STANDBY, "worker.load")
+            assert not found.by_itself or role in fault.roles or is_born_there
+        assert (second is not None) == (phase in (Phase.LOAD, Phase.RECOVERY))
+        if (fault, phase) == (Fault.API, Phase.RECOVERY):
+            journaled = sequel(cell, has_journal=True)
+            assert journaled is not None
+            assert journaled.first == ("api",)
+        if second is not None:
+            assert set(second.first) <= {
+                *("worker", "core", "standby", "standby_core", "zygote", "api")
+            }
+
+
+def test_places_are_reached_with_any_number_of_streams() -> None:
+    """Half of the streams run, so no more than that many are accepted before some wait."""
+    for num_streams in (4, 8, 16, 32, 64):
+        for seed in range(50):
+            where = place(Cell(1, Fault.CORE, Phase.QUEUED, 1), random.Random(seed), num_streams)
+            assert where is not None
+            assert num_streams // 2 < where.hit <= num_streams
+
+
+def test_the_matrix_has_every_process_in_every_phase() -> None:
+    victims = ("worker", "core", "both", "standby", "standby_core", "zygote", "api", "supervisor")
+    phases = ("idle", "queued", "first_chunk", "middle_chunk", "decode", "flush", "abort")
+    phases = (*phases, "preemption", "load", "recovery", "thrice")
+    assert {(v, p) for v in victims for p in phases} <= set(PAIRS)
 
 
 def recording(*times: float) -> Recording:
@@ -88,6 +115,53 @@ def test_no_stall_without_an_event_before_and_after_a_kill() -> None:
     assert stall_s(recording(3.0, 4.0), [2.5]) is None
 
 
+def test_silence_that_begins_before_everybody_is_back_is_a_stall() -> None:
+    """However long after the kill."""
+    late = recording(0.0, 0.9, 1.1, 2.2, 60.0, 60.1)
+    assert stall_s(late, [1.0]) == pytest.approx(1.1)
+    assert stall_s(late, [1.0], 2.5) == pytest.approx(57.8)
+
+
+def test_wait_is_for_the_first_event_of_streams_that_had_not_begun() -> None:
+    assert wait_s(recording(3.0, 4.0), [1.0, 2.5]) == pytest.approx(0.5)
+    assert wait_s(recording(2.0, 4.0), [1.0, 2.5]) is None
+    assert wait_s(recording(), [2.5]) is None
+    assert wait_s(Recording("s", 2.6, events=[Event(3.0, "x")]), [2.5]) is None
+    assert wait_s(recording(3.0), []) is None
+
+
+def test_each_notice_is_of_one_death() -> None:
+    kills = [Kill(time, "core", 5, "outside") for time in (1.0, 1.001, 2.0, 3.0)]
+    found = detections_s(kills, [0.5, 1.01, 1.02, 2.5])
+    assert found == [pytest.approx(0.01), pytest.approx(0.019), pytest.approx(0.5), None]
+
+
+def stream(opened_at: float, *times: float, end: End = End.DONE) -> Recording:
+    ended_at = times[-1] if times else 9.0
+    events = [Event(time, "x") for time in times]
+    return Recording("s", opened_at, events=events, end=end, ended_at=ended_at)
+
+
+@pytest.mark.parametrize(
+    ("phase", "right", "wrong"),
+    [
+        (Phase.IDLE, stream(6.0, 7.0), stream(1.0, 7.0)),
+        (Phase.QUEUED, stream(1.0, 7.0), stream(1.0, 2.0, 7.0)),
+        (Phase.FIRST_CHUNK, stream(1.0, 7.0), stream(1.0, 4.0, 7.0)),
+        (Phase.MIDDLE_CHUNK, stream(1.0, 7.0), stream(1.0, 4.0, 7.0)),
+        (Phase.DECODE, stream(1.0, 4.0, 7.0), stream(1.0, 3.0, 4.0)),
+        (Phase.FLUSH, stream(1.0, 4.0, 7.0), stream(1.0, 6.0, 7.0)),
+        (Phase.ABORT, stream(1.0, 4.0, end=End.LEFT), stream(1.0, 4.0)),
+        (Phase.ABORT, stream(1.0, 4.0, end=End.LEFT), stream(1.0, 6.0, end=End.LEFT)),
+    ],
+)
+def test_a_kill_in_another_phase_is_told(phase: Phase, right: Recording, wrong: Recording) -> None:
+    """By what the streams had brought until then."""
+    assert phase_problem(phase, [5.0, 8.0], [right]) is None
+    assert phase_problem(phase, [5.0, 8.0], [wrong]) is not None
+    assert phase_problem(phase, [], [wrong]) is None
+
+
 def result(number: int, **more: object) -> RoundResult:
     kills = [Kill(1.0, "core", 5, "outside")]
     return RoundResult(number, "core", "decode", 3, kills=kills, num_streams=32, **more)  # type: ignore[arg-type]
@@ -98,14 +172,25 @@ def test_table_and_document() -> None:
     bad = [Violation(Harm.LOST, "greedy-1", "end"), Violation(Harm.LOST, "greedy-1", "no finish")]
     results = [result(1, stalls_s=[0.25, 0.5]), result(2, violations=bad)]
     lines = report.table(results).splitlines()
-    names = ["fault", "phase", "kills", "streams", "broken", "lost", "duplicated", "mismatched"]
-    assert lines[0].split() == [*names, "failed", "stall", "p50", "p99", "max"]
-    row = ["2", "64", "0", "1", "0", "0", "0", "0.500", "0.500", "0.500"]
+    names = ["fault", "phase", "kills", "streams", "broken", "resumed"]
+    harms = ["lost", "duplicated", "mismatched", "failed"]
+    assert lines[0].split() == [*names, *harms, "stall", "p50", "p99", "max"]
+    row = ["2", "64", "0", "0", "1", "0", "0", "0", "0.500", "0.500", "0.500"]
     assert lines[1].split() == ["core", "decode", *row]
     assert lines[2].split() == ["all", *row]
     assert "round 2 (core decode): lost greedy-1: end" in report.violations(results)
     document = json.loads(report.document(results, seed=3))
     assert (document["seed"], document["violations"], len(document["rounds"])) == (3, 2, 2)
+
+
+def test_figures_of_a_fault_are_of_kills_while_all_else_was_in_order() -> None:
+    kills = [Kill(1.0, "core", 5, "outside"), Kill(2.0, "core", 6, "outside")]
+    results = [result(1, stalls_s=[0.25]), result(2, stalls_s=[7.0]), result(3, stalls_s=[9.0])]
+    results[1].kills = kills
+    results[2].missed = "nobody was there to be killed"
+    (line,) = report.singles(results)
+    assert line.startswith("core, 1 kills")
+    assert "1 streams stalled 0.250 / 0.250 / 0.250 s" in line
 
 
 def test_table_is_in_reading_order_whatever_the_plan() -> None:
@@ -134,6 +219,8 @@ def test_processes_are_found_and_killed_from_outside() -> None:
         assert child.pid in processes.matching("marked-for-this-test")
         assert processes.living_with("CHAOS_MARK", str(os.getpid())) == {child.pid}
         assert processes.kill(child.pid) is not None
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert processes.kill(child.pid) is None, "who waits to be reaped is dead already"
     finally:
         child.kill()
         child.communicate(timeout=10.0)

@@ -24,7 +24,7 @@ def die(loop: CrashLoop, times: int, start: float = 0.0, step: float = 1.0) -> f
 
 
 def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
-    """The API is told once, with the time to the next start, and once when it is over."""
+    """The API is told now and again, with the time to the next start, and once that it is over."""
     loop, groups = make()
     now = die(loop, DEATHS_IN_WINDOW - 1)
     assert loop.news(now) == []
@@ -32,14 +32,38 @@ def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
     groups[Role.WORKER].resume_at = now + 3
     assert loop.news(now) == [Tell(groups[Role.API].processes[0].slot, Health(True, 4.0))]
     assert loop.news(now) == []
+    assert loop.standing(now + 1) == [Tell(groups[Role.API].processes[0].slot, Health(True, 3.0))]
     groups[Role.WORKER].processes[0].state = ProcessState.READY
     assert loop.news(now) == [Tell(groups[Role.API].processes[0].slot, Health(False))]
-    assert loop.news(now) == []
+    assert loop.news(now) == loop.standing(now) == []
+
+
+def serve_and_die(loop: CrashLoop, groups: dict[Role, Group], times: int, served_s: float) -> float:
+    """A minute of loading before each time of service; returns the time of the last death."""
+    now = 0.0
+    for _ in range(times):
+        for group in groups.values():
+            group.ready_since = now + 60.0
+        now += 60.0 + served_s
+        loop.death(Role.WORKER, DeathCause.EXCEPTION, now)
+    return now
+
+
+def test_time_in_which_nothing_was_served_does_not_count() -> None:
+    """What takes a minute to load and dies at once is a loop; what serves for a while is none."""
+    for served_s, is_loop in ((0.0, True), (1.0, True), (20.0, False)):
+        loop, groups = make(1.0)
+        now = serve_and_die(loop, groups, 20, served_s)
+        assert loop.health(now).is_degraded == is_loop
+        assert loop.is_over(now) == is_loop
+    never, _ = make()
+    now = die(never, DEATHS_IN_WINDOW, step=600.0)
+    assert never.health(now).is_degraded, "its loads fail"
 
 
 def test_slow_deaths_and_kills_from_outside_do_not_count() -> None:
-    (slow, _), (killed, _) = make(1.0), make(1.0)
-    now = die(slow, 20, step=WINDOW_S / 3)
+    (slow, groups), (killed, _) = make(1.0), make(1.0)
+    now = serve_and_die(slow, groups, 20, WINDOW_S / 3)
     for number in range(20):
         killed.death(Role.WORKER, DeathCause.KILLED, float(number))
         killed.death(Role.API, DeathCause.SIGNAL, float(number))
@@ -59,7 +83,29 @@ def test_it_is_given_up_only_where_that_was_asked_for() -> None:
 
 
 def test_a_quiet_time_begins_the_count_anew() -> None:
-    loop, _ = make(10.0)
+    loop, groups = make(10.0)
     die(loop, 5)
-    now = die(loop, 5, 5.0 + WINDOW_S + 1.0)
+    for group in groups.values():
+        group.ready_since = 5.0
+    now = die(loop, 5, 5.0 + WINDOW_S + 1.0, step=0.1)
     assert not loop.is_over(now)
+
+
+def test_time_served_before_a_planned_restart_counts() -> None:
+    """A death a day is no loop, even where the worker is restarted each night."""
+    loop, groups = make(give_up_after_s=600.0)
+    groups[Role.WORKER].processes[0].state = ProcessState.READY
+    now = 0.0
+    for _ in range(2 * DEATHS_IN_WINDOW):
+        serve(groups, now)
+        now += 86_400.0
+        loop.left(Role.WORKER, now)
+        serve(groups, now)
+        now += 10.0
+        loop.death(Role.WORKER, DeathCause.SIGNAL, now)
+        assert not loop.is_over(now)
+
+
+def serve(groups: dict[Role, Group], since: float) -> None:
+    for group in groups.values():
+        group.ready_since = since

@@ -48,7 +48,7 @@ def test_hanging_worker_is_suspected_then_killed_and_the_core_is_told() -> None:
     epoch, began = drill.living[WORKER], drill.now
     marks = mark(drill, WORKER, began)
     assert look(drill, marks, began + 1.99) == []
-    suspicion = Tell(CORE, Suspect(Role.WORKER, 0, epoch, True))
+    suspicion = Tell(CORE, Suspect(Role.WORKER, 0, epoch, 1.5 * LIMIT_S + 1.0))
     assert look(drill, marks, began + 2.01) == [DumpStacks(WORKER), suspicion]
     assert look(drill, marks, began + 3.99) == []
     assert look(drill, marks, began + 4.01) == [Kill(WORKER)]
@@ -62,7 +62,7 @@ def test_worker_that_goes_on_gets_work_again() -> None:
     drill = Drill().all_ready()
     epoch, began = drill.living[WORKER], drill.now
     look(drill, mark(drill, WORKER, began), began + 3.0)
-    cleared = Tell(CORE, Suspect(Role.WORKER, 0, epoch, False))
+    cleared = Tell(CORE, Suspect(Role.WORKER, 0, epoch, 0.0))
     assert look(drill, mark(drill, WORKER, began + 3.0), began + 3.1) == [cleared]
     assert look(drill, mark(drill, WORKER, began + 3.0), began + 4.9) == []
     assert WORKER not in drill.doomed
@@ -78,6 +78,19 @@ def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
     assert drill.words == [LeaveWord(CORE, epoch, DeathCause.DEADLINE, None)]
 
 
+def test_hanging_api_is_killed_even_while_it_leaves() -> None:
+    """Nobody else is told: it computes nothing."""
+    drill = Drill().all_ready()
+    marks = mark(drill, API, drill.now, step_id=None)
+    assert look(drill, marks, drill.now + 5.0) == [DumpStacks(API), Kill(API)]
+    drill = Drill().all_ready()
+    drill.take(drill.supervision.on_restart(Role.API, drill.now)[1])
+    leaving = Slot(Role.API, 1)
+    drill.say(leaving, Ready())
+    marks = mark(drill, leaving, drill.now, step_id=None)
+    assert look(drill, marks, drill.now + 5.0) == [DumpStacks(leaving), Kill(leaving)]
+
+
 def test_marks_of_the_dead_say_nothing() -> None:
     """A successor writes the same page; until it does, its predecessor's mark stays there."""
     drill = Drill().all_ready()
@@ -87,7 +100,7 @@ def test_marks_of_the_dead_say_nothing() -> None:
 
 
 def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
-    """Both die: the successor hears of the worker's death when it is ready, and once."""
+    """Both die: for five seconds a successor hears of the worker's death when it is ready."""
     drill = Drill().all_ready()
     epoch = drill.living[WORKER]
     drill.die(CORE)
@@ -98,7 +111,7 @@ def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
     assert drill.told_deaths == told
     drill.say(WORKER, Ready())
     drill.die(CORE)
-    drill.wait(2.0)
+    drill.wait(6.0)
     drill.say(CORE, Ready())
     assert drill.told_deaths == told
 

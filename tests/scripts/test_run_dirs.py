@@ -93,6 +93,17 @@ def test_entries_that_vanish_while_the_register_is_read_are_skipped(
     held.close(is_abandoned=False)
 
 
+def test_successor_in_the_same_directory_is_listed_once(base: Path) -> None:
+    """Its predecessor was killed, and its entry names a directory that is held again."""
+    register_dir(base).mkdir(mode=0o700)
+    (register_dir(base) / "given-1").symlink_to(base / "run")
+    held = RunDir(str(base / "run"))
+    held.register()
+    assert live_run_dirs() == [held.path]
+    held.close(is_abandoned=False)
+    assert not list(register_dir(base).iterdir())
+
+
 def test_second_holder_is_refused_and_a_look_disturbs_nobody(base: Path) -> None:
     """Looking takes the lock for a moment; whoever wants to hold it waits that long."""
     path = str(base / "held")

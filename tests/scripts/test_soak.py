@@ -3,15 +3,19 @@
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
 
 from protocol.core_worker import ModelFacts
 from scripts.soak.census import ProcessReading, Reading
+from scripts.soak.clients import Lost, Place, SoakClient, read_reply
 from scripts.soak.http_connection import ConnectionBroken, HttpConnection, Reply
+from scripts.soak.killing import ROLES, draw_blows
 from scripts.soak.report import Tally, broken_bounds, counts_of, lives_of, theil_sen
 from scripts.soak.requests import SoakRequest, Way, Workload, problem_of
 
@@ -105,6 +109,93 @@ def test_wrong_answers_are_found() -> None:
     assert leaving.way is Way.LEAVE
     assert problem_of(workload, leaving, workload.expected(leaving, 3), None) is None
     assert problem_of(workload, leaving, [3, 3, 3], None) is not None
+    few = workload.expected(leaving, 3)
+    assert problem_of(workload, leaving, few, "length") is not None, "it says that this is all"
+
+
+def chunk(token_id: int, finish_reason: str | None = None) -> bytes:
+    choice = {"token_ids": [token_id], "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM = chunk(5) + chunk(6, "length") + DONE
+
+
+def test_streams_are_read_to_one_end() -> None:
+    """Also those of clients that mean to leave, unless they have left."""
+    leaving = SoakRequest(0, Way.LEAVE, [5], 512, 9)
+    for request in (leaving, SoakRequest(0, Way.STREAM, [5], 2, 0)):
+        assert read_reply(request, Reply(200, STREAM)) == ([5, 6], "length")
+        for wrong in (
+            chunk(5) + chunk(6),
+            STREAM + DONE,
+            chunk(5) + DONE + chunk(6),
+            chunk(5, "length") + chunk(6) + DONE,
+            b"",
+        ):
+            with pytest.raises(Lost):
+                read_reply(request, Reply(200, wrong))
+    assert read_reply(leaving, Reply(200, chunk(5), has_left=True)) == ([5], None)
+
+
+def test_usage_counts_the_tokens() -> None:
+    request = SoakRequest(0, Way.WHOLE, [5], 2, 0)
+    choice = {"token_ids": [5, 6], "finish_reason": "length"}
+    for usage in ({"completion_tokens": 2}, {"completion_tokens": 1}, None):
+        body = json.dumps({"choices": [choice], "usage": usage}).encode()
+        if usage == {"completion_tokens": 2}:
+            assert read_reply(request, Reply(200, body)) == ([5, 6], "length")
+        else:
+            with pytest.raises(Lost):
+                read_reply(request, Reply(200, body))
+
+
+@pytest.mark.parametrize(("pause_s", "is_lost"), [(0.0, False), (0.7, True)])
+def test_only_a_race_with_an_idle_connection_is_sent_again(pause_s: float, is_lost: bool) -> None:
+    """A kept connection that is closed later was closed instead of an answer."""
+    workload, tally = Workload(1, FACTS, frozenset(), 0.0), Tally()
+
+    def answer(body: bytes) -> bytes:
+        asked = json.loads(body)
+        request = SoakRequest(0, Way.WHOLE, asked["prompt"], asked["max_tokens"], 0)
+        token_ids = workload.expected(request, request.max_tokens)
+        choice = {"token_ids": token_ids, "finish_reason": "length"}
+        usage = {"completion_tokens": len(token_ids)}
+        data = json.dumps({"choices": [choice], "usage": usage}).encode()
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for is_first in (True, False):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            body = await reader.readexactly(length)
+            if is_first:
+                writer.write(answer(body))
+            else:
+                await asyncio.sleep(pause_s)
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            place = Place(*server.sockets[0].getsockname(), "null", None)  # type: ignore[arg-type]
+            client = SoakClient(place, workload, tally, array("f", [0.0] * 50))
+            wholes = (n for n in range(50) if workload.request(n).way is Way.WHOLE)
+            await client.send(next(wholes))
+            await client.send(next(wholes))
+            await client.close()
+
+    asyncio.run(main())
+    assert (tally.num_lost, tally.num_repeated) == ((1, 0) if is_lost else (0, 1))
+    assert tally.num_right == 2 - is_lost
+
+
+def test_blows_hit_the_roles_in_turn() -> None:
+    blows = draw_blows(random.Random(1), 10, 90, 5, 4)
+    assert [blow.point for blow in blows] == sorted(blow.point for blow in blows)
+    for number, count in ((signal.SIGKILL, 5), (signal.SIGSTOP, 4)):
+        roles = [blow.role for blow in blows if blow.number is number]
+        assert roles == [ROLES[i % len(ROLES)] for i in range(count)]
 
 
 def test_requests_depend_on_seed_and_number_only() -> None:
@@ -177,13 +268,18 @@ def test_client_leaves_in_the_middle() -> None:
     (reply,) = exchange([[CHUNKED[:66], CHUNKED[66:]]], leave_after=1)
     assert isinstance(reply, Reply)
     assert reply.body.startswith(b"data: 1\n\n")
+    assert reply.has_left
+    (whole,) = exchange([[CHUNKED]], leave_after=5)
+    assert isinstance(whole, Reply)
+    assert not whole.has_left, "it ended before the client could leave"
 
 
 def test_short_soak(tmp_path: Path) -> None:
     """Real processes, kills, disconnects: everything is right, and everything comes back."""
     report = tmp_path / "soak.json"
     command = [sys.executable, "-m", "scripts.soak", "--json", str(report), "--concurrency", "16"]
-    command += ["--requests", "500", "--kills", "3", "--disconnects", "20"]
+    command += ["--requests", "500", "--kills", "3", "--stops", "1"]
+    command += ["--disconnects", "20", "--", "--hang-timeout-s", "1"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
@@ -192,4 +288,5 @@ def test_short_soak(tmp_path: Path) -> None:
     tally = json.loads(report.read_text())["outcome"]["tally"]
     assert tally["num_right"] == tally["num_ended"] == 500
     assert tally["num_kills"] == 3
+    assert len(tally["stops_s"]) == 1
     assert tally["num_left"] >= 15

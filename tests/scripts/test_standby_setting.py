@@ -51,6 +51,6 @@ def test_only_engines_with_a_standby_have_a_zygote() -> None:
     """The zygote comes first, for the worker waits for it."""
     with_standby = complete(configure(model="demo", device="cpu"))
     roles = [str(role) for role in num_ranks(with_standby, has_api=True)]
-    assert roles == ["zygote", "worker", "standby", "core", "api"]
-    without = complete(configure(model="null"))
+    assert roles == ["zygote", "worker", "standby", "core", "standby_core", "api"]
+    without = complete(configure(model="null", standby_cores=0))
     assert [str(role) for role in num_ranks(without, has_api=False)] == ["worker", "core"]

@@ -7,9 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import RecoveryConfig
-from protocol.lifecycle import Drain, Drained, Fatal, ProcessState, Progress, Ready, Role, Stop
+from protocol.lifecycle import (
+    REPEAT_S,
+    DeathCause,
+    Drain,
+    Drained,
+    Fatal,
+    ProcessState,
+    Progress,
+    Ready,
+    Role,
+    Stop,
+    WorkerDied,
+)
+from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.ending import STOP_GRACE_S
 from scripts.supervisor.supervised import HEALTHY_S, Announce, Exit, Kill, Show, Slot, Start, Tell
-from scripts.supervisor.supervision import CRASH_LOOP_DEATHS, STOP_GRACE_S
+from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
 from tests.scripts.drill import API, CORE, WORKER, Drill
 
 
@@ -49,9 +63,7 @@ def test_pauses_double_up_to_the_limit_and_are_forgotten_when_healthy() -> None:
         started = drill.now
         while CORE not in drill.living:
             assert drill.state(CORE) is ProcessState.BACKOFF
-            due = drill.supervision.next_deadline()
-            assert due is not None
-            drill.wait(due - drill.now)
+            drill.wait(drill.supervision.next_deadline() - drill.now)
         pauses.append(drill.now - started)
         drill.say(CORE, Ready())
     assert pauses[0] == 0.0
@@ -97,7 +109,53 @@ def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
     assert drill.wait(100.0) == [], "killed once"
     assert drill.die(WORKER) == [Start(WORKER, 4)]
     drill.say(WORKER, Ready())
-    assert drill.supervision.next_deadline() is None
+    assert drill.wait(100.0) == []
+
+
+def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
+    """It was stopped, or the machine was: whoever starts has as much time left as before."""
+    drill = Drill()
+    drill.say(CORE, Ready())
+    drill.say(API, Ready())
+    assert drill.wait(8.0) == []
+    drill.now += 60.0
+    drill.supervision.on_turn(drill.now)
+    assert drill.take(drill.supervision.tick(drill.now)) == []
+    assert drill.wait(0.9) == [], "a second of the two that were left"
+    assert drill.wait(1.1) == [Kill(WORKER)]
+
+
+def test_a_supervisor_that_is_slow_all_the_time_still_has_deadlines() -> None:
+    drill = Drill()
+    drill.say(CORE, Ready())
+    drill.say(API, Ready())
+    for _ in range(20):
+        drill.now += 5.0
+        drill.supervision.on_turn(drill.now)
+        if Kill(WORKER) in drill.take(drill.supervision.tick(drill.now)):
+            return
+    raise AssertionError("nobody is ever late")
+
+
+def test_what_somebody_may_not_have_heard_is_said_again() -> None:
+    """The link may lose a word with its connection: who is to end is asked again, until it has."""
+    drill = Drill().all_ready()
+    core, worker = drill.living[CORE], drill.living[WORKER]
+    drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
+    death = (core, WorkerDied(0, worker, DeathCause.SIGNAL, 9))
+    drill.wait(20.0)
+    assert 1 < drill.said.count(death) < 5, "for some seconds"
+    api = drill.living[API]
+    drill.signal()
+    drill.wait(3 * REPEAT_S)
+    assert drill.said.count((api, Drain())) >= 3
+    drill.say(API, Drained())
+    drill.say(API, Drained())
+    drill.wait(3 * REPEAT_S)
+    assert drill.said.count((core, Drain())) >= 3
+    drill.say(CORE, Drained())
+    drill.wait(2.0)
+    assert drill.said.count((api, Stop())) >= 2
 
 
 def test_words_of_the_dead_change_nothing() -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+import zmq
 
 from protocol.child import Child
 from protocol.config import EngineConfig, ParallelConfig
@@ -20,6 +21,7 @@ from protocol.lifecycle import Role
 from protocol.settings import configure
 from scripts.supervisor import process_table
 from scripts.supervisor.console import Console
+from scripts.supervisor.pages import Pages
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.supervised import Slot
 from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
@@ -72,6 +74,25 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
     assert max(map(tries.count, ("worker_proc", "core_proc"))) >= CRASH_LOOP_DEATHS
 
 
+class StillChild:
+    """Something with a pidfd."""
+
+    def __init__(self, pidfd: int) -> None:
+        self.pidfd = pidfd
+
+
+def test_the_dead_are_found_where_they_are_by_then() -> None:
+    """The last words of one may move another, as when an API's successor is ready."""
+    pages = Pages([])
+    table = process_table.ProcessTable(CONFIG, zmq.Poller(), pages, None)
+    old, new, core = StillChild(3), StillChild(4), StillChild(5)
+    api, next_api = Slot(Role.API), Slot(Role.API, 1)
+    table._children = {api: old, next_api: new, Slot(Role.CORE): core}  # type: ignore[dict-item]
+    dead = table.dead({3: zmq.POLLIN, 5: zmq.POLLIN})
+    table.swap(api, next_api)
+    assert [table.slot_of(child) for child in dead] == [next_api, Slot(Role.CORE)]
+
+
 class MournedChild(Child):
     """Starts nobody before its predecessors are dead and reaped."""
 
@@ -92,7 +113,7 @@ def test_successor_is_started_when_its_predecessor_is_reaped(
     """Killed, stopped and hanging alike: a zombie could still send what nobody expects."""
     MournedChild.predecessors.clear()
     monkeypatch.setattr(process_table, "Child", MournedChild)
-    recovery = msgspec.structs.replace(CONFIG.recovery, hang_timeout_s=0.3)
+    recovery = msgspec.structs.replace(CONFIG.recovery, hang_timeout_s=0.3, standby_cores=0)
     config: EngineConfig = msgspec.structs.replace(
         CONFIG,
         run=msgspec.structs.replace(CONFIG.run, run_dir=run_dir.path),

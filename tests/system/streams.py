@@ -46,11 +46,15 @@ class Stream:
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(timeout_s)
-        self.socket.connect((address.hostname, address.port))
         data = json.dumps(body).encode()
         head = {"Host": "x", "Content-Length": str(len(data)), **(headers or {})}
         lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
-        self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        try:
+            self.socket.connect((address.hostname, address.port))
+            self.socket.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        except OSError:
+            self.socket.close()
+            raise
         self._received = b""
         self._events_data = b""
         self.status = 0

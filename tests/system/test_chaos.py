@@ -32,16 +32,38 @@ def failpoints(start_engine: EngineFactory, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_short_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten kills of everybody; the command says 0."""
-    status = main(["--kills", "10", "--seed", "1", "--streams", "16", "--phases", "decode,random"])
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[int]:
+    """The numbers of the table's last row, from a run that has found nothing."""
+    status = main(arguments)
     captured = capsys.readouterr()
     assert status == 0, captured.out + captured.err
     *_, table_end = [line for line in captured.out.splitlines() if line.startswith("all ")]
-    kills, streams, _, *harms = map(int, table_end.split()[1:8])
-    assert kills >= 10
-    assert streams >= 16 * 3
+    return [int(word) for word in table_end.split()[1:9]]
+
+
+def test_short_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Worker, core and supervisor die at any time; the command says 0."""
+    arguments = ("--matrix", "--faults", "worker,core,supervisor", "--phases", "random")
+    kills, streams, _, num_resumed, *harms = run(capsys, *arguments, "--streams", "12")
+    assert kills >= 3
+    assert streams >= 12 * 3
+    assert num_resumed == 0
     assert harms == [0, 0, 0, 0]
+
+
+def test_clients_read_on_after_the_death_of_the_api(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a journal no stream ends with its connection."""
+    arguments = ("--journal", "--faults", "api", "--phases", "decode", "--kills", "1")
+    kills, _, num_broken, num_resumed, *harms = run(capsys, *arguments, "--streams", "16")
+    assert kills >= 1
+    assert (num_broken, num_resumed > 0) == (0, True)
+    assert harms == [0, 0, 0, 0]
+
+
+def test_clients_that_come_back_too_late_have_lost_their_stream() -> None:
+    """The harness would see it: here the engine keeps requests for no time at all."""
+    arguments = ["--journal", "--faults", "api", "--phases", "decode", "--kills", "1"]
+    assert main([*arguments, "--streams", "8", "--", "--resume-window-s", "0.000001"]) == 1
 
 
 @pytest.mark.slow
@@ -70,7 +92,7 @@ def test_whole_engine_is_found_without_asking_it() -> None:
 
 def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Path) -> None:
     """By an engine under memory pressure whose client leaves."""
-    engine = start_engine(*PRESSURE)
+    engine = start_engine(*PRESSURE, "--standby-workers", "1")
     engine.ready()
     streams = [open_stream(engine, 300) for _ in range(4)]
 

@@ -19,8 +19,10 @@ from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
+from protocol.status import StatusLink
 from tests.system import long_steps
 from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.null_load import Stream
 from tests.system.test_embedding import collect, expected_tokens
 from tests.timing import any_of
 
@@ -190,6 +192,24 @@ def test_supervisor_that_was_stopped_kills_nobody(start_engine: EngineFactory) -
     assert {role: engine.pid(role) for role in pids} == pids
 
 
+def test_process_that_starts_waits_for_a_supervisor_that_stands_still(
+    start_engine: EngineFactory, armed: Path
+) -> None:
+    """It was stopped right after it had started it; the start fails for nothing of its own."""
+    engine = start_engine(*QUICK)
+    worker = engine.row(Role.WORKER)
+    assert worker.pid is not None
+    failpoints.arm(armed, "supervisor.after_start", "stop@1")
+    os.kill(worker.pid, signal.SIGKILL)
+    state = Path(f"/proc/{engine.process.pid}/stat")
+    eventually(lambda: state.read_text().split()[2] == "T", "it stands still")
+    time.sleep(5.5)  # longer than a start should wait in vain
+    engine.process.send_signal(signal.SIGCONT)
+    eventually(lambda: engine.row(Role.WORKER).epoch > worker.epoch, "the worker is replaced")
+    assert "no supervisor at" not in engine.log
+    assert engine.row(Role.WORKER).num_restarts == 1
+
+
 def test_long_steps_on_a_busy_machine_kill_nobody(start_engine: EngineFactory) -> None:
     """Each takes nine tenths of its time; `python -m tests.system.long_steps` does it at length."""
     outcome = long_steps.run(start_engine, steps=80, ranks=8, hogs=3, timeout_s=0.5)
@@ -218,3 +238,66 @@ def measure_detection(engine: Engine, armed: Path, num_kills: int) -> list[float
         delays.append(float(line.split()[0]) - killed_at)
         assert not is_alive(pid)
     return delays
+
+
+API = ("--null-step-ms", "2", "--api-hang-timeout-s", "0.5")
+
+
+def is_answered(engine: Engine) -> bool:
+    """Whether a request is answered; a connection may be the dead API's."""
+    stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=2).join()
+    return stream.error is None and len(stream.token_ids) == 2
+
+
+@pytest.mark.parametrize("way", ["SIGSTOP", "C code"])
+def test_api_whose_loop_stands_still_is_replaced(
+    start_engine: EngineFactory, armed: Path, way: str
+) -> None:
+    """The socket stays: requests that come meanwhile are answered by its successor."""
+    engine = start_engine(*API)
+    api = engine.row(Role.API)
+    assert api.pid is not None
+    assert is_answered(engine)
+    if way == "SIGSTOP":
+        os.kill(api.pid, signal.SIGSTOP)
+    else:
+        failpoints.arm(armed, "api.before_flush", "hold:60000@1")
+        Stream(engine.url(), model="null", prompt=[5], max_tokens=2)
+    begun = time.monotonic()
+    eventually(lambda: "api (turn) has shown no progress" in engine.log, "it is suspected")
+    waiting = Stream(engine.url(), model="null", prompt=[4], max_tokens=2)
+    eventually(lambda: engine.row(Role.API).epoch > api.epoch, "it is replaced", 10.0)
+    assert time.monotonic() - begun < 10.0
+    assert waiting.join().error is None
+    assert "api died of SIGKILL: it hung" in engine.log
+    if way == "C code":
+        assert "in reach" in engine.log, "its stacks are printed"
+
+
+def test_api_with_much_to_do_is_left_alone(start_engine: EngineFactory) -> None:
+    """Large bodies and many streams at once: the loop turns all the time."""
+    engine = start_engine(*API)
+    pid = engine.pid(Role.API)
+    streams = [
+        Stream(engine.url(), model="null", prompt=[7] * 8000, max_tokens=40) for _ in range(24)
+    ]
+    assert [stream.join().error for stream in streams] == [None] * len(streams)
+    assert "shown no progress" not in engine.log
+    assert engine.pid(Role.API) == pid
+
+
+def test_api_that_hangs_while_it_leaves_is_killed_in_time(start_engine: EngineFactory) -> None:
+    """Its page has changed places with it."""
+    engine = start_engine(*API)
+    stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=4000)
+    eventually(lambda: stream.token_ids, "it has begun")
+    old = engine.row(Role.API)
+    assert old.pid is not None
+    link = StatusLink(engine.run_dir)
+    assert link.restart(Role.API, 5.0) is not None
+    link.close()
+    eventually(lambda: engine.row(Role.API).epoch > old.epoch, "its successor serves")
+    os.kill(old.pid, signal.SIGSTOP)
+    eventually(lambda: not is_alive(old.pid or 0), "it is killed", 5.0)
+    assert "api 1 (turn) has shown no progress" in engine.log
+    assert is_answered(engine)

@@ -97,7 +97,8 @@ def test_host_killed_by_sigkill_takes_its_engine_along(start_engine: EngineFacto
         from protocol.launch import EngineProcesses
         from protocol.settings import configure
         engine = EngineProcesses.start(configure(model="null"), timeout_s=20)
-        print(engine.run_dir, *[row.pid for row in engine.status().processes], flush=True)
+        pids = [row.pid for row in engine.status().processes if row.pid is not None]
+        print(engine.run_dir, *pids, flush=True)
         sys.stdin.read()
     """
     with subprocess.Popen(
@@ -111,7 +112,7 @@ def test_host_killed_by_sigkill_takes_its_engine_along(start_engine: EngineFacto
     ) as host:
         assert host.stdout is not None
         run_dir, *children = host.stdout.readline().split()
-        assert len(children) == 3
+        assert len(children) >= 3
         host.kill()
     eventually(lambda: not any(is_alive(int(pid)) for pid in children), "all are gone", 2.0)
     assert not os.path.exists(run_dir)

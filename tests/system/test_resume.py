@@ -215,7 +215,11 @@ def check_features(streams: dict[str, Stream]) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("roles", [(Role.WORKER, Role.WORKER), (Role.CORE, Role.WORKER)], ids=str)
+@pytest.mark.parametrize(
+    "roles",
+    [(Role.WORKER, Role.WORKER), (Role.CORE, Role.WORKER)],
+    ids=["worker-worker", "core-worker"],
+)
 def test_killed_streams_equal_undisturbed_ones(
     roles: tuple[Role, Role],
     engine_and_undisturbed: tuple[Engine, dict[str, dict[str, Any]], dict[str, Stream]],

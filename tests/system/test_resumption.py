@@ -196,6 +196,51 @@ def test_ids_are_checked(shared: Engine) -> None:
     assert stream.events()[-1].data == "[DONE]"
 
 
+def test_a_stop_string_is_found_after_a_break_anywhere(shared: Engine) -> None:
+    """Also where text is held back that may become one."""
+    text = "".join(event.text for event in Stream(shared.url(), body()).events())
+    fields = body(stop=text[50:57])
+    headers = {"X-Request-Id": "stops"}
+    whole = Stream(shared.url(), fields, headers=headers).events()
+    assert "".join(event.text for event in whole) == text[: text.index(text[50:57])]
+    assert json.loads(whole[-2].data)["choices"][0]["stop_reason"] == text[50:57]
+    for number, event in enumerate(whole[:-1], start=1):
+        assert event.id is not None
+        rest = Stream(shared.url(), fields, headers=headers | {"Last-Event-ID": event.id}).events()
+        assert content(whole[:number] + rest) == content(whole), event.id
+
+
+def test_many_read_one_request_at_once(shared: Engine) -> None:
+    """From the beginning, from the middle, and whoever was first: each reads all of it."""
+    fields = body(n=2, seed=5, stream_options={"include_usage": True})
+    whole = content(Stream(shared.url(), fields).events())
+    headers = {"X-Request-Id": "shared"}
+    first = Stream(shared.url(), fields, headers=headers)
+    begun = [event for event in (first.next() for _ in range(9)) if event is not None]
+    last = begun[-1].id
+    assert last is not None
+    num_before = metric(shared, "http_requests_open")
+    others = [
+        Stream(shared.url(), fields, headers=headers | rest)
+        for rest in ({}, {"Last-Event-ID": last}, {"Last-Event-ID": last}, {})
+    ]
+    eventually(lambda: metric(shared, "http_requests_open") == num_before + 4, "all are there")
+    others.pop().reset()
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(Stream.events, [first, *others]))
+    assert content(begun + told[0]) == whole
+    assert content(told[1]) == whole
+    assert all(content(begun + events) == whole for events in told[2:])
+
+
+def test_a_synced_journal_tells_the_same(start_engine: EngineFactory, tmp_path: Path) -> None:
+    engine = start_engine("--journal-dir", str(tmp_path / "j"), "--journal-sync")
+    fields = body(temperature=1.0)
+    whole = Stream(engine.url(), fields).events()
+    pieces = read_in_pieces(engine, fields, "synced", [10], "/v1/completions", kill="api")
+    assert content(pieces) == content(whole)
+
+
 def test_nobody_comes_back(start_engine: EngineFactory, tmp_path: Path) -> None:
     """The request runs on for a bounded time; afterwards its id is free, also after a restart."""
     engine = start_engine("--journal-dir", str(tmp_path / "j"), "--resume-window-s", "1")
@@ -234,8 +279,12 @@ def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> N
         while not events or events[-1].data != "[DONE]":
             try:
                 stream = Stream(url, fields[number % len(fields)], headers=headers)
-                status = stream.read_head()
             except OSError:  # it died before the first byte: nothing was promised
+                continue
+            try:
+                status = stream.read_head()
+            except OSError:
+                stream.close()
                 continue
             assert status == 200, stream.body()
             for event in stream.events():
@@ -256,14 +305,14 @@ def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> N
 
 
 def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> None:
-    """Ids are told nevertheless, and a repeated id is just another request."""
+    """Ids are told nevertheless; a repeated id is just another request, unless it wants a rest."""
     headers = {"X-Request-Id": "x"}
     first = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
     assert [event.id for event in first][-2:] == ["x.4", None]
-    again = headers | {"Last-Event-ID": "x.2"}
-    assert content(Stream(engine.url(), body(max_tokens=4), headers=again).events()) == content(
-        first
-    )
+    again = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
+    assert content(again) == content(first)
+    rest = Stream(engine.url(), body(), headers=headers | {"Last-Event-ID": "x.2"})
+    assert error_of(rest) == (404, "request_not_found")
     assert engine.get("/readyz")["journal"] == "off"
 
 
@@ -271,7 +320,7 @@ def test_a_full_disk_costs_the_journal_and_nothing_else(shared: Engine) -> None:
     """Requests go on in memory; when there is room again, they are in the journal again."""
     engine = shared
     assert engine.get("/readyz")["journal"] == "writing"
-    fields = body(max_tokens=1200)
+    fields = body(max_tokens=400)
     stream = Stream(engine.url(), fields, headers={"X-Request-Id": "full"})
     events = [stream.next() for _ in range(5)]
     api = engine.pid(Role.API)

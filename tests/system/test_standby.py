@@ -232,6 +232,7 @@ def test_engine_without_standby_starts_no_zygote(start_engine: EngineFactory) ->
         Role.SUPERVISOR,
         Role.WORKER,
         Role.CORE,
+        Role.STANDBY_CORE,
     }
 
 

@@ -166,6 +166,19 @@ def test_a_request_comes_back_from_the_host() -> None:
         runner.execute(step(3, 9, [two_tables(2, [20, 1], [21, 22])], counts={2: 8}))
 
 
+def test_who_comes_back_from_the_host_shares_its_blocks_with_whoever_comes_along() -> None:
+    """The second finds in the prefix cache what the first brings back and fills in this step."""
+    runner = NullRunner(msgspec.structs.replace(facts(block_size=8), num_host_blocks=1))
+    tokens = pack_token_ids(range(10, 19))
+    first = NewRequestData(1, tokens, 9, PARAMS, [[3]], 0, 0)
+    runner.execute(step(0, 7, [first], counts={1: 7}))
+    runner.execute(swapping(step(1, 0, preempted=[1]), BlockCopies([3], [0])))
+    back = NewRequestData(1, tokens, 9, PARAMS, [[4, 5]], 7, 7)
+    other = NewRequestData(2, tokens, 9, PARAMS, [[4, 6]], 8, 8)
+    sent = step(2, 3, [back, other], counts={1: 2, 2: 1})
+    runner.execute(swapping(sent, into=BlockCopies([4], [0])))
+
+
 def test_swap_in_fills_blocks_of_those_who_arrive_with_what_was_copied_out() -> None:
     arriving = two_tables(2, [5, 6], [7, 8])
     for block_id, host_id, message in (

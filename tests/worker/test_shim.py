@@ -21,7 +21,7 @@ from protocol.core_worker import (
     WorkerToCore,
     decode_from_worker,
 )
-from protocol.lifecycle import Drain, Role, Stop
+from protocol.lifecycle import Role, Stop
 from protocol.message import ProtocolError, encode
 from tests.played_child import PlayedChild
 from worker_proc import loop
@@ -230,6 +230,26 @@ def test_nothing_more_is_said_to_a_core_that_has_adopted(bench: Bench) -> None:
     assert len(bench.hellos) == num_hellos
 
 
+def test_a_core_that_is_silent_is_asked_again_and_one_that_beats_is_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have forgotten its worker, with the Hello that would have told it better."""
+    monkeypatch.setattr(loop, "SILENCE_S", 0.2)
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: bench.replies)
+    num_hellos, began = len(bench.hellos), time.monotonic()
+    while time.monotonic() - began < 0.6:
+        bench.core.beat()
+        assert bench.loop.turn(5)
+    assert len(bench.hellos) == num_hellos
+    bench.until(lambda: len(bench.hellos) > num_hellos)
+    bench.send(10, Adopt(1))
+    bench.send(10, step(1))
+    bench.until(lambda: len(bench.replies) == 2)
+
+
 def test_the_next_core_is_greeted_and_adopts_under_any_epoch(bench: Bench) -> None:
     bench.until(lambda: bench.hellos)
     bench.send(20, Adopt(0))
@@ -265,11 +285,7 @@ def test_what_a_core_says_and_nobody_can_read_ends_the_loop(bench: Bench) -> Non
         bench.until(lambda: False)
 
 
-def test_a_worker_is_drained_at_once_and_stops_when_told(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_stops_when_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gc.freeze", lambda: None)
-    bench.child.inbox.append(Drain())
-    bench.until(lambda: bench.child.num_drained)
     bench.child.inbox.append(Stop())
     bench.loop.run()

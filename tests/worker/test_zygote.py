@@ -22,6 +22,7 @@ from protocol.forked_child import ForkedChild, ForkServer, reap_strangers
 from protocol.lifecycle import Fatal, Hello, Ready, Stop, decode_to_supervisor
 from protocol.message import encode
 from protocol.prctl import set_subreaper
+from protocol.progress_page import ProgressPage
 from protocol.settings import configure
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 from tests.system.conftest import ROOT, eventually, is_alive
@@ -46,7 +47,10 @@ class Nursery:
         self.link = RouterChannel(
             self.context, lifecycle_address(run_dir), HighWaterMark.LIFECYCLE_LINK
         )
-        self.server = ForkServer(self.config, epoch=1)
+        self.older_children = frozenset(children())  # as multiprocessing's resource tracker
+        self._page, page_fd = ProgressPage.create("zygote-of-test")
+        self.server = ForkServer(self.config, epoch=1, progress_fd=page_fd)
+        os.close(page_fd)
         self.heard: list[tuple[bytes, int, object]] = []
         self.said: list[object] = []
 
@@ -90,6 +94,7 @@ class Nursery:
         """End the zygote."""
         self.server.child.stop(1.0)
         self.server.close()
+        self._page.close()
         self.link.close()
         self.context.term()
 
@@ -107,12 +112,13 @@ def nursery(run_dir: str) -> Iterator[Nursery]:
     """A zygote of the null worker that is ready; this process reaps its workers."""
     set_subreaper(True)
     started = Nursery(run_dir)
+    known = started.older_children
     try:
         started.await_zygote(Ready)
         yield started
     finally:
         started.close()
-        eventually(lambda: (reap_strangers(frozenset()), not children())[1], "no child is left")
+        eventually(lambda: (reap_strangers(known), known >= set(children()))[1], "no child is left")
         set_subreaper(False)
 
 
@@ -133,10 +139,27 @@ def ends(child: ForkedChild, status: int) -> None:
     child.close()
 
 
+def test_a_forked_worker_holds_nothing_of_the_zygotes_own(nursery: Nursery) -> None:
+    """Neither its page, in which it would be taken for the zygote, nor its pipe, nor its link."""
+    worker = nursery.fork(2)
+
+    def open_files(pid: int) -> set[str]:
+        return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+    output = {os.readlink("/proc/self/fd/1"), os.readlink("/proc/self/fd/2"), os.devnull}
+    own = open_files(nursery.server.child.pid) - output
+    assert len(own) == 3, own
+    assert not own & open_files(worker.pid)
+    assert "zygote-of-test" in Path(f"/proc/{nursery.server.child.pid}/maps").read_text()
+    assert "zygote-of-test" not in Path(f"/proc/{worker.pid}/maps").read_text()
+    worker.stop(5.0)
+
+
 def test_forked_worker_is_a_child_like_any_other(nursery: Nursery) -> None:
     """It reports with its epoch, obeys Stop, and its death by a signal is seen."""
     workers = [nursery.fork(epoch) for epoch in (5, 6)]
-    assert set(children()) == {nursery.server.child.pid, *(worker.pid for worker in workers)}
+    ours = set(children()) - nursery.older_children
+    assert ours == {nursery.server.child.pid, *(worker.pid for worker in workers)}
     assert nursery.hear(Hello, 5).pid == workers[0].pid
     assert os.getsid(workers[0].pid) == workers[0].pid
     nursery.link.send(nursery.peer(5), 5, encode(Stop()))
@@ -173,9 +196,11 @@ def test_worker_that_was_given_up_ends_and_is_reaped(nursery: Nursery) -> None:
     forked = nursery.await_zygote(Forked)
     assert nursery.server.disown(2)
     assert not nursery.server.disown(2)
-    eventually(lambda: not is_alive(forked.pid), "it ends")
-    reap_strangers(frozenset({nursery.server.child.pid}))
-    assert not Path(f"/proc/{forked.pid}").exists()
+    known = frozenset({nursery.server.child.pid})
+    # Not before its last thread has ended, which is later than its first one.
+    eventually(
+        lambda: (reap_strangers(known), not Path(f"/proc/{forked.pid}").exists())[1], "it is reaped"
+    )
 
 
 def test_known_dead_are_left_to_their_owners(nursery: Nursery) -> None:

@@ -1,0 +1,44 @@
+"""The directory in which an engine's sockets are: whoever may enter it may say anything to them.
+
+Its mode is the only gate: processes of the same user are trusted, and nobody else comes in.
+"""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from protocol.channel import lifecycle_address
+
+MAX_IPC_PATH_BYTES = 107
+"""The kernel's limit on the path of a socket file."""
+
+
+def make_run_dir(path: str | None) -> str:
+    """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
+
+    Args:
+        path: the directory; None for a new one under `$XDG_RUNTIME_DIR` or the temporary directory.
+
+    Raises:
+        ValueError: the directory cannot be used; the text says why.
+    """
+    if path is None:
+        base = os.environ.get("XDG_RUNTIME_DIR")
+        path = tempfile.mkdtemp(
+            prefix="troika-", dir=base if base and os.path.isdir(base) else None
+        )
+    path = os.path.abspath(path)
+    longest = len(os.fsencode(lifecycle_address(path).removeprefix("ipc://")))
+    if longest > MAX_IPC_PATH_BYTES:
+        raise ValueError(
+            f"run_dir {path} is too long: socket paths of {longest} bytes exceed the system's "
+            f"{MAX_IPC_PATH_BYTES}"
+        )
+    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+        raise ValueError(f"run_dir {path} must be a directory of this user, and no link")
+    if info.st_mode & 0o077:
+        raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
+    return path

@@ -1,0 +1,88 @@
+"""A child's end of the lifecycle link: its words to the supervisor, and the commands it gets.
+
+A frame may be lost with its connection, and nobody sends it again. So what holds is said again and
+again, by both ends: a child that is ready says so, and one that has nothing left to do.
+"""
+
+import logging
+import time
+
+from protocol.channel import DealerChannel
+from protocol.lifecycle import (
+    REPEAT_S,
+    Command,
+    Drained,
+    Ready,
+    RestartQuery,
+    RestartReply,
+    StatusReply,
+    ToSupervisor,
+    decode_from_supervisor,
+)
+from protocol.message import encode
+
+_READ_LIMIT = 16
+
+log = logging.getLogger("troika.lifecycle")
+
+
+class SupervisorLink:
+    """One incarnation's; its owner closes the channel."""
+
+    def __init__(self, channel: DealerChannel, epoch: int) -> None:
+        self._channel = channel
+        self._epoch = epoch
+        self.num_fenced_frames = 0
+        """Commands to another incarnation, dropped."""
+        self._holds: Ready | Drained | None = None
+        self._wish: RestartQuery | None = None
+        self._repeat_at = 0.0
+
+    def say(self, message: ToSupervisor) -> bool:
+        """Say something once; False where there is no connection just now."""
+        return self._channel.send(self._epoch, encode(message))
+
+    def hold(self, message: Ready | Drained) -> None:
+        """Say what is so from here on."""
+        self._holds = message
+        self._say_what_holds()
+
+    def ask_for_restart(self, wish: RestartQuery) -> None:
+        """Ask to be replaced, until there is an answer."""
+        self._wish = wish
+        self._say_what_holds()
+
+    def promoted(self, epoch: int) -> None:
+        """Nothing that was said before holds under the new epoch."""
+        self._epoch = epoch
+        self._holds = None
+
+    def repeat(self) -> None:
+        """Say again what holds, if it is time."""
+        if time.monotonic() >= self._repeat_at:
+            self._say_what_holds()
+
+    def read(self) -> list[Command]:
+        """Commands that have arrived, a bounded number. To be called at least every `REPEAT_S`."""
+        self.repeat()
+        commands: list[Command] = []
+        for received in self._channel.drain(_READ_LIMIT):
+            message = decode_from_supervisor(received.body)
+            if isinstance(message, RestartReply):
+                self._on_reply(message)
+            elif received.header.epoch != self._epoch:
+                self.num_fenced_frames += 1
+            elif not isinstance(message, StatusReply):
+                commands.append(message)
+        return commands
+
+    def _on_reply(self, reply: RestartReply) -> None:
+        if self._wish is not None and not reply.accepted:
+            log.info("a restart was refused: %s", reply.reason)
+        self._wish = None
+
+    def _say_what_holds(self) -> None:
+        self._repeat_at = time.monotonic() + REPEAT_S
+        for message in (self._holds, self._wish):
+            if message is not None:
+                self.say(message)

@@ -1,0 +1,70 @@
+"""Is the golden run fit to be compared with? A reference that is wrong itself would hide losses."""
+
+from collections.abc import Iterator, Sequence
+
+from scripts.chaos.checker import check_stream
+from scripts.chaos.history import Choice, History
+from scripts.chaos.recording import End, Recording
+from scripts.chaos.workload import Body, ChaosRequest
+
+_BAD_FINISHES = ("abort", "error")
+
+
+def reference_problems(requests: Sequence[ChaosRequest], golden: Sequence[Recording]) -> list[str]:
+    """What is wrong with a golden run, one line for each stream; nothing, if it is as it should be.
+
+    Its streams must have ended well, hold as many choices, tokens and logprobs as were asked for,
+    and say so in their usage.
+    """
+    found = []
+    for request, recording in zip(requests, golden, strict=True):
+        problem = next(_problems(request.body, recording), None)
+        if problem is not None:
+            found.append(f"golden run: {request.name} {problem}")
+    return found
+
+
+def _problems(body: Body, recording: Recording) -> Iterator[str]:
+    if recording.end is not End.DONE:
+        yield f"{recording.end}: {recording.problem}"
+        return
+    for violation in check_stream(recording, recording):
+        yield violation.detail
+    history = History(recording)
+    if history.misplaced is not None:
+        yield history.misplaced
+    if len(history.answer_ids) > 1:
+        yield f"events of several answers: {history.answer_ids}"
+    if sorted(history.choices) != list(range(body.get("n", 1))):
+        yield f"choices {sorted(history.choices)}"
+    for index, choice in sorted(history.choices.items()):
+        yield from (f"choice {index}: {text}" for text in _problems_of_choice(body, choice))
+    yield from _problems_of_usage(body, history)
+
+
+def _problems_of_choice(body: Body, choice: Choice) -> Iterator[str]:
+    num_tokens = len(choice.token_ids)
+    if any(reason in _BAD_FINISHES for reason, _ in choice.finishes):
+        yield f"finish {choice.finishes}"
+    if body.get("return_token_ids") and not num_tokens:
+        yield "no token ids"
+    has_logprobs = body.get("logprobs") not in (None, False)
+    if num_tokens and has_logprobs and len(choice.logprobs) != num_tokens:
+        yield f"{len(choice.logprobs)} logprobs of {num_tokens} tokens"
+    if not has_logprobs and choice.logprobs:
+        yield "logprobs that nobody has asked for"
+
+
+def _problems_of_usage(body: Body, history: History) -> Iterator[str]:
+    if len(history.usages) != 1:
+        yield f"usage {history.usages}"
+        return
+    told = history.usages[0].get("completion_tokens")
+    come = sum(len(choice.token_ids) for choice in history.choices.values())
+    if come and told != come:
+        yield f"usage tells {told} tokens, {come} have come"
+    if history.places and sum(history.places) != told:
+        yield f"usage tells {told} tokens, the last id {history.places}"
+    are_full = all(c.finishes[0][0] == "length" for c in history.choices.values())
+    if are_full and told != body["max_tokens"] * len(history.choices):
+        yield f"usage tells {told} tokens, though all choices have their full length"

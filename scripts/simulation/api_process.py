@@ -1,0 +1,148 @@
+"""The API process with a journal: real sessions between HTTP connections and the engine's client.
+
+What is left out is HTTP itself and text: connections here carry tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from api_proc.bodies import SamplingBody
+from api_proc.errors import ApiError
+from api_proc.event_ids import parse_event_id
+from api_proc.history import HistoryReader
+from api_proc.sequence import Prompt
+from api_proc.sessions import Reread, Session, Sessions
+from protocol.api_core import AddRequest
+from protocol.errors import RequestFailed
+from scripts.simulation.client_process import ClientProcess
+from scripts.simulation.http_clients import Connection, Internet
+from scripts.simulation.oracle import Oracle
+from scripts.simulation.plan import RequestPlan
+from scripts.simulation.stand_ins import SimulatedChild
+from scripts.simulation.wire import Wire
+from scripts.simulation.world import Process
+
+PATH = "/v1/completions"
+_COMMIT_TIMEOUT_S = 0.25
+_UNAVAILABLE = 503
+
+
+@dataclass
+class _Body:
+    """As much of a body as sessions look at."""
+
+    priority: int
+    cache_salt: str
+    user: str = ""
+    stream: bool = True
+
+
+class ApiProcess(ClientProcess):
+    """Serves connections; requests outlive it in its journal."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        name: str,
+        oracle: Oracle,
+        connect: Callable[[Process], SimulatedChild],
+        *,
+        start_s: float,
+        internet: Internet,
+        plans: list[RequestPlan],
+    ) -> None:
+        """Take the place of whoever served before; `plans` are all requests of the run."""
+        super().__init__(wire, name, [], oracle, connect, start_s=start_s)
+        self._internet = internet
+        self._bodies = {_raw(plan): plan for plan in plans}
+
+    def begin(self) -> None:
+        self._sessions = Sessions(self.engine, self.config.api)
+        self.on_death.append(self._let_go_of_journal)
+        self._sessions.start({PATH: self._reread})
+        self._internet.server = self
+
+    def _let_go_of_journal(self) -> None:
+        """As the system does; it may have been killed while it took the journal over."""
+        journal = vars(self._sessions.journaling).get("_journal")
+        if journal is not None:
+            journal._segments.close()
+            journal._segments.unlock()
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        if self._internet.server is self:
+            self._internet.server_died()
+
+    def accept(self, connection: Connection) -> None:
+        """Serve a connection."""
+        self.run(self._serve(connection))
+
+    def _reread(self, raw: bytes, adds: list[AddRequest]) -> Reread:
+        plan = self._bodies[raw]
+        body = cast(SamplingBody, _Body(plan.priority, plan.salt))
+        return Reread(body, [Prompt(plan.prompt, None)])
+
+    async def _serve(self, connection: Connection) -> None:
+        sessions, plan, raw = self._sessions, connection.plan, _raw(connection.plan)
+        request_id = raw.decode()
+        seen = connection.num_seen
+        last_event_id = f"{request_id}.{seen}" if seen else None
+        try:
+            session = sessions.find(request_id, PATH, raw, last_event_id)
+            if session is not None:
+                if last_event_id is not None:
+                    parse_event_id(last_event_id, request_id, [plan.params.max_tokens])
+                await self._tell_rest(connection, session)
+                return
+            session = sessions.begin(request_id, PATH, raw, self._reread(raw, []))
+        except ApiError as error:
+            connection.refuse(error.status)
+            return
+        await self._tell_new(connection, session)
+
+    async def _tell_new(self, connection: Connection, session: Session) -> None:
+        sessions, plan = self._sessions, connection.plan
+        sessions.attach(session)
+        try:
+            reader = sessions.submit(session, plan.prompt, plan.params)
+        except RequestFailed:  # the engine is starting: nothing was accepted
+            sessions.forget(session)
+            sessions.detach(session, is_known=False, is_told=False)
+            connection.refuse(_UNAVAILABLE)
+            return
+        began = self._loop.time()
+        await sessions.accept(session)
+        is_quick = self._loop.time() - began < _COMMIT_TIMEOUT_S
+        is_durable = is_quick and sessions.journaling._journal.is_writing
+        await self._tell(connection, session, reader, is_durable=is_durable)
+
+    async def _tell_rest(self, connection: Connection, session: Session) -> None:
+        self._sessions.attach(session)
+        reader = self._sessions.reader(session, session.histories[0])
+        await self._tell(connection, session, reader, is_durable=False)
+
+    async def _tell(
+        self, connection: Connection, session: Session, reader: HistoryReader, *, is_durable: bool
+    ) -> None:
+        is_told = False
+        connection.on_close = reader.leave
+        try:
+            if not connection.is_closed:
+                connection.begin(is_durable=is_durable)
+                async for output in reader:
+                    connection.send(output)
+                is_told = not connection.is_closed
+        except RequestFailed as failure:
+            connection.fail(failure.error.message)
+        else:
+            if is_told:
+                connection.finish()
+        finally:
+            if self.is_alive:
+                self._sessions.detach(session, is_known=True, is_told=is_told)
+
+
+def _raw(plan: RequestPlan) -> bytes:
+    return b"request-%d" % plan.number

@@ -1,0 +1,285 @@
+"""HTTP clients that come back: each wants one request answered, whatever becomes of connections.
+
+They know what a real client knows: the body, the id, and how many tokens they have seen.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from protocol.api_core import RequestOutput
+from protocol.core_worker import PromptLogprobs
+from scripts.simulation.disk import Disk
+from scripts.simulation.oracle import Oracle, Stream
+from scripts.simulation.plan import RequestPlan
+from scripts.simulation.world import SECOND, Violation, World
+
+_WIRE_S = (0.00005, 0.001)
+_COME_BACK_S = (0.005, 0.2)
+_RETRY_S = 0.2
+_UNNOTICED_S = (0.0005, 0.5)
+"""Until the server hears of a broken connection."""
+_NOT_FOUND, _CONFLICT = 404, 409
+
+
+class Server(Protocol):
+    """Whoever takes connections now."""
+
+    def accept(self, connection: "Connection") -> None:
+        """Serve a connection."""
+
+
+class Internet:
+    """All clients, and where they connect to."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        disk: Disk,
+        kill_after_answers: int | None,
+        kill_server: Callable[[], None],
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            oracle: compares what comes.
+            disk: under the server's journal.
+            kill_after_answers: the server dies shortly after so many answers have begun.
+            kill_server: does that.
+        """
+        self.oracle = oracle
+        self.world: World = oracle.world
+        self.disk = disk
+        self.server: Server | None = None
+        self._connections: list[Connection] = []
+        self._answers_left = kill_after_answers
+        self._kill_server = kill_server
+
+    def submit(self, plan: RequestPlan) -> None:
+        """Somebody wants an answer."""
+        client = HttpClient(self, plan)
+        client.connect()
+        if plan.cancel_after_s is not None:
+            self.world.after(int(plan.cancel_after_s * SECOND), client.leave)
+
+    def opened(self, connection: "Connection") -> None:
+        """A connection is there."""
+        self._connections.append(connection)
+
+    def closed(self, connection: "Connection") -> None:
+        """It is not any more."""
+        if connection in self._connections:
+            self._connections.remove(connection)
+
+    def break_one(self) -> None:
+        """One connection breaks, if there is one."""
+        if self._connections:
+            self.world.rng.choice(self._connections).break_off()
+
+    def server_died(self) -> None:
+        """What it had sent arrives; then its connections end."""
+        self.server = None
+        for connection in list(self._connections):
+            connection.end_after_all()
+
+    def answer_begun(self) -> None:
+        """Some answer has begun."""
+        if self._answers_left is not None:
+            self._answers_left -= 1
+            if self._answers_left == 0:
+                self.world.after(self.world.between(0, 0.01), self._kill_server)
+
+
+class HttpClient:
+    """One request until its answer is whole."""
+
+    def __init__(self, internet: Internet, plan: RequestPlan) -> None:
+        """The answer is compared from the first token on."""
+        self._internet = internet
+        self._world = internet.world
+        self.plan = plan
+        self.stream: Stream = internet.oracle.accepted("http", plan)
+        self._connection: Connection | None = None
+        self._is_promised = False
+        """An answer had begun that the journal knew of."""
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens: what `Last-Event-ID` tells."""
+        return len(self.stream.received)
+
+    def connect(self) -> None:
+        """Send the request, again."""
+        if not self.stream.is_open or self._connection is not None:
+            return
+        internet = self._internet
+        if internet.server is None:
+            self._come_back(_RETRY_S)
+            return
+        if self.num_seen:
+            self._world.counts["came back"] += 1
+        else:  # all is told from the beginning
+            self.stream.next_prompt_position = 1
+        self._connection = Connection(self, internet)
+        internet.opened(self._connection)
+        self._world.after(self._world.between(*_WIRE_S), self._connection.arrive, internet.server)
+
+    def leave(self) -> None:
+        """For good."""
+        if self.stream.is_open:
+            self.stream.cancelled()
+            if self._connection is not None:
+                self._connection.break_off()
+
+    def _come_back(self, seconds: float) -> None:
+        self._world.after(int(seconds * SECOND), self.connect)
+
+    # What a connection brings -------------------------------------------------------------------
+
+    def on_begin(self, connection: "Connection", *, is_durable: bool) -> None:
+        """The answer begins."""
+        if connection is self._connection:
+            self._is_promised = self._is_promised or is_durable
+            self._internet.answer_begun()
+
+    def on_output(self, connection: "Connection", output: RequestOutput) -> None:
+        """Some of the answer."""
+        if connection is self._connection and self.stream.is_open:
+            self.stream.take(output)
+
+    def on_refusal(self, connection: "Connection", status: int) -> None:
+        """Not now, or never.
+
+        Raises:
+            Violation: what was promised is not known any more, or is taken for another's.
+        """
+        if connection is not self._connection:
+            return
+        self._connection = None
+        if status == _CONFLICT:
+            raise Violation(f"mismatched: {self.stream.name}: taken for another request")
+        if status != _NOT_FOUND:
+            self._come_back(_RETRY_S)
+        elif self._is_promised and not self._internet.disk.has_failed:
+            raise Violation(f"lost: {self.stream.name}: is not known any more")
+        elif self.stream.is_open:
+            self.stream.cancelled()
+
+    def on_failure(self, connection: "Connection", text: str) -> None:
+        """The answer ends with an error.
+
+        Raises:
+            Violation: nothing that was accepted may fail.
+        """
+        if connection is self._connection and self.stream.is_open:
+            raise Violation(f"lost: {self.stream.name}: failed: {text}")
+
+    def on_end(self, connection: "Connection") -> None:
+        """The connection is gone."""
+        if connection is self._connection:
+            self._connection = None
+            self._come_back(self._world.between(*_COME_BACK_S) / SECOND)
+
+
+class Connection:
+    """One request on its way, and its answer."""
+
+    def __init__(self, client: HttpClient, internet: Internet) -> None:
+        """Open it."""
+        self.plan = client.plan
+        self.num_seen = client.num_seen
+        self.on_close: Callable[[], None] | None = None
+        """What the server does when it hears of the end."""
+        self.is_closed = False
+        self._client = client
+        self._internet = internet
+        self._world = internet.world
+        self._last_arrival = 0
+        # Its own: who of several readers is woken first must make no difference.
+        self._rng = random.Random(self._world.rng.getrandbits(32))
+
+    def arrive(self, server: Server) -> None:
+        """The request reaches the server, if that still lives."""
+        if server is self._internet.server and not self.is_closed:
+            server.accept(self)
+
+    # The server's side --------------------------------------------------------------------------
+
+    def begin(self, *, is_durable: bool) -> None:
+        """The head of the answer."""
+        self._later(lambda: self._client.on_begin(self, is_durable=is_durable))
+
+    def send(self, output: RequestOutput) -> None:
+        """Some of the answer, as far as the client has not seen it."""
+        num_known = self.num_seen - output.first_index
+        if num_known > 0:
+            output = msgspec.structs.replace(
+                output,
+                first_index=min(self.num_seen, output.first_index + len(output.token_ids)),
+                token_ids=output.token_ids[num_known:],
+                logprobs=None if output.logprobs is None else output.logprobs[num_known:],
+                prompt_logprobs=None,
+            )
+        elif output.prompt_logprobs is not None:
+            output = msgspec.structs.replace(
+                output, prompt_logprobs=_without_repetition(output.prompt_logprobs)
+            )
+        if output.token_ids or output.finish_reason is not None:
+            self._later(lambda: self._client.on_output(self, output))
+
+    def refuse(self, status: int) -> None:
+        """An answer that is an error."""
+        self._later(lambda: self._client.on_refusal(self, status))
+        self.finish()
+
+    def fail(self, text: str) -> None:
+        """An error in the middle of an answer."""
+        self._later(lambda: self._client.on_failure(self, text))
+        self.finish()
+
+    def finish(self) -> None:
+        """All was sent."""
+        self.is_closed = True
+        self._internet.closed(self)
+        self._later(lambda: self._client.on_end(self))
+
+    def _later(self, action: Callable[[], None]) -> None:
+        arrival = self._world.local_time + int(self._rng.uniform(*_WIRE_S) * SECOND)
+        self._last_arrival = max(arrival, self._last_arrival + 1)
+        self._world.at(self._last_arrival, action)
+
+    # Its end ------------------------------------------------------------------------------------
+
+    def break_off(self) -> None:
+        """The client notices now, the server later, and what is under way is lost."""
+        self._internet.closed(self)
+        self._client.on_end(self)
+        self._world.after(self._world.between(*_UNNOTICED_S), self._server_notices)
+
+    def end_after_all(self) -> None:
+        """The server is dead."""
+        self.is_closed = True
+        self._internet.closed(self)
+        self._later(lambda: self._client.on_end(self))
+
+    def _server_notices(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            if self.on_close is not None:
+                self.on_close()
+
+
+def _without_repetition(parts: list[PromptLogprobs]) -> list[PromptLogprobs]:
+    """What `api_proc.sequence` makes of them: a prompt that was computed again tells them again."""
+    kept: list[PromptLogprobs] = []
+    end = 1
+    for part in parts:
+        num_known = max(0, end - part.first_position)
+        entries = part.entries[num_known:]
+        if entries:
+            first = part.first_position + num_known
+            kept.append(msgspec.structs.replace(part, first_position=first, entries=entries))
+            end = first + len(entries)
+    return kept

@@ -1,0 +1,108 @@
+"""What sessions need of a server, without HTTP, in a running event loop."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from api_proc.bodies import CompletionBody
+from api_proc.connection import GIVEN_ID_KEY, Connection
+from api_proc.generation import Generation
+from api_proc.sequence import Prompt
+from api_proc.sessions import Reread, Session, Sessions
+from api_proc.state import ApiState
+from api_proc.text import TextProcessor
+from protocol.api_core import AddRequest
+from protocol.config import EngineConfig
+from protocol.sampling import SamplingParams
+from protocol.settings import configure
+from tests.api.fake_engine import FakeClient, saying
+
+PATH = "/p"
+RAW = b"{}"
+SAID = [100 + i % 50 for i in range(900)]
+
+
+class Server:
+    """The parts of a server that sessions need, in a running event loop."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.client = FakeClient(script=saying(SAID))
+        self.config: EngineConfig = configure(model="null", journal_dir=str(directory), **settings)
+        text = TextProcessor.load(self.config.model)
+        self.state = ApiState(self.client, self.config, text)  # type: ignore[arg-type]
+        count_end = self.state.metrics.count_end
+        self.sessions = Sessions(self.client, self.config.api, count_end)  # type: ignore[arg-type]
+        self.state.sessions = self.sessions
+        self.sessions.start({PATH: reread})
+
+    async def written(self) -> "Server":
+        """Wait until the journal is written."""
+        await until(lambda: not self.sessions.journaling.is_failed)
+        return self
+
+    def generation(self, name: str, session: Session | None = None, **fields: Any) -> Generation:
+        body = CompletionBody(prompt="x", stream=True, **fields)
+        return Generation(self.state, body, connection_of(name), session)
+
+    async def accept(self, name: str, raw: bytes = RAW, *, n: int = 1, **params: Any) -> Session:
+        """A session that nobody is connected to, and nobody was told of."""
+        with self.generation(name, n=n) as generation:
+            generation.remember(PATH, raw, [Prompt([5, 6], None)])
+            generation.submit([5, 6], SamplingParams(**{"max_tokens": 900, "seed": 1} | params))
+            await generation.accepted()
+            generation.cancel()
+        found = self.find(name, raw)
+        assert found is not None
+        return found
+
+    def find(self, name: str, raw: bytes = RAW, last: str | None = None) -> Session | None:
+        return self.sessions.find(name, PATH, raw, last)
+
+
+def connection_of(name: str) -> Connection:
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    async def send(message: Any) -> None:
+        pass
+
+    return Connection({"troika.request_id": name, GIVEN_ID_KEY: True}, receive, send)
+
+
+def reread(raw: bytes, adds: list[AddRequest]) -> Reread:
+    fields = json.loads(raw) | {"n": len(adds)}
+    return Reread(CompletionBody(prompt="x", stream=True, **fields), [Prompt([5, 6], None)])
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+async def read(generation: Generation, count: int) -> list[int]:
+    """The next tokens of its only sequence."""
+    found: list[int] = []
+    async for step in generation.steps():
+        found += [token_id for _, delta in step for token_id in delta.token_ids]
+        if len(found) >= count:
+            break
+    return found
+
+
+def play(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
+    """Run a test inside an event loop."""
+
+    def run(tmp_path: Path) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(20):
+                await test(tmp_path)
+
+        asyncio.run(bounded())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__  # type: ignore[attr-defined]
+    return run

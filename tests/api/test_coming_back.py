@@ -1,0 +1,197 @@
+"""Over HTTP: the same request twice at once, slow readers, more connections than descriptors."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_proc import http_protocol
+from api_proc.acceptor import Acceptor
+from api_proc.app import start_sessions
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+BODY = {
+    "prompt": "hi",
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 40,
+    "temperature": 1.0,
+}
+
+
+def body_for(path: str, **fields: Any) -> dict[str, Any]:
+    unused = "messages" if path == PATHS[0] else "prompt"
+    return {name: value for name, value in (BODY | fields).items() if name != unused}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_request_twice_at_once_runs_once(
+    make_server: MakeServer, tmp_path: Path, path: str, stream: bool
+) -> None:
+    """Whoever gives up a connection while its text is tokenized, and asks again, is answered."""
+    live = make_server(journal_dir=str(tmp_path))
+    live.call(start_sessions, live.state)
+    encode, num_waiting, may_go_on = live.text.encode, 0, False
+
+    async def encode_late(*args: Any, **rest: Any) -> list[list[int]]:
+        nonlocal num_waiting
+        num_waiting += 1
+        while not may_go_on:
+            await asyncio.sleep(0.001)
+        return await encode(*args, **rest)
+
+    live.text.encode = encode_late  # type: ignore[method-assign]
+
+    def ask(number: int) -> httpx.Response:
+        body = body_for(path, stream=stream)
+        return httpx.post(live.url + path, json=body, headers={"X-Request-Id": "r"})
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, number) for number in range(3)]
+        wait_until(lambda: num_waiting == 3)
+        may_go_on = True
+        answers = [item.result() for item in asking]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    texts = {"".join(data_of(answer, stream)) for answer in answers}
+    assert len(texts) == 1
+    assert len(live.client.requests) == 1
+    live.call(live.state.sessions.close)  # type: ignore[union-attr]
+
+
+def data_of(answer: httpx.Response, stream: bool) -> list[str]:
+    """The texts of an answer, however it was cut into events."""
+    if not stream:
+        return [answer.text]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    return [choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices]
+
+
+def post(live: LiveServer, body: dict[str, Any]) -> socket.socket:
+    """A stream whose client has hardly any buffer of its own."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", live.port))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def test_slow_is_not_stuck(make_server: MakeServer) -> None:
+    """Who reads less than there is goes on; who reads nothing is dropped."""
+    live = make_server(FakeClient(script=repeating(per_output=4)))
+    live._server._slow_reader_timeout_s = 1.5
+    body = {"prompt": "hi", "max_tokens": 500, "n": 8, "stream": True, "logprobs": 5}
+    slow, stuck = post(live, body), post(live, body)
+    received = b""
+    started = time.monotonic()
+    while not received.endswith(b"0\r\n\r\n"):
+        share = 65536 if time.monotonic() - started > 3.5 else 2048
+        piece = slow.recv(share)
+        assert piece, f"dropped after {time.monotonic() - started:.1f} s"
+        received += piece
+        time.sleep(0.02 if share == 2048 else 0.0)
+    assert received.count(b'"finish_reason":"length"') == 8
+    assert time.monotonic() - started > 3.5
+    stuck.settimeout(5.0)
+    with contextlib.suppress(ConnectionError):
+        while stuck.recv(65536):
+            pass
+    slow.close()
+    stuck.close()
+
+
+class Exhausted(socket.socket):
+    """A listening socket for which there are no descriptors."""
+
+    is_exhausted = True
+    num_calls = 0
+
+    def accept(self) -> Any:
+        self.num_calls += 1
+        if self.is_exhausted:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_without_descriptors_nothing_spins_and_whoever_waits_is_served() -> None:
+    async def play() -> None:
+        listening = Exhausted()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        opened: list[asyncio.Protocol] = []
+
+        def open_one() -> asyncio.Protocol:
+            opened.append(asyncio.Protocol())
+            return opened[-1]
+
+        acceptor = Acceptor(listening, open_one, lambda: 0, 10)
+        acceptor.resume()
+        client = socket.create_connection(listening.getsockname())
+        await asyncio.sleep(0.35)
+        assert 2 <= listening.num_calls <= 5
+        listening.is_exhausted = False
+        async with asyncio.timeout(1.0):
+            while not opened:
+                await asyncio.sleep(0.005)
+        acceptor.close()
+        client.close()
+        listening.close()
+
+    asyncio.run(play())
+
+
+def test_a_head_that_does_not_end_is_refused(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is sent, it holds a connection only for so long, and only so much memory."""
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 1.0)
+    live = make_server()
+    dribbling = socket.create_connection(("127.0.0.1", live.port), timeout=0.1)
+    endless = socket.create_connection(("127.0.0.1", live.port), timeout=5.0)
+    patient = httpx.Client(base_url=live.url)
+    assert patient.get("/livez").status_code == 200
+    endless.sendall(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * (66_000 // 6))
+    assert endless.recv(1000).startswith(b"HTTP/1.1 431 ")
+    assert not live._server.server_state.tasks
+    dribbling.sendall(b"GET /")
+    started, received = time.monotonic(), b""
+    while not received:
+        assert time.monotonic() - started < 5.0
+        with contextlib.suppress(TimeoutError):
+            dribbling.sendall(b"x")
+            received = dribbling.recv(1000)
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in received
+    assert patient.get("/livez").status_code == 200
+    wait_until(lambda: len(live._server.server_state.connections) == 1)
+    for connection in (dribbling, endless, patient):
+        connection.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_journal_nobody_is_told_from_the_beginning_again(
+    make_server: MakeServer, path: str
+) -> None:
+    """Whoever reads on after an event would append all of it once more."""
+    live = make_server()
+    headers = {"X-Request-Id": "r", "Last-Event-ID": "r.3"}
+    answer = httpx.post(live.url + path, json=body_for(path, stream=True), headers=headers)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "request_not_found"
+    assert not live.client.requests
+    headers["Last-Event-ID"] = ""
+    answer = httpx.post(live.url + path, json=body_for(path, stream=True), headers=headers)
+    assert answer.status_code == 200

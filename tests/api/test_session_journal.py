@@ -1,0 +1,154 @@
+"""What is written of sessions, on which disks, and what a successor makes of that."""
+
+import errno
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from api_proc import journaling as journaling_module
+from api_proc.errors import ApiError
+from api_proc.sequence import Prompt
+from protocol import journal as journal_module
+from protocol.journal import Journal
+from protocol.sampling import SamplingParams
+from tests.api.session_server import PATH, RAW, SAID, Server, play, until
+
+
+class SlowDisk:
+    """Takes so many bytes in a second."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.num_bytes = 0
+
+    def write(self, fd: int, data: memoryview) -> int:
+        time.sleep(len(data) / self._bytes_per_s)
+        self.num_bytes += len(data)
+        return os.write(fd, data)
+
+
+@play
+async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
+    """It waits for the disk, which is slow and not broken."""
+    server = await Server(tmp_path).written()
+    for i in range(60):
+        body = json.dumps({"user": f"{i}" * 5000}).encode()
+        await server.accept(f"r{i}", body, max_tokens=2)  # what it brings is not the point
+    server.sessions.close()
+    disk = SlowDisk(4e6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journaling_module, "Journal", partial(Journal, write=disk.write))
+        patch.setattr(journal_module, "MAX_QUEUED_BYTES", 200_000)
+        patch.setattr(journaling_module, "_SNAPSHOT_QUEUE_BYTES", 50_000)
+        patch.setattr(journaling_module, "_SNAPSHOT_BYTES", 10_000)
+        server = await Server(tmp_path).written()
+        assert disk.num_bytes > 2 * 200_000
+        assert server.sessions.journaling.num_failures == 0
+        assert len(server.sessions) == 60
+        server.sessions.close()
+
+
+@play
+async def test_many_sequences_of_one_long_prompt_are_a_small_record(tmp_path: Path) -> None:
+    server = await Server(tmp_path).written()
+    before = server.sessions.journaling.num_bytes
+    with server.generation("r", n=200) as generation:
+        generation.remember(PATH, RAW, [Prompt([], None)])
+        generation.submit([7] * 500, SamplingParams(max_tokens=5, seed=1))
+        await generation.accepted()
+        assert server.sessions.journaling.num_bytes - before < 50_000
+        session = server.find("r")
+    assert session is not None
+    await until(lambda: session.is_ended)
+    server.sessions.close()
+    successor = await Server(tmp_path).written()
+    assert successor.sessions.journaling.num_bytes < 50_000
+    found = successor.find("r")
+    assert found is not None
+    assert [add.prompt_token_ids for add in found.accepted.adds] == [[7] * 500] * 200
+    assert [list(history.token_ids) for history in found.histories] == [SAID[:5]] * 200
+    successor.sessions.close()
+
+
+@play
+async def test_what_cannot_be_read_once_is_read_later(tmp_path: Path) -> None:
+    """Until then nothing is deleted, and nobody is told that his request is unknown."""
+    server = await Server(tmp_path).written()
+    await server.accept("r")
+    server.sessions.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journaling_module, "_FIRST_RETRY_S", 0.05)
+        with pytest.MonkeyPatch.context() as broken:
+
+            def fail(path: Path) -> bytes:
+                raise OSError(errno.EIO, "broken")
+
+            broken.setattr(Path, "read_bytes", fail)
+            server = Server(tmp_path)
+        with pytest.raises(ApiError) as caught:
+            server.find("r", last="r.1")
+        assert (caught.value.status, caught.value.code) == (503, "recovering")
+        assert dict(caught.value.headers)[b"retry-after"] == b"1"
+        assert server.sessions.journaling.is_failed
+        await server.written()
+        assert server.find("r", last="r.1") is not None
+        server.sessions.close()
+
+
+@play
+async def test_two_servers_on_one_directory(tmp_path: Path) -> None:
+    """The second one serves without a journal, says so, and has it once the first is gone."""
+    first = await Server(tmp_path).written()
+    await first.accept("r")
+    second = Server(tmp_path)
+    await second.accept("s")
+    assert second.sessions.journaling.is_failed
+    with pytest.raises(ApiError, match="not been read yet"):
+        second.find("r", last="r.1")
+    first.sessions.close()
+    await second.written()
+    assert {"r", "s"} == set(second.sessions._by_id)
+    second.sessions.close()
+
+
+@play
+async def test_requests_of_unknown_kinds_are_left_out(tmp_path: Path) -> None:
+    """They cost no room, and the others go on."""
+    server = await Server(tmp_path).written()
+    await server.accept("bad", b"[")  # not what `reread` takes
+    await server.accept("good")
+    server.sessions.close()
+    successor = await Server(tmp_path, max_open_requests=1).written()
+    assert set(successor.sessions._by_id) == {"good"}
+    successor.sessions.close()
+
+
+@play
+async def test_the_directory_stays_small_and_knows_everything_open(tmp_path: Path) -> None:
+    """Segments follow each other under load; what is open is in each of them."""
+    most = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journaling_module, "SEGMENT_BYTES", 20_000)
+        server = await Server(tmp_path).written()
+        kept = await server.accept("kept", b'{"seed": 7}')
+        for i in range(60):
+            other = await server.accept(f"r{i}")
+            await until(lambda other=other: other.is_ended)
+            server.sessions.forget(other)
+            await until(lambda: not server.sessions.journaling._is_rotating)
+            most = max(most, sum(path.stat().st_size for path in tmp_path.iterdir()))
+        assert server.sessions.journaling.num_bytes > 5 * 20_000
+        assert server.sessions.journaling.num_failures == 0
+        server.sessions.close()
+    assert most < 4 * 20_000 + 64 * 1024  # with the room that a new one is sure of
+    successor = await Server(tmp_path).written()
+    found = successor.find("kept", b'{"seed": 7}')
+    assert found is not None
+    assert len(successor.sessions) == 1
+    assert found.histories[0].whole().token_ids == SAID
+    assert found.accepted == kept.accepted
+    successor.sessions.close()

@@ -1,0 +1,188 @@
+"""Requests that outlive their connections: who reads, who comes twice, and what is left."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from api_proc.errors import ApiError
+from api_proc.sequence import Prompt
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.errors import RequestFailed
+from protocol.sampling import SamplingParams
+from tests.api.fake_engine import saying
+from tests.api.session_server import PATH, RAW, SAID, Server, play, read, until
+
+
+@play
+async def test_an_error_in_one_connection_leaves_the_others_their_answer(tmp_path: Path) -> None:
+    server = await Server(tmp_path).written()
+    session = await server.accept("r")
+    with server.generation("r", session) as other:
+        other.resume([None], is_usage_told=False)
+        with contextlib.suppress(ZeroDivisionError), server.generation("r", session) as one:
+            one.resume([None], is_usage_told=False)
+            await read(one, 3)
+            raise ZeroDivisionError
+        assert await read(other, 900) == SAID
+    server.sessions.close()
+
+
+@play
+async def test_an_id_that_is_used_again_belongs_to_the_new_request(tmp_path: Path) -> None:
+    """Whoever still held the old one takes nothing away from it."""
+    server = await Server(tmp_path).written()
+    old = await server.accept("r", b'{"seed": 1}')
+    server.sessions.attach(old)
+    server.sessions.forget(old)
+    new = await server.accept("r", b'{"seed": 2}')
+    server.sessions.detach(old, is_known=True, is_told=False)
+    server.sessions.forget(old)
+    assert server.find("r", b'{"seed": 2}') is new
+    assert not new.is_ended
+    server.sessions.close()
+
+
+@play
+async def test_whoever_saw_more_than_there_is_hears_of_it(tmp_path: Path) -> None:
+    """A place behind the end is no end; the end itself is."""
+    server = await Server(tmp_path).written()
+    session = await server.accept("r", max_tokens=9)
+    await until(lambda: session.is_ended)
+    session.histories[0].token_ids.pop()  # where a worker has computed something else
+    for told, is_wrong in ((8, False), (9, True)):
+        with server.generation("r", session) as generation:
+            generation.resume([told], is_usage_told=False)
+            if is_wrong:
+                with pytest.raises(RequestFailed, match="before token 9"):
+                    await read(generation, 1)
+            else:
+                assert await read(generation, 1) == []
+    assert server.find("r") is session
+    server.sessions.close()
+
+
+@play
+async def test_telling_again_leaves_the_event_loop_to_others(tmp_path: Path) -> None:
+    server = await Server(tmp_path).written()
+    session = await server.accept("r")
+    history = session.histories[0]
+    await until(lambda: session.is_ended)
+    history.token_ids.extend([100] * 50_000)
+    num_turns = 0
+
+    async def turn() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    with server.generation("r", session, stop=["never"]) as generation:
+        generation.resume([50_900], is_usage_told=False)
+        assert await read(generation, 1) == []
+    turning.cancel()
+    assert num_turns >= 50_000 // 256
+    server.sessions.close()
+
+
+@play
+async def test_leaving_while_it_is_accepted_leaves_a_request_to_come_back_to(
+    tmp_path: Path,
+) -> None:
+    server = await Server(tmp_path).written()
+    with server.generation("r") as generation:
+        generation.remember(PATH, RAW, [Prompt([5, 6], None)])
+        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
+        accepting = asyncio.create_task(generation.accepted())
+        await asyncio.sleep(0)
+        generation.cancel()
+        await accepting
+    session = server.find("r")
+    assert session is not None
+    assert session.expiry is not None
+    server.sessions.close()
+
+
+@play
+async def test_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
+    """Of several sequences the first may be accepted, and the next one not."""
+    server = await Server(tmp_path).written()
+    with contextlib.suppress(RequestFailed), server.generation("r") as generation:
+        generation.remember(PATH, RAW, [Prompt([5, 6], None)] * 2)
+        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
+        generation.submit([5] * 2000, SamplingParams(max_tokens=9, seed=1))
+        pytest.fail("too long a prompt was accepted")
+    assert len(server.sessions) == 0
+    assert server.client.cancelled == [1]
+    assert server.sessions._budget.num_requests == 0
+    server.sessions.close()
+    successor = await Server(tmp_path).written()
+    assert len(successor.sessions) == 0
+    successor.sessions.close()
+
+
+@play
+async def test_a_window_that_closes_leaves_nothing(tmp_path: Path) -> None:
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        for i, output in enumerate(saying(SAID)(add)):
+            server.client.is_paused = i >= 3
+            yield output
+
+    server = await Server(tmp_path, resume_window_s=0.1).written()
+    server.client.script = script
+    session = await server.accept("r")
+    await until(lambda: len(server.sessions) == 0)
+    assert server.client.cancelled == [1]
+    assert session.histories[0].finish_reason is None
+    assert num_finished(server) == {"abort": 1}
+    assert server.sessions._budget.num_bytes == 0
+    server.sessions.close()
+    successor = await Server(tmp_path).written()
+    assert len(successor.sessions) == 0
+    successor.sessions.close()
+
+
+@play
+async def test_answers_that_are_kept_just_in_case_make_room(tmp_path: Path) -> None:
+    """Those whose clients have not seen the end do not."""
+    server = await Server(tmp_path, max_open_requests=2).written()
+    for i in range(5):
+        session = await server.accept(f"r{i}", max_tokens=2)
+        with server.generation(f"r{i}", session) as generation:
+            generation.resume([None], is_usage_told=False)
+            await read(generation, 2)
+    assert set(server.sessions._by_id) == {"r3", "r4"}
+    for i in range(2):
+        session = await server.accept(f"open{i}", max_tokens=2)
+        await until(lambda session=session: session.is_ended)
+    with pytest.raises(ApiError) as caught:
+        await server.accept("more")
+    assert caught.value.status == 429
+    assert set(server.sessions._by_id) == {"open0", "open1"}
+    server.sessions.close()
+
+
+def num_finished(server: Server) -> dict[str, int]:
+    return {reason: num for reason, num in server.state.metrics.num_finished.items() if num}
+
+
+@play
+async def test_an_end_counts_once_however_many_read_it(tmp_path: Path) -> None:
+    """Also that of an answer which nobody came back for."""
+    server = await Server(tmp_path).written()
+    session = await server.accept("r", max_tokens=2)
+    for _ in range(3):
+        with server.generation("r", session) as generation:
+            generation.resume([None], is_usage_told=False)
+            await read(generation, 3)
+    assert num_finished(server) == {"length": 1}
+    server.sessions.forget(session)
+    assert num_finished(server) == {"length": 1}
+    unread = await server.accept("unread", max_tokens=2)
+    await until(lambda: unread.is_ended)
+    server.sessions.forget(unread)
+    assert num_finished(server) == {"length": 2}
+    server.sessions.close()

@@ -1,0 +1,339 @@
+"""The journal on disks that are full, broken or slow: it is heard, and what follows is whole."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol import journal as journal_module
+from tests.protocol.journal_owner import Owner, recovered, segments
+from tests.system.conftest import eventually
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("where", ["open", *range(6)])
+def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
+    tmp_path: Path, where: str | int, number: int
+) -> None:
+    num_writes = 0
+    broken = True
+
+    def open_file(path: str, flags: int, mode: int) -> int:
+        if broken and where == "open":
+            raise OSError(number, os.strerror(number))
+        return os.open(path, flags, mode)
+
+    def write(fd: int, data: memoryview) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        if broken and num_writes - 1 == where:
+            os.write(fd, data[: len(data) // 2])  # a part of it is written before
+            raise OSError(number, os.strerror(number))
+        return os.write(fd, data)
+
+    owner = Owner(tmp_path, open_file, write)
+    owner.journal.recover()
+    owner.begin(b"a")
+    owner.settle() if where not in (0, 1, "open") else None
+    for record in (b"b", b"c", b"d"):
+        owner.journal.append(record)
+        owner.settle() if not owner.errors else None
+    eventually(lambda: owner.errors, "the failure is heard", 5.0)
+    assert owner.errors[0].errno == number
+    assert not owner.journal.is_writing
+    assert owner.journal.append(b"lost") == owner.journal.num_written
+    broken = False
+    owner.begin(b"a", b"b", b"c", b"d")
+    owner.journal.append(b"e")
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"a", b"b", b"c", b"d", b"e"]
+    assert len(segments(tmp_path)) == 1
+
+
+def test_short_writes_are_finished(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, write=lambda fd, data: os.write(fd, data[:3]))
+    owner.journal.recover()
+    owner.begin(b"snapshot of some length")
+    owner.journal.append(b"and a record")
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"snapshot of some length", b"and a record"]
+
+
+def test_a_disk_that_stands_still_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is bounded, and whoever appends never waits."""
+    monkeypatch.setattr(journal_module, "MAX_QUEUED_BYTES", 1000)
+    may_go_on = threading.Event()
+
+    def write(fd: int, data: memoryview) -> int:
+        may_go_on.wait(10.0)
+        return os.write(fd, data)
+
+    owner = Owner(tmp_path, write=write)
+    owner.journal.recover()
+    owner.begin()
+    for _ in range(20):
+        owner.journal.append(bytes(100))
+    assert "does not keep up" in str(owner.errors[0])
+    may_go_on.set()
+    owner.begin(b"again")
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"again"]
+
+
+class SmallDisk:
+    """Takes so many bytes; what is deleted makes room again."""
+
+    def __init__(self, directory: Path, capacity: int) -> None:
+        self.directory, self.capacity = directory, capacity
+
+    def write(self, fd: int, data: memoryview) -> int:
+        used = sum(path.stat().st_size for path in segments(self.directory))
+        if used >= self.capacity:
+            raise OSError(errno.ENOSPC, "no room")
+        return os.write(fd, data[: self.capacity - used])
+
+
+def test_a_disk_that_only_the_journal_has_filled_is_used_again(tmp_path: Path) -> None:
+    """Its own old segments must not keep a new one from being begun."""
+    disk = SmallDisk(tmp_path, 2**20)
+    owner = Owner(tmp_path, write=disk.write)
+    owner.journal.recover()
+    owner.begin(b"open")
+    for _ in range(20):
+        owner.journal.append(bytes(64 * 1024))
+        owner.settle() if not owner.errors else None
+    assert owner.errors[0].errno == errno.ENOSPC
+    for round_ in range(3):
+        owner.begin(b"open", b"%d" % round_)
+        owner.settle()
+        assert owner.journal.is_writing
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"open", b"2"]
+
+
+def test_snapshots_that_fail_again_and_again_leave_two_files(tmp_path: Path) -> None:
+    is_broken = False
+
+    def write(fd: int, data: memoryview) -> int:
+        if is_broken and b"snapshot" in bytes(data):
+            os.write(fd, data[:5])
+            raise OSError(errno.EIO, "broken")
+        return os.write(fd, data)
+
+    owner = Owner(tmp_path, write=write)
+    owner.journal.recover()
+    owner.begin(b"first")
+    owner.settle()
+    is_broken = True
+    for round_ in range(5):
+        owner.begin(b"snapshot")
+        eventually(lambda count=round_ + 1: len(owner.errors) == count, "it fails", 5.0)
+        assert len(segments(tmp_path)) == 2
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"first"]
+
+
+def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+    owner = Owner(tmp_path, write=lambda fd, data: 0)
+    owner.journal.recover()
+    owner.begin()
+    eventually(lambda: owner.errors, "it is heard", 5.0)
+    owner.journal.close()
+
+
+def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
+    """Also the names of new files; and nothing is deleted that only the cache of the disk has."""
+    synced: dict[str, int] = {}
+    problems: list[str] = []
+
+    def sync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        synced[path.name] = path.stat().st_size
+
+    def on_told() -> None:
+        path = segments(tmp_path)[-1]
+        if synced[path.name] != path.stat().st_size:
+            problems.append("settled before it was synced")
+        if synced.pop(tmp_path.name, None) is None and len(synced) > num_known:
+            problems.append("a name was not synced")
+
+    num_known = 0
+    owner = Owner(tmp_path, sync=sync, on_told=on_told)
+    owner.journal.recover()
+    for round_ in range(3):
+        owner.begin(b"snapshot")
+        owner.journal.append(b"%d" % round_)
+        owner.settle()
+        num_known = len(synced)
+    owner.journal.close()
+    assert not problems
+    assert num_known == 3
+
+
+def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
+    """What a failed sync has lost is not known, and the next one would say nothing of it."""
+    num_calls = 0
+
+    def sync(fd: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise OSError(errno.EIO, "broken")
+
+    owner = Owner(tmp_path, sync=sync)
+    owner.journal.recover()
+    owner.begin(b"a")
+    owner.settle()
+    owner.journal.append(b"b")
+    eventually(lambda: owner.errors, "it is heard", 5.0)
+    owner.begin(b"a", b"b")
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"a", b"b"]
+
+
+def test_a_disk_that_holds_one_write_too_long_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it settles late counts for what it was, not for what came afterwards."""
+    monkeypatch.setattr(journal_module, "STALL_TIMEOUT_S", 0.05)
+    gates = {b"old": threading.Event(), b"again": threading.Event()}
+    reached = {name: threading.Event() for name in gates}
+
+    def write(fd: int, data: memoryview) -> int:
+        for name, gate in gates.items():
+            if name in bytes(data):
+                reached[name].set()
+                gate.wait(10.0)
+        return os.write(fd, data)
+
+    owner = Owner(tmp_path, write=write)
+    owner.journal.recover()
+    owner.begin()
+    owner.settle()
+    owner.journal.append(b"old")
+    assert reached[b"old"].wait(5.0)
+    eventually(lambda: owner.journal.append(b"x") and owner.errors, "it is given up", 5.0)
+    monkeypatch.setattr(journal_module, "STALL_TIMEOUT_S", 100.0)
+    owner.begin(b"again")
+    position = owner.journal.append(b"new")
+    gates[b"old"].set()
+    assert reached[b"again"].wait(5.0)
+    assert owner.journal.num_written < position
+    gates[b"again"].set()
+    owner.settle()
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"again", b"new"]
+
+
+def test_whoever_was_replaced_deletes_nothing_of_the_successor(tmp_path: Path) -> None:
+    may_go_on, reached = threading.Event(), threading.Event()
+
+    def write(fd: int, data: memoryview) -> int:
+        if b"late" in bytes(data):
+            reached.set()
+            may_go_on.wait(10.0)
+        return os.write(fd, data)
+
+    owner = Owner(tmp_path, write=write)
+    owner.journal.recover()
+    owner.begin(b"late")
+    assert reached.wait(5.0)
+    (tmp_path / f"{7:016d}.journal").write_bytes(b"of a successor")
+    may_go_on.set()
+    owner.journal.close()
+    assert [int(path.stem) for path in segments(tmp_path)] == [1, 7]
+
+
+def test_a_snapshot_that_was_given_up_is_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The segment before it stays, whenever its owner says that it was all."""
+    may_go_on, reached = threading.Event(), threading.Event()
+    may_go_on.set()
+
+    def write(fd: int, data: memoryview) -> int:
+        reached.set()
+        may_go_on.wait(10.0)
+        return os.write(fd, data)
+
+    owner = Owner(tmp_path, write=write)
+    owner.journal.recover()
+    owner.begin(b"open")
+    owner.settle()
+    monkeypatch.setattr(journal_module, "MAX_QUEUED_BYTES", 1000)
+    may_go_on.clear()
+    reached.clear()
+    owner.journal.begin_segment()
+    assert reached.wait(5.0)
+    while not owner.errors:
+        owner.journal.append(bytes(100))
+    owner.journal.complete_segment()
+    may_go_on.set()
+    owner.journal.close()
+    assert recovered(tmp_path)[0] == b"open"
+
+
+def test_what_a_rotation_leaves_behind_is_synced_too(tmp_path: Path) -> None:
+    """What is settled with the new segment may stand at the end of the one before it."""
+    may_go_on, reached = threading.Event(), threading.Event()
+    synced: dict[str, int] = {}
+
+    def write(fd: int, data: memoryview) -> int:
+        if b"held" in bytes(data):
+            reached.set()
+            may_go_on.wait(10.0)
+        return os.write(fd, data)
+
+    def sync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        synced[path.name] = path.stat().st_size
+
+    owner = Owner(tmp_path, write=write, sync=sync)
+    owner.journal.recover()
+    owner.begin()
+    owner.settle()
+    owner.journal.append(b"held")
+    assert reached.wait(5.0)
+    owner.journal.append(b"just before the rotation")
+    owner.journal.begin_segment()
+    may_go_on.set()
+    owner.journal.append(b"after")
+    owner.settle()
+    assert {path.name: path.stat().st_size for path in segments(tmp_path)}.items() <= synced.items()
+    owner.journal.close()
+
+
+@pytest.mark.parametrize("problem", [OSError(errno.EIO, "broken"), ValueError("of ours")])
+def test_whatever_goes_wrong_is_heard_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    """Even where the file cannot be closed after an error, as on some network disks."""
+    really_close, bad = os.close, set[int]()
+
+    def write(fd: int, data: memoryview) -> int:
+        if b"bad" in bytes(data):
+            bad.add(fd)
+            raise problem
+        return os.write(fd, data)
+
+    def close(fd: int) -> None:
+        really_close(fd)
+        if fd in bad:
+            bad.remove(fd)
+            raise OSError(errno.EDQUOT, "what was buffered is lost")
+
+    monkeypatch.setattr(os, "close", close)
+    owner = Owner(tmp_path, write=write)
+    owner.journal.recover()
+    owner.begin(b"a")
+    owner.journal.append(b"bad")
+    eventually(lambda: owner.errors, "it is heard", 5.0)
+    assert str(problem) in str(owner.errors[0])
+    owner.begin(b"a", b"again")
+    owner.settle()
+    owner.journal.close()
+    assert recovered(tmp_path) == [b"a", b"again"]

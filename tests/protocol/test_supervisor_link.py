@@ -1,0 +1,126 @@
+"""A child's words to its supervisor, over a channel that is played: what is said again."""
+
+import logging
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from protocol import supervisor_link
+from protocol.channel import DealerChannel, Received
+from protocol.lifecycle import (
+    REPEAT_S,
+    Drained,
+    Promote,
+    Ready,
+    RestartQuery,
+    RestartReply,
+    Role,
+    Stop,
+    decode_to_supervisor,
+)
+from protocol.message import Header, Message, encode
+from protocol.supervisor_link import SupervisorLink
+
+EPOCH = 7
+
+
+class PlayedChannel:
+    """Keeps what is sent, each with its epoch, and delivers what is put into it."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, object]] = []
+        self.inbox: list[Received] = []
+
+    def send(self, epoch: int, body: bytes) -> bool:
+        self.sent.append((epoch, decode_to_supervisor(body)))
+        return True
+
+    def drain(self, limit: int) -> Iterator[Received]:
+        arrived, self.inbox = self.inbox[:limit], self.inbox[limit:]
+        yield from arrived
+
+    def deliver(self, message: Message, epoch: int = EPOCH) -> None:
+        self.inbox.append(Received(b"", Header(epoch, 0), encode(message)))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(supervisor_link, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def channel() -> PlayedChannel:
+    return PlayedChannel()
+
+
+@pytest.fixture
+def link(channel: PlayedChannel, clock: Clock) -> SupervisorLink:
+    return SupervisorLink(cast(DealerChannel, channel), EPOCH)
+
+
+def test_what_holds_is_said_again_and_nothing_else(
+    link: SupervisorLink, channel: PlayedChannel, clock: Clock
+) -> None:
+    """At its time only, however often it is read; the latest word counts."""
+    link.read()
+    assert channel.sent == []
+    link.hold(Ready("cpu"))
+    for _ in range(30):
+        clock.now += REPEAT_S / 10
+        link.read()
+    assert channel.sent == [(EPOCH, Ready("cpu"))] * 4
+    channel.sent.clear()
+    link.hold(Drained())
+    clock.now += REPEAT_S
+    link.read()
+    assert channel.sent == [(EPOCH, Drained())] * 2
+
+
+def test_a_promotion_takes_back_what_was_said_before(
+    link: SupervisorLink, channel: PlayedChannel, clock: Clock
+) -> None:
+    """Under its new epoch it is not ready yet."""
+    link.hold(Ready())
+    channel.deliver(Promote(9))
+    assert link.read() == [Promote(9)]
+    link.promoted(9)
+    channel.sent.clear()
+    clock.now += REPEAT_S
+    channel.deliver(Stop(), EPOCH)
+    assert link.read() == []
+    assert channel.sent == []
+    assert link.num_fenced_frames == 1
+    link.hold(Ready())
+    assert channel.sent == [(9, Ready())]
+
+
+def test_a_restart_is_asked_for_until_there_is_an_answer(
+    link: SupervisorLink,
+    channel: PlayedChannel,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The supervisor answers under no epoch; a refusal is logged with its reason."""
+    link.ask_for_restart(RestartQuery(Role.WORKER))
+    clock.now += REPEAT_S
+    link.read()
+    assert channel.sent == [(EPOCH, RestartQuery(Role.WORKER))] * 2
+    channel.deliver(RestartReply(False, "the engine is stopping"), 0)
+    with caplog.at_level(logging.INFO, "troika"):
+        assert link.read() == []
+    assert "the engine is stopping" in caplog.text
+    clock.now += REPEAT_S
+    link.read()
+    assert len(channel.sent) == 2
+    assert link.num_fenced_frames == 0

@@ -1,0 +1,162 @@
+"""Harmed frames: whatever comes over the wire is a message or is refused, cheaply, and no more."""
+
+import gc
+import itertools
+import os
+import random
+import time
+import typing
+from binascii import crc32
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol import multipart
+from protocol.channel import HighWaterMark, RouterChannel, client_address
+from protocol.message import Message, ProtocolError, encode, pack_header
+from protocol.sequence import Flag
+from tests.protocol.wire_corpus import DIRECTIONS, Direction, harmed
+from tests.timing import any_of
+
+MAX_REJECT_NS = 50_000
+"""99 of 100 refusals are cheaper, in time of the processor."""
+MAX_GROWTH_BYTES = 8 * 2**20
+COUNTS = [
+    20_000,
+    pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda direction: direction.name)
+def test_corpus_has_every_message(direction: Direction) -> None:
+    members = typing.get_args(direction.union) or (direction.union,)
+    assert {type(message) for message in direction.messages} == set(members)
+    for message in direction.messages:
+        assert direction.decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda direction: direction.name)
+@any_of(3)
+def test_harmed_bodies_are_messages_or_refused_and_refusing_is_cheap(
+    direction: Direction, count: int
+) -> None:
+    bodies = [encode(message) for message in direction.messages]
+    costs, num_taken = [], 0
+    gc.collect()
+    before = resident_bytes()
+    for body in itertools.islice(harmed(bodies, random.Random(count)), count):
+        began = time.thread_time_ns()
+        try:
+            message = direction.decode(body)
+        except ProtocolError:
+            costs.append(time.thread_time_ns() - began)
+        else:
+            num_taken += 1
+            assert isinstance(message, Message)
+            assert same(direction.decode(encode(message)), message)
+    assert len(costs) > count / 3, "most are refused"
+    assert num_taken > 0, "some are not: what is harmed is nearly right"
+    costs.sort()
+    assert costs[len(costs) * 99 // 100] <= MAX_REJECT_NS
+    del costs, message
+    assert resident_bytes() - before <= MAX_GROWTH_BYTES
+
+
+def same(one: object, other: object) -> bool:
+    """Equal, where a NaN equals itself."""
+    return one == other or repr(one) == repr(other)
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Inbox:
+    """What a router reads in place of what comes over its socket."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.frames: Iterator[list[bytes]] = iter(())
+        monkeypatch.setattr(multipart, "receive", lambda socket: next(self.frames, None))
+
+
+def stream(peer: bytes, count: int, first: int = 0) -> list[list[bytes]]:
+    """Good frames, numbered on."""
+    bodies = [b"%s %d" % (peer, number) for number in range(first, first + count)]
+    flags = [Flag.BEGINS if number == 0 else Flag(0) for number in range(first, first + count)]
+    return [
+        [peer, pack_header(3, first + index, body, flags[index]), body]
+        for index, body in enumerate(bodies)
+    ]
+
+
+def disturbances(
+    good: list[list[bytes]], strangers: list[bytes], rng: random.Random
+) -> Iterator[list[bytes]]:
+    """What a bad line, and somebody else on the same socket, may put between good frames.
+
+    Nothing of it is taken: it is damaged, was there before, or says nothing new under other names.
+    """
+    while True:
+        peer, header, body = rng.choice(good)
+        kind = rng.randrange(6)
+        if kind == 0:  # damaged: the checksum says so
+            harm = bytearray(header + body)
+            harm[rng.randrange(len(harm))] ^= 1 << rng.randrange(8)
+            yield [peer, bytes(harm[: len(header)]), bytes(harm[len(header) :])]
+        elif kind == 1:
+            yield [peer, header[: rng.randrange(len(header))], body]
+        elif kind == 2:
+            yield [peer, *([b""] * rng.choice([0, 1, 3]))]
+        elif kind == 3:  # replayed under a name of the replayer's own, which has not begun
+            yield [rng.choice(strangers), pack_header(2, rng.randint(1, 2**63), body), body]
+        elif kind == 4:  # all is as it should be but for magic, or version, or both
+            foreign = rng.randbytes(4) + header[4:20]
+            yield [rng.choice(strangers), foreign + checksum(foreign, body), body]
+        else:
+            yield [rng.choice(strangers), rng.randbytes(24), rng.randbytes(40)]
+
+
+def checksum(fields: bytes, body: bytes) -> bytes:
+    """As a forger would compute it."""
+    return crc32(body, crc32(fields)).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_good_frames_between_bad_ones_are_all_taken_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Each hundredth frame is good; replayed ones come after their time."""
+    rng = random.Random(count)
+    peers = [b"T" + rng.randbytes(15) for _ in range(2)]
+    strangers = [b"T" + rng.randbytes(15) for _ in range(20)]
+    streams = {peer: stream(peer, count // 200) for peer in peers}
+    inbox = Inbox(monkeypatch)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = RouterChannel(context, client_address(str(tmp_path)), HighWaterMark.CLIENT_LINK)
+    monkeypatch.setattr(router, "_send_mark", lambda peer, flag: None)
+    bad = disturbances(streams[peers[0]], strangers, rng)
+
+    def frames() -> Iterator[list[bytes]]:
+        for index in range(count // 200):
+            for peer in peers:
+                yield list(streams[peer][index])
+                for _ in range(90):
+                    yield next(bad)
+                yield list(streams[peer][rng.randint(0, index)])
+
+    inbox.frames = frames()
+    taken = list(router.drain(count))
+    for peer in peers:
+        assert [item.body for item in taken if item.peer == peer] == [
+            body for _, _, body in streams[peer]
+        ]
+    assert len(taken) == 2 * (count // 200), "nothing came of strangers"
+    assert router.num_read == router.num_dropped_frames + router.num_bad_frames + len(taken)
+    assert router.num_bad_frames > 0
+    assert set(router._sequences) <= {*peers, *strangers}
+    router.close()
+    context.term()

@@ -1,0 +1,101 @@
+"""The restart command with a supervisor that is played: when it ends, and how."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from protocol.lifecycle import ProcessState, ProcessStatus, RestartReply, Role, StatusReply
+from protocol.status import StatusLink
+from scripts.restart import RestartFailed, restart
+
+READY, STARTING = ProcessState.READY, ProcessState.STARTING
+Row = tuple[int, int, ProcessState]
+"""Rank, epoch and state of an API."""
+
+
+class PlayedLink:
+    """Answers with one table after the other, the last one for ever."""
+
+    def __init__(self, tables: list[list[Row]], refusal: str = "", num_lost: int = 0) -> None:
+        self._tables = tables
+        self._refusal = refusal
+        self._num_lost = num_lost
+        """Answers to each kind of question that do not come."""
+        self._num_asked = {"query": 0, "restart": 0}
+
+    def _is_lost(self, kind: str) -> bool:
+        self._num_asked[kind] += 1
+        return self._num_asked[kind] <= self._num_lost
+
+    def query(self, timeout_s: float) -> StatusReply | None:
+        if self._is_lost("query"):
+            return None
+        rows = self._tables.pop(0) if len(self._tables) > 1 else self._tables[0]
+        processes = [
+            ProcessStatus(Role.API, rank, 100 + epoch, epoch, state, 0, 0)
+            for rank, epoch, state in rows
+        ]
+        return StatusReply(processes, ready=True, url=None)
+
+    def restart(self, role: Role, timeout_s: float) -> RestartReply | None:
+        if self._is_lost("restart"):
+            return None
+        return RestartReply(not self._refusal, self._refusal)
+
+
+def run(tables: list[list[Row]], refusal: str = "", timeout_s: float = 10.0) -> str:
+    return restart(cast(StatusLink, PlayedLink(tables, refusal)), Role.API, timeout_s)
+
+
+def leaving() -> Iterator[list[Row]]:
+    """Up to the moment in which the successor serves."""
+    yield [(0, 1, READY)]
+    yield [(0, 1, READY), (1, 2, STARTING)]
+
+
+def test_it_ends_when_the_successor_serves() -> None:
+    tables = [*leaving(), [(0, 2, READY), (1, 1, ProcessState.DRAINING)]]
+    text = run(tables)
+    assert text.startswith("api replaced in ")
+    assert text.endswith(" s: pid 101 by 102")
+
+
+def test_it_ends_when_the_successor_has_died() -> None:
+    with pytest.raises(RestartFailed, match="the api stays: its successor has died"):
+        run([*leaving(), [(0, 1, READY)]])
+
+
+def test_it_waits_when_the_old_one_has_died_too() -> None:
+    """Another is started for both."""
+    restarting: list[Row] = [(0, 3, STARTING)]
+    assert "by 103" in run([*leaving(), restarting, restarting, [(0, 3, READY)]])
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    with pytest.raises(RestartFailed, match=r"the api is not replaced after 0\.1 s"):
+        run([*leaving()], timeout_s=0.1)
+
+
+def test_refusal_is_told() -> None:
+    with pytest.raises(RestartFailed, match="the engine is stopping"):
+        run([*leaving()], refusal="the engine is stopping")
+
+
+def test_answers_that_are_late_fail_nothing() -> None:
+    """The second question is refused, for the first was heard."""
+    tables = [*leaving(), [(0, 2, READY), (1, 1, ProcessState.DRAINING)]]
+    link = PlayedLink(tables, "the api is being replaced already", num_lost=2)
+    assert restart(cast(StatusLink, link), Role.API, 10.0).endswith(" s: pid 101 by 102")
+
+
+def test_a_refusal_that_is_late_is_told() -> None:
+    link = PlayedLink([[(0, 1, READY)]], "the engine is stopping", num_lost=1)
+    with pytest.raises(RestartFailed, match="the engine is stopping"):
+        restart(cast(StatusLink, link), Role.API, 10.0)
+
+
+def test_a_supervisor_that_never_answers_is_told() -> None:
+    link = PlayedLink([[(0, 1, READY)]], num_lost=1000)
+    with pytest.raises(RestartFailed, match="the supervisor does not answer"):
+        restart(cast(StatusLink, link), Role.API, 10.0)

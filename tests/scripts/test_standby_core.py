@@ -1,0 +1,124 @@
+"""The core's standby in virtual time: when it starts, when it is promoted, what its death means."""
+
+from protocol.lifecycle import Drained, Ready, Role, Stop
+from scripts.supervisor.planned_restarts import CORE_PATIENCE_S
+from scripts.supervisor.succession import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
+from scripts.supervisor.supervised import (
+    Announce,
+    Exit,
+    Kill,
+    Origin,
+    Show,
+    Tell,
+)
+from tests.scripts.drill import (
+    API,
+    CORE,
+    STANDBY_CORE,
+    WORKER,
+    Drill,
+    ask,
+    refusal_of,
+    starts,
+)
+
+
+def guarded() -> Drill:
+    """Everybody is ready, and the core has a standby."""
+    drill = Drill(standby_core=True).all_ready()
+    drill.wait(STANDBY_DELAY_S)
+    drill.say(STANDBY_CORE, Ready())
+    return drill
+
+
+def test_core_gets_its_standby_when_the_engine_serves() -> None:
+    """Before, it would take the processors of a load; nobody waits for it."""
+    drill = Drill(standby_core=True)
+    drill.say(CORE, Ready())
+    drill.say(API, Ready())
+    assert drill.wait(5.0) == []
+    assert Announce() in drill.say(WORKER, Ready())
+    assert drill.wait(STANDBY_DELAY_S * 0.9) == []
+    assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY_CORE, Origin.STARTED)]
+    assert drill.supervision.is_ready
+
+
+def test_core_is_followed_by_its_standby_and_that_by_another() -> None:
+    """In the same call; the next one comes when all is well again."""
+    drill = guarded()
+    standby = drill.living[STANDBY_CORE]
+    assert starts(drill.die(CORE)) == [(CORE, Origin.PROMOTED)]
+    assert drill.living[CORE] > standby
+    assert drill.wait(STANDBY_DELAY_S) == []
+    drill.say(CORE, Ready())
+    assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY_CORE, Origin.STARTED)]
+
+
+def test_core_whose_standby_is_dead_or_slow_starts_alone() -> None:
+    """One that is nearly ready is waited for; one that was killed is not promoted."""
+    drill = guarded()
+    assert starts(drill.die(STANDBY_CORE)) == [(STANDBY_CORE, Origin.STARTED)]
+    assert starts(drill.die(CORE)) == [], "it has begun already"
+    assert starts(drill.say(STANDBY_CORE, Ready()) + drill.wait(0.0)) == [(CORE, Origin.PROMOTED)]
+    drill.say(CORE, Ready())
+    drill.wait(STANDBY_DELAY_S)
+    assert STANDBY_CORE in drill.living
+    drill.die(CORE)
+    assert starts(drill.wait(PATIENCE_S * 0.9)) == []
+    assert starts(drill.wait(PATIENCE_S)) == [(CORE, Origin.STARTED)]
+    drill.die(CORE)
+    drill.die(STANDBY_CORE)
+    assert starts(drill.wait(2.0)) == [(CORE, Origin.STARTED)]
+
+
+def test_standby_core_that_does_not_take_over_is_killed() -> None:
+    """It was dead already, or stopped: the next one starts alone."""
+    drill = guarded()
+    drill.die(CORE)
+    assert drill.wait(HANDOVER_TIMEOUT_S) == [Kill(CORE)]
+    assert starts(drill.die(CORE)) + starts(drill.wait(0.1)) == [(CORE, Origin.STARTED)]
+
+
+def test_standby_core_that_cannot_live_ends_nothing() -> None:
+    """Not even before the engine was ready for the first time; pauses between tries grow."""
+    drill = Drill(standby_core=True).all_ready()
+    num_starts = 0
+    while drill.now < 1120.0:
+        num_starts += len(starts(drill.wait(0.5)))
+        if STANDBY_CORE in drill.living:
+            drill.die(STANDBY_CORE, 1)
+    assert drill.supervision.failure is None
+    assert drill.supervision.is_ready
+    assert num_starts < 80
+    assert API in drill.living
+
+
+def test_standby_core_ends_with_the_engine() -> None:
+    drill = guarded()
+    drill.signal()
+    drill.say(API, Drained())
+    drill.say(CORE, Drained())
+    for slot in (API, CORE, WORKER):
+        actions = drill.die(slot, 0)
+    assert actions == [Kill(STANDBY_CORE)]
+    assert drill.die(STANDBY_CORE) == [Exit(0)]
+
+
+def test_core_leaves_when_its_standby_is_ready_or_takes_too_long() -> None:
+    """It is away only a little longer without one."""
+    drill = guarded()
+    assert ask(drill, Role.CORE) == [Tell(CORE, Stop())]
+    assert starts(drill.die(CORE, 0)) == [(CORE, Origin.PROMOTED)]
+    drill.say(CORE, Ready())
+    assert ask(drill, Role.CORE) == []
+    assert refusal_of(drill, Role.CORE) == "the core is being replaced already"
+    drill.wait(STANDBY_DELAY_S)
+    assert drill.say(STANDBY_CORE, Ready()) == [Show(STANDBY_CORE, Ready())]
+    assert drill.wait(0.0) + drill.take(drill.supervision.tick(drill.now)) == [Tell(CORE, Stop())]
+    drill.die(CORE, 0)
+    drill.say(CORE, Ready())
+    ask(drill, Role.CORE)
+    while Tell(CORE, Stop()) not in drill.wait(0.1):
+        if STANDBY_CORE in drill.living:
+            drill.die(STANDBY_CORE)
+        assert drill.now < 1000.0 + 3 * CORE_PATIENCE_S

@@ -1,0 +1,53 @@
+"""Computes a few short texts that nobody has asked for, so that the first step for others is quick.
+
+The first step of a process pays for much that stays: memory that is touched for the first time,
+threads, kernels that are made for the shapes of a model. Whoever waits to be promoted has the time.
+"""
+
+from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.message import pack_token_ids
+from protocol.sampling import SamplingParams
+from worker_proc.runner import Runner
+
+NUM_TEXTS = 4
+TEXT_LENGTH = 32
+_NUM_STEPS = 2
+"""One over all texts, one that adds a token to each."""
+
+
+def warm_up(runner: Runner) -> None:
+    """Compute, and forget it; overwrites the first blocks. Where they do not suffice, do nothing.
+
+    Raises:
+        Exception: the model cannot be computed.
+    """
+    facts = runner.facts
+    length = min(TEXT_LENGTH, facts.max_model_len - _NUM_STEPS)
+    num_blocks = -(-(length + _NUM_STEPS) // facts.block_size)
+    num_groups = len(facts.kv_groups)
+    if length < 1 or facts.num_gpu_blocks <= NUM_TEXTS * num_groups * num_blocks:
+        return
+    blocks = iter(range(1, facts.num_gpu_blocks))
+    new = [
+        NewRequestData(
+            req_id=number,
+            token_ids=pack_token_ids([(1 + number + i) % facts.vocab_size for i in range(length)]),
+            num_prompt_tokens=length,
+            sampling_params=SamplingParams(temperature=float(number % 2), seed=number),
+            block_ids=[[next(blocks) for _ in range(num_blocks)] for _ in range(num_groups)],
+            num_computed_tokens=0,
+            num_cached_tokens=0,
+        )
+        for number in range(NUM_TEXTS)
+    ]
+    lengths = {text.req_id: length for text in new} if length > 1 else {}
+    runner.reset()
+    runner.execute(_step(0, new, lengths, NUM_TEXTS * length))
+    runner.execute(_step(1, [], {}, NUM_TEXTS))
+    runner.reset()
+
+
+def _step(
+    step_id: int, new: list[NewRequestData], num_tokens: dict[int, int], total: int
+) -> SchedulerOutput:
+    return SchedulerOutput(step_id, new, CachedRequestData(), num_tokens, total, [], [])
