@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -37,12 +38,21 @@ def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = 
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Whether a process runs; one that only waits to be reaped does not.
+
+    Of the same opinion as a supervisor that waits on a pidfd: the first thread of a dying process
+    is a zombie before its last one has ended, and /proc tells of the first.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return not poller.poll(0)
+    finally:
+        os.close(pidfd)
 
 
 class Engine:
