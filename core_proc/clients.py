@@ -121,7 +121,7 @@ class Clients:
             self.tell(peer, ControlDone(message.number, False, self._engine.pause_mode))
         elif isinstance(message, SubscribeKVEvents):
             self._events.unsubscribe(peer)
-            self.tell(peer, KVEventsRefused("the subscription failed"))
+            self.tell(peer, KVEventsRefused(message.subscription, "the subscription failed"))
 
     def _obey(self, peer: bytes, epoch: int, message: ClientToCore) -> None:
         if isinstance(message, Connect):
@@ -145,9 +145,10 @@ class Clients:
 
     def _subscribe(self, peer: bytes, message: SubscribeKVEvents) -> None:
         if self._engine.has_kv_events:
-            self._events.subscribe(peer, message.next_seq)
+            self._events.subscribe(peer, message)
         else:
-            self.tell(peer, KVEventsRefused("the engine was started without enable_kv_events"))
+            reason = "the engine was started without enable_kv_events"
+            self.tell(peer, KVEventsRefused(message.subscription, reason))
 
     def _on_connect(self, peer: bytes, message: Connect) -> None:
         """A peer that was known has lost something on the way, and will send all of it again."""
@@ -187,8 +188,7 @@ class Clients:
             batch = self._events.take_batch(peer)
         except Exception:
             log.exception("events for a client failed")
-            self._events.unsubscribe(peer)
-            self.tell(peer, KVEventsRefused("the events could not be told"))
+            self.tell(peer, self._events.refuse(peer, "the events could not be told"))
         else:
             self.tell(peer, batch)
 

@@ -13,7 +13,13 @@ from typing import cast
 import msgspec
 
 from core_proc.owners import Client
-from protocol.kv_events import AllBlocksCleared, KVEvent, KVEventBatch
+from protocol.kv_events import (
+    AllBlocksCleared,
+    KVEvent,
+    KVEventBatch,
+    KVEventsRefused,
+    SubscribeKVEvents,
+)
 from protocol.message import encode
 
 MAX_KEPT_EVENTS = 65_536
@@ -33,9 +39,10 @@ Snapshot = Callable[[], Iterable[KVEvent]]
 
 
 class _Subscriber:
-    __slots__ = ("next_seq", "snapshot")
+    __slots__ = ("next_seq", "snapshot", "subscription")
 
-    def __init__(self, next_seq: int) -> None:
+    def __init__(self, subscription: int, next_seq: int) -> None:
+        self.subscription = subscription
         self.next_seq = next_seq
         self.snapshot: Iterator[KVEvent] | None = None
         """What is left of one; the log goes on after it, from `next_seq`."""
@@ -71,14 +78,19 @@ class EventLog:
             excess += 1
         del self._kept[:excess]
 
-    def subscribe(self, client: Client, next_seq: int | None) -> None:
-        """Tell a client all from `next_seq` on, or a snapshot and all after it."""
+    def subscribe(self, client: Client, asked: SubscribeKVEvents) -> None:
+        """Tell a client all from `asked.next_seq` on, or a snapshot and all after it."""
         # What is not kept becomes a snapshot with the first batch.
-        self._subscribers[client] = _Subscriber(_NOT_KEPT if next_seq is None else next_seq)
+        next_seq = _NOT_KEPT if asked.next_seq is None else asked.next_seq
+        self._subscribers[client] = _Subscriber(asked.subscription, next_seq)
 
     def unsubscribe(self, client: Client) -> None:
         """Tell a client nothing more."""
         self._subscribers.pop(client, None)
+
+    def refuse(self, client: Client, reason: str) -> KVEventsRefused:
+        """End a subscription; return what the client is to be told of it."""
+        return KVEventsRefused(self._subscribers.pop(client).subscription, reason)
 
     def taken(self, client: Client) -> None:
         """A client has room for another batch."""
@@ -125,12 +137,12 @@ class EventLog:
         subscriber = self._subscribers[client]
         bodies = self._snapshot_part(subscriber)
         if bodies:
-            return _message(None, bodies)
+            return _message(subscriber, None, bodies)
         first = subscriber.next_seq
         index = len(self._kept) - (self._next_seq - first)
         bodies = _batch(iter(self._kept[index : index + MAX_BATCH_EVENTS]))
         subscriber.next_seq = first + len(bodies)
-        return _message(first, bodies)
+        return _message(subscriber, first, bodies)
 
 
 def _batch(bodies: Iterator[bytes]) -> list[bytes]:
@@ -145,5 +157,6 @@ def _batch(bodies: Iterator[bytes]) -> list[bytes]:
     return taken
 
 
-def _message(first_seq: int | None, bodies: list[bytes]) -> KVEventBatch:
-    return KVEventBatch(first_seq, cast(list[KVEvent], list(map(msgspec.Raw, bodies))))
+def _message(subscriber: _Subscriber, first_seq: int | None, bodies: list[bytes]) -> KVEventBatch:
+    events = cast(list[KVEvent], list(map(msgspec.Raw, bodies)))
+    return KVEventBatch(subscriber.subscription, first_seq, events)

@@ -10,6 +10,7 @@ and their streams go on. It touches no signals, environment, logging or foreign 
 """
 
 import asyncio
+import itertools
 import time
 
 import msgspec
@@ -32,7 +33,7 @@ from protocol.controls import Controls
 from protocol.core_link import TICK_S, CoreLink, News
 from protocol.core_worker import ModelFacts
 from protocol.errors import failure_of
-from protocol.kv_events import KVEventBatch, SubscribeKVEvents, UnsubscribeKVEvents
+from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.kv_feed import KVEventFeed
 from protocol.ledger import Ledger, check_request
 from protocol.message import ProtocolError, encode
@@ -71,6 +72,7 @@ class AsyncEngineClient:
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
+        self._subscriptions = itertools.count()
         self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
         self._open = OpenRequests(Ledger(max_open_requests, max_open_tokens), self._link.send)
         self._status_event = asyncio.Event()
@@ -334,20 +336,18 @@ class AsyncEngineClient:
         """
         self._require_open()
         try:
-            decode_from_client(encode(SubscribeKVEvents(next_seq)))
+            decode_from_client(encode(SubscribeKVEvents(0, next_seq)))
         except (TypeError, OverflowError, ProtocolError) as problem:
-            bounds = "None, or an integer of at least 0 and below 2**63"
-            raise ValueError(f"next_seq {next_seq!r} must be {bounds}") from problem
+            raise ValueError(f"next_seq {next_seq!r} must be None, or 0 to 2**63 - 1") from problem
         if self._feed is not None:
             raise RuntimeError("there is a feed of KV events already: cancel it first")
-
-        def send(message: SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken) -> None:
-            self._link.send(encode(message))
 
         def end() -> None:
             self._feed = None
 
-        self._feed = KVEventFeed(next_seq, send, end)
+        self._feed = KVEventFeed(
+            next_seq, self._subscriptions, lambda message: self._link.send(encode(message)), end
+        )
         return self._feed
 
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:

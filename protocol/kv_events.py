@@ -15,6 +15,10 @@ EventSeq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """Number of an event. Each life of the core begins at another one, so that a number of an earlier
 life is never mistaken for one of this."""
 
+Subscription = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""Number of a subscription, chosen by the client: what was on its way when it began another one, or
+lost the wish for any, is known by it."""
+
 
 class BlocksStored(Record, tag="stored", frozen=True):
     """Full blocks, consecutive in one request, became hittable."""
@@ -51,6 +55,7 @@ class SubscribeKVEvents(Message, frozen=True):
     Said again it replaces the subscription of this connection.
     """
 
+    subscription: Subscription
     next_seq: EventSeq | None = None
     """Go on with this number. None, or a number that is not kept: begin with a snapshot."""
 
@@ -62,6 +67,7 @@ class UnsubscribeKVEvents(Message, frozen=True):
 class KVEventBatch(Message, frozen=True):
     """Core → client: events in order."""
 
+    subscription: Subscription
     first_seq: EventSeq | None
     """Number of the first, each has one more than that before it; the next batch begins after the
     last. None: a part of a snapshot, whose events have no numbers. A snapshot begins with
@@ -72,4 +78,5 @@ class KVEventBatch(Message, frozen=True):
 class KVEventsRefused(Message, frozen=True):
     """Core → client: there will be no events; the text says why."""
 
+    subscription: Subscription
     message: Text

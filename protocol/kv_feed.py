@@ -6,7 +6,7 @@ batches ahead of the reader, so that one who lags is bounded here, and keeps its
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from protocol.api_core import KVEventsTaken
 from protocol.kv_events import (
@@ -29,22 +29,24 @@ class KVEventFeed:
     ValueError where the engine records no events, and ConnectionError when the client is closed.
     """
 
-    def __init__(self, next_seq: int | None, send: Send, end: Callable[[], None]) -> None:
+    def __init__(
+        self, next_seq: int | None, numbers: Iterator[int], send: Send, end: Callable[[], None]
+    ) -> None:
         """Begin to subscribe.
 
         Args:
             next_seq: number of the first event to tell; None: a snapshot first.
+            numbers: for subscriptions, each of them new to this connection.
             send: sends to the core, if one is agreed on.
             end: called once, when nothing more is wanted or will come.
         """
         self._next_seq = next_seq
+        self._numbers = numbers
         self._send = send
         self._end = end
         self._unread: deque[tuple[int | None, KVEvent]] = deque()
         self._num_untaken = 0
         """Batches that the core has not been asked to follow up."""
-        self._is_asked = False
-        """Whether the core was asked, and has not begun to tell."""
         self._in_snapshot = False
         self._is_cancelled = False
         self._error: Exception | None = None
@@ -54,8 +56,8 @@ class KVEventFeed:
     def subscribe(self) -> None:
         """Ask for what comes next; to be called again on every new connection."""
         self._in_snapshot = False
-        self._is_asked = True
-        self._send(SubscribeKVEvents(self._next_seq))
+        self._subscription = next(self._numbers)
+        self._send(SubscribeKVEvents(self._subscription, self._next_seq))
 
     def __aiter__(self) -> AsyncIterator[tuple[int | None, KVEvent]]:
         return self
@@ -98,7 +100,6 @@ class KVEventFeed:
         """Enter a batch, if it is the one that is due."""
         self._num_untaken += 1
         if self._is_due(batch):
-            self._is_asked = False
             if batch.first_seq is None:
                 self._unread.extend((None, event) for event in batch.events)
             else:
@@ -114,7 +115,9 @@ class KVEventFeed:
         self._num_untaken = 0
 
     def _is_due(self, batch: KVEventBatch) -> bool:
-        """Compare with what was expected; a gap is asked for again, once."""
+        """Compare with what was expected; a gap is asked for again, under a new number."""
+        if batch.subscription != self._subscription:  # it was on its way, to this feed or another
+            return False
         if batch.first_seq is None:
             if batch.events and isinstance(batch.events[0], AllBlocksCleared):
                 self._in_snapshot = True
@@ -123,13 +126,13 @@ class KVEventFeed:
         if self._in_snapshot or batch.first_seq == self._next_seq:
             self._in_snapshot = False
             return True
-        if not self._is_asked:
-            self.subscribe()
+        self.subscribe()
         return False
 
     def refuse(self, refused: KVEventsRefused) -> None:
-        """There are no events."""
-        self.fail(ValueError(refused.message))
+        """There are no events, if it is what was asked for last that is refused."""
+        if refused.subscription == self._subscription:
+            self.fail(ValueError(refused.message))
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come; what is unread is still told."""

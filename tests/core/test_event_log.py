@@ -1,5 +1,6 @@
 """Routers that only apply events know exactly what is cached, whatever happens on the way."""
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -47,11 +48,11 @@ class Router:
         self.contents: Contents = set()
         self.last_seq: int | None = None
         self.num_snapshots = 0
-        self.feed = KVEventFeed(next_seq, self._send, lambda: None)
+        self.feed = KVEventFeed(next_seq, itertools.count(), self._send, lambda: None)
 
     def _send(self, message: SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken) -> None:
         if isinstance(message, SubscribeKVEvents):
-            self.core.subscribe(self.name, message.next_seq)
+            self.core.subscribe(self.name, message)
         elif isinstance(message, KVEventsTaken):
             self.core.log.taken(self.name)
         else:
@@ -110,9 +111,9 @@ class Core:
         self.log = EventLog(epoch, self.engine.snapshot_kv_events)
         self.next_id = 0
 
-    def subscribe(self, name: bytes, next_seq: int | None) -> None:
+    def subscribe(self, name: bytes, asked: SubscribeKVEvents) -> None:
         self.log.append(self.engine.take_kv_events())
-        self.log.subscribe(name, next_seq)
+        self.log.subscribe(name, asked)
 
     def contents(self) -> Contents:
         assert self.engine._scheduler is not None
@@ -221,9 +222,9 @@ def drained(log: EventLog, client: bytes) -> list[KVEventBatch]:
 def test_what_is_kept_is_told_again_without_a_snapshot() -> None:
     log = EventLog(0, lambda: [stored(99)])
     log.append(map(stored, range(5)))
-    log.subscribe(CLIENT, 3)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, 3))
     assert flat(drained(log, CLIENT)) == [3, 4, 5]
-    log.subscribe(CLIENT, 6)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, 6))
     assert flat(drained(log, CLIENT)) == []
 
 
@@ -234,7 +235,7 @@ def test_what_is_not_kept_any_more_or_yet_is_replaced_by_a_snapshot(
     monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 3)
     log = EventLog(0, lambda: [stored(1), stored(2)])
     log.append(map(stored, range(5)))
-    log.subscribe(CLIENT, next_seq)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, next_seq))
     assert flat(drained(log, CLIENT)) == [None, None, None, 6]
 
 
@@ -242,7 +243,7 @@ def test_numbers_of_two_lives_are_never_the_same() -> None:
     first, second = EventLog(1, list), EventLog(2, list)
     for log in (first, second):
         log.append(map(stored, range(3)))
-        log.subscribe(CLIENT, 2**32 + 1)
+        log.subscribe(CLIENT, SubscribeKVEvents(0, 2**32 + 1))
     assert flat(drained(first, CLIENT)) == [2**32 + 1, 2**32 + 2, 2**32 + 3]
     assert flat(drained(second, CLIENT)) == [None, 2 * 2**32 + 4]
 
@@ -250,7 +251,7 @@ def test_numbers_of_two_lives_are_never_the_same() -> None:
 def test_events_that_come_during_a_snapshot_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 2)
     log = EventLog(0, lambda: map(stored, range(4)))
-    log.subscribe(CLIENT, None)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, None))
     told = [log.take_batch(CLIENT)]
     log.taken(CLIENT)
     log.append([stored(9)])
@@ -259,7 +260,7 @@ def test_events_that_come_during_a_snapshot_follow_it(monkeypatch: pytest.Monkey
 
 def test_batches_are_bounded_in_events_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(0, list)
-    log.subscribe(CLIENT, 1)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, 1))
     log.append(map(stored, range(2500)))
     assert [len(batch.events) for batch in drained(log, CLIENT)] == [1000, 1000, 500]
     monkeypatch.setattr(event_log, "MAX_BATCH_BYTES", 1000)
@@ -285,7 +286,7 @@ def test_repeated_subscriptions_cost_no_snapshot_until_something_is_sent() -> No
 
     log = EventLog(1, snapshot)
     for _ in range(64):
-        log.subscribe(b"a", None)
+        log.subscribe(b"a", SubscribeKVEvents(0, None))
     assert num_snapshots == 0
     assert log.waiting() == [b"a"]
     log.take_batch(b"a")
@@ -296,19 +297,19 @@ def test_who_takes_nothing_is_sent_nothing_more_however_often_it_subscribes() ->
     log = EventLog(1, lambda: map(stored, range(100_000)))
     num_sent = 0
     for _ in range(10):
-        log.subscribe(CLIENT, None)
+        log.subscribe(CLIENT, SubscribeKVEvents(0, None))
         while CLIENT in log.waiting():
             log.take_batch(CLIENT)
             num_sent += 1
         log.unsubscribe(CLIENT)
     assert num_sent == event_log.MAX_UNTAKEN_BATCHES
     log.taken(CLIENT)
-    log.subscribe(CLIENT, None)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, None))
     assert log.waiting() == [CLIENT]
     log.take_batch(CLIENT)
     log.forget(CLIENT)
     assert log.waiting() == []
-    log.subscribe(CLIENT, None)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, None))
     assert log.waiting() == [CLIENT], "what an old connection was sent counts no more"
 
 
@@ -319,7 +320,7 @@ def test_a_snapshot_is_told_to_its_end_although_the_log_has_gone_on_past_its_bou
     monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 3)
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 2)
     log = EventLog(0, lambda: map(stored, range(9)))
-    log.subscribe(CLIENT, None)
+    log.subscribe(CLIENT, SubscribeKVEvents(0, None))
     events: list[KVEvent] = []
     for _ in range(5):
         batch = decode_from_core(encode(log.take_batch(CLIENT)))
@@ -337,7 +338,7 @@ def test_a_snapshot_is_told_to_its_end_although_the_log_has_gone_on_past_its_bou
 def test_what_was_missed_is_told_in_order_from_either_end_of_the_log(num_missed: int) -> None:
     log = EventLog(1, lambda: [])
     log.append(BlocksRemoved([bytes([i])], 0) for i in range(100))
-    log.subscribe(b"a", 2**32 + 101 - num_missed)
+    log.subscribe(b"a", SubscribeKVEvents(0, 2**32 + 101 - num_missed))
     batch = decode_from_core(encode(log.take_batch(b"a")))
     assert isinstance(batch, KVEventBatch)
     hashes = [event.block_hashes[0] for event in batch.events if isinstance(event, BlocksRemoved)]

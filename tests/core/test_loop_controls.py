@@ -154,7 +154,7 @@ def num_stored(client: FakeClient) -> int:
 
 def test_without_the_setting_a_subscription_is_refused_with_its_name(bench: Bench) -> None:
     client = bench.client()
-    client.send(CORE_EPOCH, SubscribeKVEvents())
+    client.send(CORE_EPOCH, SubscribeKVEvents(0))
     bench.until(lambda: isinstance(client.heard[-1], KVEventsRefused))
     assert any("enable_kv_events" in m.message for m in client.heard if hasattr(m, "message"))
 
@@ -163,12 +163,12 @@ def test_a_subscriber_gets_a_snapshot_and_then_what_happens(events_bench: Bench)
     bench = events_bench
     bench.worker()
     client, late = bench.client(), bench.client()
-    client.send(CORE_EPOCH, SubscribeKVEvents())
+    client.send(CORE_EPOCH, SubscribeKVEvents(0))
     bench.until(lambda: batches(client))
     client.add(1, max_tokens=64)
     client.finish(1)
     assert num_stored(client) == 4
-    late.send(CORE_EPOCH, SubscribeKVEvents())
+    late.send(CORE_EPOCH, SubscribeKVEvents(0))
     bench.until(lambda: num_stored(late) == 4)
     assert isinstance(batches(late)[0].events[0], AllBlocksCleared)
     ask(client, 1, ControlAction.RESET_PREFIX_CACHE)
@@ -187,12 +187,12 @@ def test_who_unsubscribes_or_connects_anew_or_dies_is_told_nothing_more(
     bench.worker()
     quits, anew, dies, stays = (bench.client() for _ in range(4))
     for client in (quits, anew, dies, stays):
-        client.send(CORE_EPOCH, SubscribeKVEvents())
+        client.send(CORE_EPOCH, SubscribeKVEvents(0))
         bench.until(lambda c=client: batches(c))
     quits.send(CORE_EPOCH, UnsubscribeKVEvents())
     anew.connect()
     dies.connect(dies.start_process())
-    dies.send(CORE_EPOCH, SubscribeKVEvents())
+    dies.send(CORE_EPOCH, SubscribeKVEvents(0))
     bench.until(lambda: len(batches(dies)) == 4)
     dies.kill_process()
     bench.until(lambda: len(bench.loop._clients._outboxes) == 3)
@@ -208,7 +208,7 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up_and_goes_on_where_it_wa
     bench = events_bench
     bench.worker()
     stuck, client = bench.client(), bench.client()
-    stuck.send(CORE_EPOCH, SubscribeKVEvents())
+    stuck.send(CORE_EPOCH, SubscribeKVEvents(0))
     bench.until(lambda: batches(stuck))
     real = bench.loop._links[0].send
     is_stuck = True
@@ -235,7 +235,7 @@ def test_what_is_on_its_way_to_a_subscriber_that_does_not_read_is_bounded(
     stuck, client = bench.client(), bench.client()
     monkeypatch.setattr(stuck, "read", lambda: None)
     for request_id in range(1, 6):
-        stuck.send(CORE_EPOCH, SubscribeKVEvents())
+        stuck.send(CORE_EPOCH, SubscribeKVEvents(0))
         client.add(request_id, max_tokens=64, cache_salt=str(request_id))
         client.finish(request_id)
     monkeypatch.undo()
@@ -243,7 +243,7 @@ def test_what_is_on_its_way_to_a_subscriber_that_does_not_read_is_bounded(
     assert len(batches(stuck)) == MAX_UNTAKEN_BATCHES
 
 
-@pytest.mark.parametrize("message", [Control(5, ControlAction.RESUME), SubscribeKVEvents()])
+@pytest.mark.parametrize("message", [Control(5, ControlAction.RESUME), SubscribeKVEvents(0)])
 def test_a_message_whose_handling_fails_is_answered(
     events_bench: Bench, monkeypatch: pytest.MonkeyPatch, message: Control | SubscribeKVEvents
 ) -> None:

@@ -28,12 +28,12 @@ def removed(number: int) -> BlocksRemoved:
     return BlocksRemoved([bytes([number])], 0)
 
 
-def batch(first_seq: int | None, *numbers: int) -> KVEventBatch:
-    return KVEventBatch(first_seq, [removed(number) for number in numbers])
+def batch(first_seq: int | None, *numbers: int, subscription: int = 0) -> KVEventBatch:
+    return KVEventBatch(subscription, first_seq, [removed(number) for number in numbers])
 
 
-def snapshot(*numbers: int) -> KVEventBatch:
-    return KVEventBatch(None, [CLEARED, *[removed(number) for number in numbers]])
+def snapshot(*numbers: int, subscription: int = 0) -> KVEventBatch:
+    return KVEventBatch(subscription, None, [CLEARED, *[removed(number) for number in numbers]])
 
 
 def num_taken(core: FakeCore) -> int:
@@ -48,7 +48,7 @@ async def take(feed: KVEventFeed, count: int) -> list[tuple[int | None, KVEvent]
 def test_a_snapshot_and_what_follows_it_come_in_order(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events()
-        await core.until(lambda: core.subscriptions == [SubscribeKVEvents(None)])
+        await core.until(lambda: core.subscriptions == [SubscribeKVEvents(0, None)])
         for message in (snapshot(1), batch(None, 2), batch(40), batch(40, 3, 4), batch(42, 5)):
             core.say(message)
         numbers = [(None, CLEARED), (None, removed(1)), (None, removed(2))]
@@ -80,7 +80,7 @@ def test_a_new_connection_goes_on_after_what_was_complete(
             await core.until(lambda: feed._next_seq == 40)
         await core.restart(0)
         await core.until(lambda: core.subscriptions)
-        assert core.subscriptions == [SubscribeKVEvents(next_seq)]
+        assert core.subscriptions == [SubscribeKVEvents(1, next_seq)]
 
     run_connected(core, play)
 
@@ -94,8 +94,8 @@ def test_a_gap_is_asked_for_once_and_nothing_is_told_twice(core: FakeCore) -> No
         core.say(batch(8, 4))
         core.say(batch(9, 5))
         await core.until(lambda: len(core.subscriptions) == 2)
-        assert core.subscriptions[-1] == SubscribeKVEvents(6)
-        core.say(batch(6, 2, 3, 4, 5))
+        assert core.subscriptions[-1] == SubscribeKVEvents(1, 6)
+        core.say(batch(6, 2, 3, 4, 5, subscription=1))
         assert await take(feed, 4) == [(6 + i, removed(2 + i)) for i in range(4)]
         core.pump()
         assert len(core.subscriptions) == 2
@@ -132,10 +132,28 @@ def test_a_feed_that_ends_unread_leaves_room_for_the_next(core: FakeCore, ending
         if ending == "cancelled":
             feed.cancel()
         else:
-            core.say(KVEventsRefused("a bug"))
+            core.say(KVEventsRefused(0, "a bug"))
         await core.until(lambda: num_taken(core) == 1)
         core.say(batch(2, 2))  # was on its way
         await core.until(lambda: num_taken(core) == 2)
+
+    run_connected(core, play)
+
+
+def test_what_was_on_its_way_to_another_feed_is_none_of_this_one(core: FakeCore) -> None:
+    """Though it begins with the very number that is due here, or refuses, or is a snapshot."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        client.kv_events(5).cancel()
+        feed = client.kv_events(5)
+        await core.until(lambda: len(core.subscriptions) == 3)
+        core.say(KVEventsRefused(0, "a bug"))
+        core.say(batch(5, 1))
+        core.say(snapshot(2))
+        core.say(batch(5, 3, subscription=1))
+        assert await take(feed, 1) == [(5, removed(3))]
+        await core.until(lambda: num_taken(core) == 3)
+        assert len(core.subscriptions) == 3
 
     run_connected(core, play)
 
@@ -156,7 +174,7 @@ def test_a_refusal_is_raised_and_a_new_feed_may_be_tried(core: FakeCore) -> None
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events()
         await core.until(lambda: core.subscriptions)
-        core.say(KVEventsRefused("not without enable_kv_events"))
+        core.say(KVEventsRefused(0, "not without enable_kv_events"))
         with pytest.raises(ValueError, match="enable_kv_events"):
             await take(feed, 1)
         client.kv_events().cancel()

@@ -120,7 +120,7 @@ DIRECTIONS = [
             AbortRequests([1, 2, 3]),
             Control(4, ControlAction.PAUSE, PauseMode.PAUSED_NEW, True),
             Control(5, ControlAction.PAUSE, PauseMode.PAUSED_ALL, restores=True),
-            SubscribeKVEvents(2**40),
+            SubscribeKVEvents(3, 2**40),
             UnsubscribeKVEvents(),
             KVEventsTaken(),
         ],
@@ -138,6 +138,7 @@ DIRECTIONS = [
             Refused(None, RequestError(ErrorCode.INVALID, "not this", "prompt"), 3),
             ControlDone(4, True, PauseMode.PAUSED_ALL),
             KVEventBatch(
+                3,
                 7,
                 [
                     BlocksStored([b"a" * 32, b"b" * 32], b"c" * 32, [1] * 32, 16, 0, "salt", 0),
@@ -145,7 +146,7 @@ DIRECTIONS = [
                     AllBlocksCleared(),
                 ],
             ),
-            KVEventsRefused("none here"),
+            KVEventsRefused(3, "none here"),
         ],
     ),
     Direction(
