@@ -52,7 +52,6 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     raise_fd_limit()
     async with _engine_client(child) as client:
         state = ApiState(client, child.config, text)
-        start_sessions(state)
         server = HttpServer(
             openai_app(state),
             slow_reader_timeout_s=api.slow_reader_timeout_s,
@@ -63,6 +62,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         _beat(child.pulse, loop)
         child.attach_asyncio(loop, commands.obey)
         loop.add_signal_handler(signal.SIGTERM, commands.on_sigterm)
+        await start_sessions(state)
         reporting = asyncio.create_task(_report_ready(child, client))
         await server.serve(sockets=[listening])
         reporting.cancel()

@@ -65,12 +65,13 @@ def openai_app(
     return app
 
 
-def start_sessions(state: ApiState) -> None:
-    """Go on with what the journal says, if there is one; inside the event loop."""
+async def start_sessions(state: ApiState) -> None:
+    """Go on with what the journal says, if there is one, before anybody asks for it."""
     if state.config.api.journal_dir is not None:
         state.sessions = Sessions(state.client, state.config.api, state.metrics.count_end)
         rereaders = {completions.PATH: completions.reread, chat.PATH: chat.reread}
         state.sessions.start(rereaders)
+        await state.sessions.journaling.wait_read()
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

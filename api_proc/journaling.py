@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from api_proc.session_log import Brought, Forgotten, Row
-from protocol.journal import Journal
+from protocol.journal import Journal, Recovered
 from protocol.journal_segments import MAX_RECORD_BYTES
 from protocol.message import Message, encode
 
@@ -20,6 +20,8 @@ FLUSH_S = 0.005
 """Tokens are written this long after they have come, together with all others."""
 SEGMENT_BYTES = 16 * 2**20
 """A segment of this size is followed by a new one; or of twice its snapshot's, if that is more."""
+READ_TIMEOUT_S = 5.0
+"""Longest wait for a disk that is read, before requests are served."""
 _FIRST_RETRY_S = 1.0
 _LOCK_RETRY_S = 0.1
 _RETRY_MAX_S = 10.0
@@ -59,6 +61,7 @@ class Journaling:
         self._retry_s = _FIRST_RETRY_S
         self._retry: asyncio.TimerHandle | None = None
         self._on_recovered: Callable[[list[bytes]], None] = lambda records: None
+        self._was_read = asyncio.Event()
         self.is_failed = True
         """Whether requests are kept in memory only."""
         self.num_failures = 0
@@ -66,7 +69,10 @@ class Journaling:
         """Handed over to be written."""
 
     def start(self, on_recovered: Callable[[list[bytes]], None]) -> None:
-        """Read what a predecessor has left, tell it, and begin to write; inside the event loop."""
+        """Read what a predecessor has left, tell it, and begin to write; inside the event loop.
+
+        All of that happens later, as soon as the disk allows.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_recovered = on_recovered
         self._journal = Journal(
@@ -77,6 +83,18 @@ class Journaling:
             sync=self._sync,
         )
         self._take_over()
+
+    async def wait_read(self) -> None:
+        """Wait until it has been read, or cannot be now, or its disk holds that up for too long."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                await self._was_read.wait()
+        except TimeoutError:
+            log.error(
+                "the journal in %s has not been read within %.0f s: what is in it goes on later",
+                self._directory,
+                READ_TIMEOUT_S,
+            )
 
     @property
     def is_recovered(self) -> bool:
@@ -143,20 +161,23 @@ class Journaling:
 
     def _take_over(self) -> None:
         self._retry = None
-        if not self._journal.is_recovered:
-            try:
-                records = self._journal.recover(timeout_s=0.0)
-            except BlockingIOError as error:  # a predecessor still finishes what it has
-                if not self._is_waiting:
-                    self._is_waiting = True
-                    log.warning("the journal waits: %s", error)
-                self._retry = self._loop.call_later(_LOCK_RETRY_S, self._take_over)
-                return
-            except OSError as error:
-                self._on_failed(error)
-                return
-            self._on_recovered(records)
-        self._rotate()
+        if self._journal.is_recovered:
+            self._rotate()
+        else:
+            self._journal.recover(self._on_read)
+
+    def _on_read(self, outcome: Recovered) -> None:
+        if isinstance(outcome, BlockingIOError):  # a predecessor still finishes what it has
+            if not self._is_waiting:
+                self._is_waiting = True
+                log.warning("the journal waits: %s", outcome)
+            self._retry = self._loop.call_later(_LOCK_RETRY_S, self._take_over)
+        elif isinstance(outcome, OSError):
+            self._on_failed(outcome)
+        else:
+            self._on_recovered(outcome)
+            self._rotate()
+        self._was_read.set()
 
     def _rotate(self) -> None:
         """Go on in a new segment, with everything open at its beginning."""

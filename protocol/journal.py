@@ -1,10 +1,10 @@
 """An append-only journal on disk: records in, records back after a death of the process.
 
-A thread of its own writes, so that no disk stalls the caller: all that was appended meanwhile goes
-out in one write, and one sync where records shall survive a loss of power too (those of a process
-that dies survive without). An error, or a disk that is too slow for the bounded queue, ends the
-writing; the owner hears of it, and begins a new segment when it likes to try again. What the files
-look like: `protocol.journal_segments`.
+A thread of its own reads and writes, so that no disk stalls the caller: all that was appended
+meanwhile goes out in one write, and one sync where records shall survive a loss of power too (those
+of a process that dies survive without). An error, or a disk that is too slow for the bounded queue,
+ends the writing; the owner hears of it, and begins a new segment when it likes to try again. What
+the files look like: `protocol.journal_segments`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,18 @@ MAX_QUEUED_BYTES = 32 * 2**20
 """Waiting to be written; past it the disk counts as failed."""
 STALL_TIMEOUT_S = 5.0
 """So does one that has not come back from a write for so long."""
-LOCK_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
+
+
+Recovered = list[bytes] | OSError
+"""What a predecessor has left, in its order, or why that cannot be read: BlockingIOError where
+another process has the directory."""
+
+
+class _Recovery(NamedTuple):
+    """To the thread: take the directory over, and read it."""
+
+    on_done: Callable[[Recovered], None]
 
 
 class _Segment(NamedTuple):
@@ -44,7 +55,7 @@ class _Complete(NamedTuple):
     """To the thread: the snapshot ends here; older files may go."""
 
 
-_Order = bytes | _Segment | _Complete
+_Order = bytes | _Recovery | _Segment | _Complete
 
 
 class Journal:
@@ -103,26 +114,19 @@ class Journal:
         """Appended and not written yet."""
         return self._num_waiting_bytes + self._num_taken_bytes
 
-    def recover(self, timeout_s: float = LOCK_TIMEOUT_S) -> list[bytes]:
-        """Take the directory over and read what a predecessor has left, in its order.
+    def recover(self, on_done: Callable[[Recovered], None]) -> None:
+        """Take the directory over and read it, however long the disk takes; then tell.
 
-        Args:
-            timeout_s: how long to wait for a predecessor that still has it.
-
-        Raises:
-            OSError: the directory cannot be used or read; BlockingIOError: another process has it.
+        It may be tried again after an error. Nothing is told any more after `close`.
         """
-        self._segments.lock(timeout_s)
-        records, self._next_number = self._segments.read()
-        self.is_recovered = True
-        return records
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+        self._order(_Recovery(on_done))
 
     def begin_segment(self) -> None:
         """Go on in a new file; the caller appends a snapshot, then calls `complete_segment`."""
         assert self.is_recovered  # else the end of the snapshot would delete what was not read
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-            self._thread.start()
         self.is_writing = True
         self.num_segment_bytes = 0
         self._order(_Segment(self._next_number))
@@ -156,9 +160,7 @@ class Journal:
         with self._wakes:
             self._is_closing = True
             self._wakes.notify()
-        if self._thread is None:
-            self._segments.unlock()
-        else:
+        if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _is_stalled(self) -> bool:
@@ -183,6 +185,16 @@ class Journal:
         self.num_written = self.num_appended
         self._on_failed(error)
 
+    def _read(self, order: _Recovery, outcome: tuple[list[bytes], int] | OSError) -> None:
+        if self._is_closing:
+            return
+        if isinstance(outcome, OSError):
+            order.on_done(outcome)
+        else:
+            records, self._next_number = outcome
+            self.is_recovered = True
+            order.on_done(records)
+
     def _settle(self, position: int) -> None:
         self.num_written = max(self.num_written, position)
         self._on_written()
@@ -198,10 +210,9 @@ class Journal:
                 self._obey(orders)
             except Exception as problem:  # whatever it is, the thread is needed for the next try
                 self._give_up_file()
-                error = problem if isinstance(problem, OSError) else OSError(repr(problem))
-                self._tell(lambda error=error: self._fail(error))  # type: ignore[misc]
+                self._tell(partial(self._fail, _os_error(problem)))
             else:
-                self._tell(lambda position=position: self._settle(position))  # type: ignore[misc]
+                self._tell(partial(self._settle, position))
         self._give_up_file()
         self._segments.unlock()
 
@@ -227,6 +238,9 @@ class Journal:
             if isinstance(order, bytes):
                 frames += frame(order)
                 continue
+            if isinstance(order, _Recovery):
+                self._tell(partial(self._read, order, self._recover()))
+                continue
             self._segments.append(b"".join(frames))
             frames.clear()
             if isinstance(order, _Segment):
@@ -236,6 +250,17 @@ class Journal:
         self._segments.append(b"".join(frames))
         self._segments.sync()
 
+    def _recover(self) -> tuple[list[bytes], int] | OSError:
+        try:
+            self._segments.lock()
+            return self._segments.read()
+        except Exception as problem:
+            return _os_error(problem)
+
     def _tell(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the owner's loop is closed
             self._notify(function)
+
+
+def _os_error(problem: Exception) -> OSError:
+    return problem if isinstance(problem, OSError) else OSError(repr(problem))

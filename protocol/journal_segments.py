@@ -10,7 +10,6 @@ import fcntl
 import os
 import stat
 import struct
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +40,7 @@ def frame(record: bytes) -> tuple[bytes, bytes]:
 
 
 class Segments:
-    """One directory. Its owner locks and reads it; then one thread writes."""
+    """One directory: locked and read, then written, all by one thread."""
 
     def __init__(self, directory: Path, open_file: OpenFile, write: Write, sync: Sync | None):
         """Name the directory; `sync`: how what was written gets to the medium, if it must."""
@@ -54,11 +53,11 @@ class Segments:
 
     # Before anything is written -----------------------------------------------------------------
 
-    def lock(self, timeout_s: float) -> None:
+    def lock(self) -> None:
         """Make the directory this process's; harmless when repeated.
 
         Raises:
-            OSError: it cannot be used; BlockingIOError: another process still has it then.
+            OSError: it cannot be used; BlockingIOError: another process still has it.
         """
         if self._lock_fd is not None:
             return
@@ -67,21 +66,16 @@ class Segments:
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
             raise PermissionError(f"{self._directory} must be a directory of this user")
         fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if time.monotonic() < deadline and isinstance(error, BlockingIOError):
-                    time.sleep(0.02)
-                    continue
-                os.close(fd)
-                if not isinstance(error, BlockingIOError):
-                    raise
-                text = f"{self._directory} is in use by another process"
-                raise BlockingIOError(error.errno, text) from error
-            self._lock_fd = fd
-            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            text = f"{self._directory} is in use by another process"
+            raise BlockingIOError(error.errno, text) from error
+        except OSError:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
 
     def unlock(self) -> None:
         """Let go of it; harmless when repeated."""

@@ -61,6 +61,10 @@ class ApiProcess(ClientProcess):
         self._sessions = Sessions(self.engine, self.config.api)
         self.on_death.append(self._let_go_of_journal)
         self._sessions.start({PATH: self._reread})
+        self.run(self._open())
+
+    async def _open(self) -> None:
+        await self._sessions.journaling.wait_read()
         self._internet.server = self
 
     def _let_go_of_journal(self) -> None:

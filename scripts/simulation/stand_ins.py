@@ -23,7 +23,6 @@ import protocol.channel
 import protocol.client
 import protocol.core_link
 import protocol.journal
-import protocol.journal_segments
 import protocol.multipart
 import protocol.open_requests
 import protocol.pulse
@@ -236,7 +235,6 @@ def _journal_places(disk: Disk, time: object) -> list[tuple[types.ModuleType, di
         (api_proc.journaling, {"Journal": journal, "os": types.SimpleNamespace(fsync=disk.sync)}),
         (api_proc.sessions, {"time": time}),
         (protocol.journal, {"threading": threads, "time": time}),
-        (protocol.journal_segments, {"time": time}),
     ]
 
 

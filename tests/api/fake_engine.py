@@ -1,6 +1,7 @@
 """A stand-in for `protocol.client.AsyncEngineClient` with scripted tokens, and a live server."""
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -264,10 +265,11 @@ class LiveServer:
         self.text.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function inside the server's event loop and return its result."""
+        """Run a function, or a coroutine function, inside the server's event loop."""
 
         async def run() -> Any:
-            return function(*args)
+            result = function(*args)
+            return await result if inspect.isawaitable(result) else result
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=10)
 

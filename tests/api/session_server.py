@@ -1,11 +1,12 @@
 """What sessions need of a server, without HTTP, in a running event loop."""
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from api_proc.bodies import CompletionBody
 from api_proc.connection import GIVEN_ID_KEY, Connection
@@ -19,6 +20,8 @@ from protocol.config import EngineConfig
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
 from tests.api.fake_engine import FakeClient, saying
+
+P = ParamSpec("P")
 
 PATH = "/p"
 RAW = b"{}"
@@ -94,15 +97,15 @@ async def read(generation: Generation, count: int) -> list[int]:
     return found
 
 
-def play(test: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
+def play(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
     """Run a test inside an event loop."""
 
-    def run(tmp_path: Path) -> None:
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
         async def bounded() -> None:
             async with asyncio.timeout(20):
-                await test(tmp_path)
+                await test(*args, **kwargs)
 
         asyncio.run(bounded())
 
-    run.__name__, run.__doc__ = test.__name__, test.__doc__  # type: ignore[attr-defined]
     return run

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,8 @@ async def test_what_cannot_be_read_once_is_read_later(tmp_path: Path) -> None:
 
             broken.setattr(Path, "read_bytes", fail)
             server = Server(tmp_path)
+            await server.sessions.journaling.wait_read()
+        assert server.sessions.journaling.num_failures == 1
         with pytest.raises(ApiError) as caught:
             server.find("r", last="r.1")
         assert (caught.value.status, caught.value.code) == (503, "recovering")
@@ -97,6 +100,65 @@ async def test_what_cannot_be_read_once_is_read_later(tmp_path: Path) -> None:
         await server.written()
         assert server.find("r", last="r.1") is not None
         server.sessions.close()
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The disk answers whoever reads when this is set."""
+    may_go_on = threading.Event()
+    really_read = Path.read_bytes
+
+    def hang(path: Path) -> bytes:
+        assert may_go_on.wait(10.0)
+        return really_read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", hang)
+    monkeypatch.setattr(journaling_module, "READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(journal_module, "_CLOSE_TIMEOUT_S", 0.05)
+    return may_go_on
+
+
+@play
+async def test_a_disk_that_hangs_while_it_is_read_holds_nobody_up(
+    tmp_path: Path, reading: threading.Event
+) -> None:
+    """The server serves, for now without a journal; what is in it goes on later."""
+    reading.set()
+    server = await Server(tmp_path).written()
+    await server.accept("r")
+    server.sessions.close()
+    reading.clear()
+    server = Server(tmp_path)
+    await server.sessions.journaling.wait_read()
+    await server.accept("s")
+    with pytest.raises(ApiError, match="not been read yet"):
+        server.find("r", last="r.1")
+    reading.set()
+    await server.written()
+    assert {"r", "s"} == set(server.sessions._by_id)
+    server.sessions.close()
+
+
+@play
+async def test_a_server_that_was_closed_goes_on_with_nothing(
+    tmp_path: Path, reading: threading.Event
+) -> None:
+    """Though its disk answers in the end; then its successor has the directory."""
+    reading.set()
+    server = await Server(tmp_path).written()
+    await server.accept("r")
+    server.sessions.close()
+    reading.clear()
+    closed = Server(tmp_path)
+    closed.sessions.close()
+    successor = Server(tmp_path)
+    await successor.sessions.journaling.wait_read()
+    assert not successor.sessions.journaling.is_recovered
+    reading.set()
+    await successor.written()
+    assert successor.find("r") is not None
+    assert len(closed.sessions) == 0
+    successor.sessions.close()
 
 
 @play

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.journal import Journal
+from protocol.journal import Journal, Recovered
 from tests.system.conftest import eventually
 
 
@@ -51,6 +51,20 @@ class Owner:
         assert self.journal
         return self._errors
 
+    def recover(self) -> list[bytes]:
+        """What the directory says.
+
+        Raises:
+            OSError: why it says nothing.
+        """
+        outcomes: list[Recovered] = []
+        self.journal.recover(outcomes.append)
+        eventually(lambda: self.journal and outcomes, "the directory is read", 5.0)
+        (outcome,) = outcomes
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
     def begin(self, *snapshot: bytes) -> None:
         """A new segment with this snapshot."""
         self.journal.begin_segment()
@@ -68,7 +82,7 @@ class Owner:
 def recovered(directory: Path) -> list[bytes]:
     """What a successor reads."""
     successor = Owner(directory)
-    records = successor.journal.recover()
+    records = successor.recover()
     successor.journal.close()
     return records
 

@@ -11,7 +11,7 @@ from tests.protocol.journal_owner import Owner, recovered, segments
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
     owner = Owner(tmp_path / "j")
-    assert owner.journal.recover() == []
+    assert owner.recover() == []
     owner.begin()
     records = [b"%d" % i * (i + 1) for i in range(50)]
     for record in records:
@@ -24,7 +24,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
 
 def test_a_complete_snapshot_replaces_older_segments(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     owner.begin()
     owner.journal.append(b"old")
     owner.begin(b"snapshot")
@@ -36,7 +36,7 @@ def test_a_complete_snapshot_replaces_older_segments(tmp_path: Path) -> None:
 
 def test_an_incomplete_snapshot_adds_to_the_segment_before_it(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"a")
     owner.journal.append(b"b")
     owner.journal.begin_segment()
@@ -48,7 +48,7 @@ def test_an_incomplete_snapshot_adds_to_the_segment_before_it(tmp_path: Path) ->
 
 def test_a_tail_torn_at_any_byte_costs_only_what_was_torn(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"first")
     records = [b"first", b"second", b"third"]
     for record in records[1:]:
@@ -68,7 +68,7 @@ def test_a_tail_torn_at_any_byte_costs_only_what_was_torn(tmp_path: Path) -> Non
 
 def test_a_flipped_bit_ends_the_segment_there(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"first", b"second")
     owner.journal.close()
     (segment,) = segments(tmp_path)
@@ -80,9 +80,9 @@ def test_a_flipped_bit_ends_the_segment_there(tmp_path: Path) -> None:
 
 def test_two_owners_are_one_too_many(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     with pytest.raises(OSError, match="in use by another process"):
-        Owner(tmp_path).journal.recover(timeout_s=0.0)
+        Owner(tmp_path).recover()
     owner.journal.close()
     assert recovered(tmp_path) == []
 
@@ -91,13 +91,13 @@ def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(PermissionError):
-        Owner(tmp_path / "link").journal.recover()
+        Owner(tmp_path / "link").recover()
 
 
 def test_zeros_at_the_end_are_no_whole_snapshot(tmp_path: Path) -> None:
     """A file system may bring back a lost tail as zeros: the segment before still counts."""
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"a")
     owner.journal.begin_segment()
     owner.journal.append(b"b")
@@ -111,14 +111,14 @@ def test_what_could_not_be_read_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = Owner(tmp_path)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"a")
     owner.journal.close()
     successor = Owner(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda path: os.read(-1, 1))
         with pytest.raises(OSError, match="Bad file descriptor"):
-            successor.journal.recover()
+            successor.recover()
     assert not successor.journal.is_recovered
-    assert successor.journal.recover() == [b"a"]
+    assert successor.recover() == [b"a"]
     successor.journal.close()

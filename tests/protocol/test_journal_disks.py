@@ -34,7 +34,7 @@ def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
         return os.write(fd, data)
 
     owner = Owner(tmp_path, open_file, write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"a")
     owner.settle() if where not in (0, 1, "open") else None
     for record in (b"b", b"c", b"d"):
@@ -54,7 +54,7 @@ def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
 
 def test_short_writes_are_finished(tmp_path: Path) -> None:
     owner = Owner(tmp_path, write=lambda fd, data: os.write(fd, data[:3]))
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"snapshot of some length")
     owner.journal.append(b"and a record")
     owner.journal.close()
@@ -73,7 +73,7 @@ def test_a_disk_that_stands_still_is_given_up(
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin()
     for _ in range(20):
         owner.journal.append(bytes(100))
@@ -101,7 +101,7 @@ def test_a_disk_that_only_the_journal_has_filled_is_used_again(tmp_path: Path) -
     """Its own old segments must not keep a new one from being begun."""
     disk = SmallDisk(tmp_path, 2**20)
     owner = Owner(tmp_path, write=disk.write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"open")
     for _ in range(20):
         owner.journal.append(bytes(64 * 1024))
@@ -125,7 +125,7 @@ def test_snapshots_that_fail_again_and_again_leave_two_files(tmp_path: Path) -> 
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"first")
     owner.settle()
     is_broken = True
@@ -139,7 +139,7 @@ def test_snapshots_that_fail_again_and_again_leave_two_files(tmp_path: Path) -> 
 
 def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     owner = Owner(tmp_path, write=lambda fd, data: 0)
-    owner.journal.recover()
+    owner.recover()
     owner.begin()
     eventually(lambda: owner.errors, "it is heard", 5.0)
     owner.journal.close()
@@ -155,6 +155,8 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
         synced[path.name] = path.stat().st_size
 
     def on_told() -> None:
+        if not segments(tmp_path):
+            return  # it was only read
         path = segments(tmp_path)[-1]
         if synced[path.name] != path.stat().st_size:
             problems.append("settled before it was synced")
@@ -163,7 +165,7 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
 
     num_known = 0
     owner = Owner(tmp_path, sync=sync, on_told=on_told)
-    owner.journal.recover()
+    owner.recover()
     for round_ in range(3):
         owner.begin(b"snapshot")
         owner.journal.append(b"%d" % round_)
@@ -185,7 +187,7 @@ def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
             raise OSError(errno.EIO, "broken")
 
     owner = Owner(tmp_path, sync=sync)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"a")
     owner.settle()
     owner.journal.append(b"b")
@@ -211,7 +213,7 @@ def test_a_disk_that_holds_one_write_too_long_is_given_up(
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin()
     owner.settle()
     owner.journal.append(b"old")
@@ -239,7 +241,7 @@ def test_whoever_was_replaced_deletes_nothing_of_the_successor(tmp_path: Path) -
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"late")
     assert reached.wait(5.0)
     (tmp_path / f"{7:016d}.journal").write_bytes(b"of a successor")
@@ -261,7 +263,7 @@ def test_a_snapshot_that_was_given_up_is_not_whole(
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"open")
     owner.settle()
     monkeypatch.setattr(journal_module, "MAX_QUEUED_BYTES", 1000)
@@ -293,7 +295,7 @@ def test_what_a_rotation_leaves_behind_is_synced_too(tmp_path: Path) -> None:
         synced[path.name] = path.stat().st_size
 
     owner = Owner(tmp_path, write=write, sync=sync)
-    owner.journal.recover()
+    owner.recover()
     owner.begin()
     owner.settle()
     owner.journal.append(b"held")
@@ -328,7 +330,7 @@ def test_whatever_goes_wrong_is_heard_and_tried_again(
 
     monkeypatch.setattr(os, "close", close)
     owner = Owner(tmp_path, write=write)
-    owner.journal.recover()
+    owner.recover()
     owner.begin(b"a")
     owner.journal.append(b"bad")
     eventually(lambda: owner.errors, "it is heard", 5.0)
