@@ -36,6 +36,7 @@ class Ending:
         self._fronts = [role for role in _DRAIN_ORDER if role in groups]
         """Who still has to finish, outermost first."""
         self._is_front_drained = False
+        self._has_served = False
         self._stages = [role for role in _STOP_ORDER if role in groups]
         self._told: set[Role] = set()
         self._exit_status = 0
@@ -56,10 +57,24 @@ class Ending:
         """Whether that role is finishing what it has accepted."""
         return self._phase is _Phase.DRAINING and self._fronts[0] is role
 
-    def on_signal(self, now: float) -> list[Action]:
-        """Asked to end: drain first; asked again: end at once."""
+    def comes_back(self, role: Role) -> bool:
+        """Whether it is needed although it dies: it is the front, and what is open is elsewhere.
+
+        The core's clients hold that in their ledgers. Those in the API have finished before.
+        """
+        is_outermost = role is Role.CORE and Role.API not in self._groups
+        return is_outermost and self._has_served and self.is_front(role)
+
+    def on_signal(self, now: float, *, has_served: bool) -> list[Action]:
+        """Asked to end: drain first; asked again: end at once.
+
+        Args:
+            now: the time.
+            has_served: whether there may be requests.
+        """
         if self._phase is _Phase.RUNNING:
             self._phase = _Phase.DRAINING
+            self._has_served = has_served
             self.deadline = now + self._timeout_s
             text = "finishing what runs; another signal stops at once"
             return [Note(logging.INFO, text), *self._drain_next(now)]
@@ -104,6 +119,10 @@ class Ending:
         self._is_front_drained = True
         return self.advance_drain(now)
 
+    def on_ready(self, role: Role, now: float) -> list[Action]:
+        """A front that came back is to finish what its clients bring."""
+        return self._drain_next(now) if self.comes_back(role) else []
+
     def advance_drain(self, now: float) -> list[Action]:
         """The next front, if nobody of this one has anything to finish."""
         if not self._is_front_drained or self._groups[self._fronts[0]].spare is not None:
@@ -118,12 +137,15 @@ class Ending:
             return self.stop(now)
         group = self._groups[self._fronts[0]]
         front = group.processes[0]
-        if group.is_leaving and front.is_alive:  # it finishes already, and ends by itself
+        if front.state is ProcessState.READY:
+            front.state = ProcessState.DRAINING
+            return front.ask(Drain())
+        if (group.is_leaving and front.is_alive) or self.comes_back(front.slot.role):
+            return []  # it finishes already, and ends by itself; or it will
+        if group.spare is not None:  # its predecessor finishes; itself it has not begun yet
+            self._is_front_drained = True
             return []
-        if front.state is not ProcessState.READY:
-            return self.stop(now)
-        front.state = ProcessState.DRAINING
-        return front.ask(Drain())
+        return self.stop(now)
 
     # Stopping -----------------------------------------------------------------------------------
 

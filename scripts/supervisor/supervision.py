@@ -196,7 +196,7 @@ class Supervision:
         if self._is_hopeless(group, process) or self._crash_loop.is_over(now):
             return self._give_up(process, text, now)
         actions: list[Action] = [Note(logging.WARNING, text), *words]
-        if self._ending.is_front(group.role):
+        if self._ending.is_front(group.role) and not self._ending.comes_back(group.role):
             if group.spare is not None and group.spare.state is ProcessState.DRAINING:
                 return actions + self._ending.on_drained(group.role, now)
             return actions + self._ending.stop(now)
@@ -213,7 +213,7 @@ class Supervision:
 
     def on_signal(self, now: float) -> list[Action]:
         """Asked to end: drain first; asked again: end at once."""
-        return self._planned.cancel() + self._ending.on_signal(now)
+        return self._planned.cancel() + self._ending.on_signal(now, has_served=self._was_ready)
 
     def on_orphaned(self, now: float) -> list[Action]:
         """Nobody waits for results any more: kill everything."""
@@ -291,6 +291,7 @@ class Supervision:
             return actions + self._planned.on_spare_ready(group, now)
         if group.is_ready:
             group.ready_since = now
+            actions += self._ending.on_ready(group.role, now)
         if self.is_ready and not self._was_ready:
             self._was_ready = True
             actions.append(Announce())
@@ -314,7 +315,7 @@ class Supervision:
     def _on_left(self, group: Group, text: str, now: float) -> list[Action]:
         """Who was asked to leave has left."""
         note = Note(logging.INFO, text)
-        if self._ending.is_front(group.role):
+        if self._ending.is_front(group.role) and not self._ending.comes_back(group.role):
             return [note, *self._ending.on_drained(group.role, now)]
         group.is_failing = True
         group.resume_at = now

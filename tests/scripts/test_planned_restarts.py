@@ -134,6 +134,16 @@ def test_end_waits_for_an_api_that_leaves() -> None:
     assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
 
 
+def test_end_waits_for_an_api_that_leaves_although_its_successor_only_starts() -> None:
+    """The one after it, that is: the first died."""
+    drill = Drill().all_ready()
+    ask(drill, Role.API)
+    drill.say(NEXT_API, Ready())
+    drill.die(API)
+    assert drill.signal() == []
+    assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
+
+
 def test_nothing_is_replaced_while_the_engine_ends_or_starts() -> None:
     drill = Drill()
     assert refusal_of(drill, Role.CORE) == "the core is being replaced already"

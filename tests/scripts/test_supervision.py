@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.config import RecoveryConfig
@@ -22,9 +22,19 @@ from protocol.lifecycle import (
 )
 from scripts.supervisor.death_causes import Evidence
 from scripts.supervisor.ending import STOP_GRACE_S
-from scripts.supervisor.supervised import HEALTHY_S, Announce, Exit, Kill, Show, Slot, Start, Tell
+from scripts.supervisor.supervised import (
+    HEALTHY_S,
+    Announce,
+    Exit,
+    Kill,
+    Origin,
+    Show,
+    Slot,
+    Start,
+    Tell,
+)
 from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
-from tests.scripts.drill import API, CORE, WORKER, Drill
+from tests.scripts.drill import API, CORE, WORKER, Drill, ask, starts
 
 
 def test_everything_starts_at_once_worker_first() -> None:
@@ -238,6 +248,25 @@ def test_without_api_the_core_is_drained() -> None:
     assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_without_api_a_core_that_dies_comes_back_to_finish(is_asked: bool) -> None:
+    """Its clients have ledgers: killed while it drains, before, or replaced by a plan."""
+    drill = Drill(api=False).all_ready()
+    if is_asked:
+        ask(drill, Role.CORE)
+        assert drill.signal() == []
+        assert starts(drill.die(CORE, 0)) == [(CORE, Origin.STARTED)]
+        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    else:
+        drill.die(CORE)
+        assert drill.signal() == []
+        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    drill.die(CORE)
+    drill.wait(1.0)
+    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+
+
 def test_draining_ends_at_its_deadline() -> None:
     """Requests that take too long do not hold up the end."""
     drill = Drill().all_ready()
@@ -308,7 +337,12 @@ EVENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(st.lists(st.tuples(EVENTS, st.integers(0, 9)), max_size=80), st.integers(1, 3))
 def test_any_history_keeps_the_invariants_and_can_be_ended(
     events: list[tuple[str, int]], num_workers: int

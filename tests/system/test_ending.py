@@ -1,0 +1,43 @@
+"""An engine that is asked to end finishes what it has accepted, whoever dies meanwhile."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from protocol.channel import client_address
+from protocol.client import AsyncEngineClient
+from protocol.lifecycle import Role
+from protocol.sampling import SamplingParams
+from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory
+from tests.system.null_load import null_tokens
+
+PROMPT = [5, 6, 7]
+NUM_TOKENS = 400
+
+
+@pytest.mark.parametrize("victim", [Role.CORE, Role.WORKER])
+def test_an_embedded_engine_finishes_although_somebody_is_killed(
+    start_engine: EngineFactory, victim: Role
+) -> None:
+    """What is open is in its client's ledger: a core that comes back gets it from there."""
+    engine = start_engine("--no-api", "--null-step-ms", "5")
+    engine.ready()
+    assert asyncio.run(_read_while_it_ends(engine, victim)) == null_tokens(PROMPT, NUM_TOKENS)
+    assert engine.process.wait(TIMEOUT_S) == 0
+    assert f"{victim} died of SIGKILL" in engine.log
+
+
+async def _read_while_it_ends(engine: Engine, victim: Role) -> list[int]:
+    pid = engine.pid(victim)
+    token_ids: list[int] = []
+    async with AsyncEngineClient(client_address(engine.run_dir)) as client:
+        await client.wait_ready(TIMEOUT_S)
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        async for output in client.submit(PROMPT, params):
+            if not token_ids:
+                engine.process.send_signal(signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL)
+            token_ids += output.token_ids
+    return token_ids
