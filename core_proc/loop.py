@@ -26,6 +26,8 @@ from protocol.process import ChildProcess
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
 """From Stop to the end: for steps under way, whose tokens would have to be computed again."""
+RETURN_S = 2.0
+"""From the start to the earliest end of draining: its predecessor's clients bring what is open."""
 _RETRY_MS = 5
 
 log = logging.getLogger("troika.core")
@@ -66,6 +68,7 @@ class CoreLoop:
         self._next_status = self._next_beat = now
         self._told_state: tuple[EngineState, PauseMode, bool] | None = None
         self._drained_told = False
+        self._all_returned_at = now + RETURN_S
         self._leaves_at: float | None = None
         """At the latest, once it was told to stop."""
 
@@ -137,10 +140,10 @@ class CoreLoop:
 
     def _report(self) -> None:
         engine = self._engine
-        if engine.is_drained and not self._drained_told:
+        now, state = time.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
+        if engine.is_drained and not self._drained_told and now >= self._all_returned_at:
             self._drained_told = True
             self._child.drained()
-        now, state = time.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
         if now < self._next_status and state == self._told_state:
             return
         self._next_status = now + STATUS_INTERVAL_S

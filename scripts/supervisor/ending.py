@@ -58,12 +58,8 @@ class Ending:
         return self._phase is _Phase.DRAINING and self._fronts[0] is role
 
     def comes_back(self, role: Role) -> bool:
-        """Whether it is needed although it dies: it is the front, and what is open is elsewhere.
-
-        The core's clients hold that in their ledgers. Those in the API have finished before.
-        """
-        is_outermost = role is Role.CORE and Role.API not in self._groups
-        return is_outermost and self._has_served and self.is_front(role)
+        """Whether it is needed although it dies: clients of the core have ledgers, and return."""
+        return role is Role.CORE and self._has_served and self.is_front(role)
 
     def on_signal(self, now: float, *, has_served: bool) -> list[Action]:
         """Asked to end: drain first; asked again: end at once.
