@@ -97,6 +97,7 @@ class Generation:
             reread = Reread(self._body, prompts)
             self._session = self._sessions.begin(request_id, path, raw, reread)
             self._sessions.attach(self._session)
+            self.created = self._session.accepted.created  # as whoever comes back will read it
 
     async def accepted(self) -> None:
         """All was submitted: wait until a session is known to survive this process."""

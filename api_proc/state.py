@@ -19,7 +19,7 @@ from protocol.core_worker import ModelFacts
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
 
 DEGRADED = "degraded"
-_FIRST_STATUS_S = 2.0
+_FIRST_FACTS_S = 2.0
 """A new server waits so long for the core's first word before it says that the engine starts."""
 _POLL_S = 0.01
 STATUS_FRESH_S = 5.0
@@ -93,9 +93,12 @@ class ApiState:
         return facts
 
     def _is_new(self) -> bool:
-        """Whether this process has just begun, and may learn of an engine that runs any moment."""
+        """Whether this process has just begun, and may learn of an engine that runs any moment.
+
+        A core that came back with it has not adopted its workers yet, and seems to start.
+        """
         age_s = time.monotonic() - self._started
-        return self.client.status is None and age_s < _FIRST_STATUS_S
+        return self.client.facts is None and age_s < _FIRST_FACTS_S
 
     def require_facts(self) -> ModelFacts:
         """Return the model's facts.

@@ -6,6 +6,13 @@ another depth or on another attention backend; a few measure the machine more th
 """
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples on every machine, however busy it is.
+settings.register_profile(
+    "troika", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("troika")
 
 VARIANTS = {
     "scripts/test_simulation.py": {

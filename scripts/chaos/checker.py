@@ -14,7 +14,7 @@ import msgspec
 from scripts.chaos.history import Choice, History
 from scripts.chaos.recording import End, Recording
 
-BREAK_TIMEOUT_S = 2.0
+BREAK_TIMEOUT_S = 5.0
 """From the death of whoever holds a connection until the client knows that it is broken."""
 _UNAVAILABLE = 503
 

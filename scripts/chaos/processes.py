@@ -1,6 +1,7 @@
 """Killing and finding processes from outside, as neither their parent nor themselves would."""
 
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -28,12 +29,17 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Whether a thread of a process runs; one that only waits to be reaped does not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return not poller.poll(0)
+    finally:
+        os.close(pidfd)
 
 
 def living_with(variable: str, value: str) -> set[int]:

@@ -5,7 +5,7 @@ import time
 
 from scripts.chaos.engine import Engine
 
-ORPHANS_TIMEOUT_S = 2.0
+ORPHANS_TIMEOUT_S = 5.0
 """From the supervisor's death until nothing of its engine lives any more."""
 _POLL_S = 0.02
 

@@ -138,7 +138,7 @@ class ClientProcess(Process):
         self._to_retry: list[RequestPlan] = []
         self._coroutines: list[Coroutine[Any, Any, None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_started = False
+        self._is_started = self._is_drained = False
         self._starts_at = self.world.now + int(start_s * SECOND)
         self._child = None if connect is None else connect(self)
         self.on_death.append(self._abandon)
@@ -158,9 +158,23 @@ class ClientProcess(Process):
                 if self.world.now < self._starts_at:
                     return self._starts_at
                 self._start()
-            return self._loop.turn()
+            due = self._loop.turn()
+            self._obey()
+            return due
         finally:
             asyncio._set_running_loop(None)
+
+    def _obey(self) -> None:
+        """Finish what is open, or leave, where the supervisor wants that."""
+        child = self._child
+        if child is None:
+            return
+        if child.is_told_to_stop:
+            self.world.at(self.busy_until, self.die, 0)
+        elif child.is_told_to_drain and not self._is_drained:
+            self._is_drained = not self.engine.num_open_requests
+            if self._is_drained:
+                child.drained()
 
     def _start(self) -> None:
         self._is_started = True

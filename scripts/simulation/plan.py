@@ -28,6 +28,7 @@ _MAX_MODEL_LEN = 64
 _STANDBY_RATE = 0.3
 """Of seeds that have one: the others know only processes that start alone."""
 _PAUSE_RATE = 0.25
+_EARLY_END_RATE = 0.5
 _JOURNAL_RATE = 0.2
 JOURNAL_DIR = "journal"
 """Every run has its own."""
@@ -102,6 +103,10 @@ class Plan:
     """Probability that whoever reaches a failpoint is killed there."""
     heal_at_s: float = 0.0
     """In progress mode nothing more is broken from here on."""
+    ends_after_s: float | None = None
+    """The engine is asked to end so long after that, whatever runs; None: when nothing does."""
+    dies_at_end: str | None = None
+    """Who is killed then, of those that come back."""
 
 
 def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
@@ -128,7 +133,15 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
         journal=JournalPlan() if has_journal else None,
     )
     _draw_faults(rng, plan, mode, kinds)
+    if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
+        plan.ends_after_s = rng.uniform(0.0, 0.3)
+        plan.dies_at_end = rng.choice((None, "core", "worker")) if "kill" in kinds else None
     return plan
+
+
+def _breaks_connections(plan: Plan) -> bool:
+    """Whether a client that lives may have to come back, which can take it five seconds."""
+    return bool(plan.frame_rates) or any(f.kind in ("reset", "partition") for f in plan.faults)
 
 
 def _config(rng: random.Random, *, has_journal: bool) -> EngineConfig:
@@ -160,7 +173,7 @@ def _config(rng: random.Random, *, has_journal: bool) -> EngineConfig:
         parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         recovery=RecoveryConfig(
             startup_timeout_s=60.0,
-            shutdown_timeout_s=5.0,
+            shutdown_timeout_s=30.0,
             restart_backoff_max_s=1.0,
             hang_timeout_s=rng.choice((0.5, 2.0)),
             first_step_timeout_s=2.0,

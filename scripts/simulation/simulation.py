@@ -1,6 +1,7 @@
 """One seed from beginning to end."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.lifecycle import Role
@@ -34,6 +35,10 @@ _IDLE_BOUND_S = 20
 """And the core must have forgotten everything, and everybody be there, within so long again."""
 
 
+_END_BOUND_S = 10
+"""The engine must have ended within so long, once nothing is open any more."""
+_LATEST_DEATH_S = 0.2
+"""After it was asked to."""
 _SLICE = SECOND // 10
 
 
@@ -72,6 +77,7 @@ class Simulation:
             self._internet = Internet(
                 self.oracle, self._disk, journal.kill_after_answers, self._kill_api
             )
+        self._is_ending = False
         self._http_plans = list(plan.requests[0])
         num_in_flight = plan.config.scheduler.max_steps_in_flight
         self._operator = Operator(self.oracle, self._clients, num_in_flight)
@@ -105,6 +111,8 @@ class Simulation:
                 self._run_for(plan.heal_at_s + SAFETY_EXTRA_S)
                 return
             world.at(START_TIME + int(plan.heal_at_s * SECOND), self._heal)
+            if plan.ends_after_s is not None:
+                world.at(START_TIME + int((plan.heal_at_s + plan.ends_after_s) * SECOND), self._end)
             self._run_for(plan.heal_at_s + PROGRESS_BOUND_S)
             self._check_progress()
 
@@ -157,13 +165,44 @@ class Simulation:
             stuck = [f"{s.name} at {len(s.received)}" for s in self.oracle.open_streams]
             raise Violation(f"stuck: {', '.join(stuck) or 'requests were never accepted'}")
         self._heal()
-        deadline = self.world.now + _IDLE_BOUND_S * SECOND
-        while (problem := self._what_is_left()) is not None:
+        self._wait_until_there_is_no(self._what_is_left, "leak", _IDLE_BOUND_S)
+        self._end()
+        self._wait_until_there_is_no(self._who_is_left, "stays", _END_BOUND_S)
+
+    def _wait_until_there_is_no(
+        self, find: Callable[[], str | None], kind: str, bound_s: float
+    ) -> None:
+        deadline = self.world.now + int(bound_s * SECOND)
+        while (problem := find()) is not None:
             if self.world.now > deadline:
-                raise Violation(f"leak: {problem}")
+                raise Violation(f"{kind}: {problem}")
             self.world.run(self.world.now + _SLICE)
 
+    def _end(self) -> None:
+        """Ask the engine to end, as soon as it has accepted all."""
+        if self._is_ending:
+            return
+        if any(self._plan.requests):
+            self.world.after(_SLICE, self._end)
+            return
+        self._is_ending = True
+        self.world.excuse = "the engine ends"
+        self.world.counts["end" if self.oracle.num_open else "end at rest"] += 1
+        assert self._supervisor is not None
+        self._supervisor.end()
+        if self._plan.dies_at_end is not None and self.oracle.num_open:
+            fault = FaultPlan(0.0, "kill", self._plan.dies_at_end)
+            self.world.after(self.world.between(0.0, _LATEST_DEATH_S), self._strike, fault)
+
+    def _who_is_left(self) -> str | None:
+        """Who lives after the end; hosts and what is forked while its zygote ends go on."""
+        processes = self.world.processes.values()
+        living = [p.name for p in processes if p.is_alive and not p.name.startswith("host")]
+        return ", ".join(living) or None
+
     def _what_is_left(self) -> str | None:
+        if self._is_ending:
+            return None
         cores = [p for p in self.world.processes.values() if isinstance(p, CoreProcess)]
         engines = [core.engine for core in cores if core.is_begun]
         problem = engines[0].check_idle() if engines else "no core runs"

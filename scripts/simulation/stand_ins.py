@@ -44,6 +44,8 @@ from protocol.journal import Journal
 from protocol.journal_segments import Sync
 from protocol.lifecycle import (
     Command,
+    Drain,
+    Drained,
     Hello,
     Progress,
     Ready,
@@ -130,7 +132,7 @@ class SimulatedChild:
             process.on_death.append(self.pulse.page.close)
         self.core_client_address = CLIENT_ADDRESS
         self.core_worker_address = WORKER_ADDRESS
-        self.is_told_to_stop = False
+        self.is_told_to_stop = self.is_told_to_drain = False
         self._unsaid: list[ToSupervisor] = [Hello(life.role, life.rank, process.pid)]
         """Until there is a connection: the real one waits for that before it begins."""
         self._link = DealerChannel(
@@ -149,6 +151,7 @@ class SimulatedChild:
         self._say()
         messages = self._supervisor.read()
         self.is_told_to_stop |= any(isinstance(message, Stop) for message in messages)
+        self.is_told_to_drain |= any(isinstance(message, Drain) for message in messages)
         return messages
 
     def _say(self) -> None:
@@ -165,6 +168,10 @@ class SimulatedChild:
     def ready(self, detail: str = "") -> None:
         """Report that the start is over."""
         self._supervisor.hold(Ready(detail))
+
+    def drained(self) -> None:
+        """Report that nothing is left to finish."""
+        self._supervisor.hold(Drained())
 
     def wait_for_promotion(self) -> bool | None:
         """One turn of the real waiting; None: it goes on."""

@@ -76,6 +76,8 @@ class SupervisorProcess(Process):
         self._bear = bear
         self._supervisor: Supervisor | None = None
         self._asked: list[Role] = []
+        self._is_told_to_end = self._is_ending = False
+        self.has_ended = False
         self.wake()
 
     def turn(self) -> int | None:
@@ -96,9 +98,16 @@ class SupervisorProcess(Process):
         asked, self._asked = self._asked, []
         for role in asked:
             supervisor._perform(supervisor.supervision.on_restart(role, now)[1])
+        if self._is_told_to_end and not self._is_ending:
+            self._is_ending = True
+            supervisor._perform(supervisor.supervision.on_signal(now))
         supervisor.turn(ready)
         if supervisor._exit_status is not None:
-            raise Violation(f"gave up: {supervisor.supervision.failure}")
+            if not self._is_told_to_end or supervisor._exit_status:
+                raise Violation(f"gave up: {supervisor.supervision.failure}")
+            self.has_ended = True
+            self.world.at(self.busy_until, self.die, 0)
+            return None
         poll_ms = supervisor._poll_ms()
         if self._inbox:
             return self.busy_until
@@ -115,6 +124,11 @@ class SupervisorProcess(Process):
     def restart(self, role: Role) -> None:
         """Somebody asks for a planned restart."""
         self._asked.append(role)
+        self.wake()
+
+    def end(self) -> None:
+        """Somebody sends SIGTERM."""
+        self._is_told_to_end = True
         self.wake()
 
     def _make(self) -> Supervisor:

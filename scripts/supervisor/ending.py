@@ -129,7 +129,7 @@ class Ending:
 
     def _drain_next(self, now: float) -> list[Action]:
         """Outermost first: what the API has accepted still needs the core."""
-        if not self._fronts or self._timeout_s == 0:
+        if not (self._fronts and self._timeout_s and self._has_served):
             return self.stop(now)
         group = self._groups[self._fronts[0]]
         front = group.processes[0]
@@ -138,10 +138,8 @@ class Ending:
             return front.ask(Drain())
         if (group.is_leaving and front.is_alive) or self.comes_back(front.slot.role):
             return []  # it finishes already, and ends by itself; or it will
-        if group.spare is not None:  # its predecessor finishes; itself it has not begun yet
-            self._is_front_drained = True
-            return []
-        return self.stop(now)
+        self._is_front_drained = True  # it has nothing; at most its predecessor finishes something
+        return self.advance_drain(now)
 
     # Stopping -----------------------------------------------------------------------------------
 

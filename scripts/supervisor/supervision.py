@@ -197,9 +197,7 @@ class Supervision:
             return self._give_up(process, text, now)
         actions: list[Action] = [Note(logging.WARNING, text), *words]
         if self._ending.is_front(group.role) and not self._ending.comes_back(group.role):
-            if group.spare is not None and group.spare.state is ProcessState.DRAINING:
-                return actions + self._ending.on_drained(group.role, now)
-            return actions + self._ending.stop(now)
+            return actions + self._ending.on_drained(group.role, now)
         group.is_failing = True
         group.resume_at = now + group.delay_s(self._recovery.restart_backoff_max_s, self._rng)
         kills = group.kill_rest()

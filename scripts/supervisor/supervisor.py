@@ -66,7 +66,8 @@ from scripts.supervisor.supervised import (
 from scripts.supervisor.supervision import Supervision
 
 _DRAIN_LIMIT = 256
-_LAST_WORDS_MS = 100
+_LAST_WORDS_S = 0.5
+"""Longest wait for the reason of a process that has ended by itself, which it gives just before."""
 _CANNOT_START = 127
 
 
@@ -254,8 +255,7 @@ class Supervisor:
         status = child.poll()
         assert status is not None, "a readable pidfd means a dead process"
         if status == EXIT_FATAL:
-            self._link.socket.poll(_LAST_WORDS_MS)
-            self._drain_link()
+            self._hear_last_words(child.epoch)
         slot = self._table.slot_of(child)
         if slot == ZYGOTE:
             self._on_births(self._table.births())
@@ -266,6 +266,15 @@ class Supervisor:
         is_oom = status == -signal.SIGKILL and self._oom_counter.take()
         evidence = Evidence(self._pages.step_of(slot, child.epoch), is_oom)
         self._perform(self.supervision.on_death(slot, status, time.monotonic(), evidence))
+
+    def _hear_last_words(self, epoch: int) -> None:
+        process = self.supervision.find(epoch)
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while process is not None and process.fatal is None:
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            if left_ms <= 0 or not self._link.socket.poll(left_ms):
+                return
+            self._drain_link()
 
     def _status(self) -> StatusReply:
         rows = [supervisor_row(self.supervision.state)]

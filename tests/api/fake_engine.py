@@ -97,7 +97,8 @@ class FakeClient:
     def __init__(self, facts: ModelFacts | None = FACTS, script: Script | None = None) -> None:
         self.facts = facts
         self.status: Status | None = None
-        self.last_status_time = 0.0
+        self.silent_since: float | None = None
+        """When the core was heard for the last time; None: it reports all the time."""
         self.connected = True
         self.script = script or repeating()
         self.is_paused = False
@@ -116,9 +117,12 @@ class FakeClient:
     def num_open_requests(self) -> int:
         return len(self._scripts)
 
+    @property
+    def last_status_time(self) -> float:
+        return time.monotonic() if self.silent_since is None else self.silent_since
+
     def report(self, state: EngineState, **stats: Any) -> None:
         self.status = Status(state, self.facts, EngineStats(**stats))
-        self.last_status_time = time.monotonic()
 
     def submit(
         self,
@@ -255,12 +259,12 @@ class LiveServer:
 
     def __enter__(self) -> "LiveServer":
         self._thread.start()
-        self._started.result(timeout=10)
+        self._started.result(timeout=30)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.stop()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=30)
         assert not self._thread.is_alive()
         self.text.close()
 
@@ -271,7 +275,7 @@ class LiveServer:
             result = function(*args)
             return await result if inspect.isawaitable(result) else result
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=30)
 
     def _run(self) -> None:
         uvloop.run(self._serve())
@@ -282,7 +286,7 @@ class LiveServer:
         await self._server.serve(sockets=[self.socket])
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Return as soon as `condition` holds; fail where it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -80,7 +80,7 @@ def reread(raw: bytes, adds: list[AddRequest]) -> Reread:
     return Reread(CompletionBody(prompt="x", stream=True, **fields), [Prompt([5, 6], None)])
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -103,7 +103,7 @@ def play(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(90):
                 await test(*args, **kwargs)
 
         asyncio.run(bounded())

@@ -92,20 +92,22 @@ def post(live: LiveServer, body: dict[str, Any]) -> socket.socket:
 def test_slow_is_not_stuck(make_server: MakeServer) -> None:
     """Who reads less than there is goes on; who reads nothing is dropped."""
     live = make_server(FakeClient(script=repeating(per_output=4)))
-    live._server._slow_reader_timeout_s = 1.5
+    live._server._slow_reader_timeout_s = 2.5
+    connections = live._server.server_state.connections
     body = {"prompt": "hi", "max_tokens": 500, "n": 8, "stream": True, "logprobs": 5}
     slow, stuck = post(live, body), post(live, body)
     received = b""
     started = time.monotonic()
     while not received.endswith(b"0\r\n\r\n"):
-        share = 65536 if time.monotonic() - started > 3.5 else 2048
+        is_over = time.monotonic() - started > 4.5 and len(connections) == 1
+        share = 65536 if is_over else 1024
         piece = slow.recv(share)
         assert piece, f"dropped after {time.monotonic() - started:.1f} s"
         received += piece
-        time.sleep(0.02 if share == 2048 else 0.0)
+        time.sleep(0.02 if share == 1024 else 0.0)
     assert received.count(b'"finish_reason":"length"') == 8
-    assert time.monotonic() - started > 3.5
-    stuck.settimeout(5.0)
+    assert time.monotonic() - started > 4.5
+    stuck.settimeout(30.0)
     with contextlib.suppress(ConnectionError):
         while stuck.recv(65536):
             pass
@@ -140,10 +142,12 @@ def test_without_descriptors_nothing_spins_and_whoever_waits_is_served() -> None
         acceptor = Acceptor(listening, open_one, lambda: 0, 10)
         acceptor.resume()
         client = socket.create_connection(listening.getsockname())
-        await asyncio.sleep(0.35)
-        assert 2 <= listening.num_calls <= 5
-        listening.is_exhausted = False
-        async with asyncio.timeout(1.0):
+        began = time.monotonic()
+        async with asyncio.timeout(30.0):
+            while listening.num_calls < 4:
+                await asyncio.sleep(0.005)
+            assert time.monotonic() - began > 0.2, "three pauses of a tenth of a second"
+            listening.is_exhausted = False
             while not opened:
                 await asyncio.sleep(0.005)
         acceptor.close()
@@ -169,9 +173,10 @@ def test_a_head_that_does_not_end_is_refused(
     dribbling.sendall(b"GET /")
     started, received = time.monotonic(), b""
     while not received:
-        assert time.monotonic() - started < 5.0
-        with contextlib.suppress(TimeoutError):
+        assert time.monotonic() - started < 30.0
+        with contextlib.suppress(ConnectionError):  # it was closed: what was said before is there
             dribbling.sendall(b"x")
+        with contextlib.suppress(TimeoutError):
             received = dribbling.recv(1000)
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"request_timeout"' in received

@@ -19,7 +19,7 @@ TEXTS = [
     "a\u0301 combining, ünïcödé",
     " leading and trailing ",
 ]
-SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+SHARED = settings(suppress_health_check=list(HealthCheck), max_examples=50)
 
 
 @pytest.fixture(scope="module")

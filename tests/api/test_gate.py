@@ -1,6 +1,7 @@
 """API key, request ids, body limits, unknown routes and methods."""
 
 import asyncio
+import contextlib
 import re
 import socket
 from collections.abc import Iterator
@@ -116,8 +117,9 @@ def test_too_large_a_body_is_not_read_to_its_end(server: LiveServer, declared: b
         if not declared:
             connection.sendall(chunk * 7)
         received = b""
-        while piece := connection.recv(2**16):
-            received += piece
+        with contextlib.suppress(ConnectionError):  # it was closed before the end was read
+            while piece := connection.recv(2**16):
+                received += piece
     assert received.startswith(b"HTTP/1.1 413 ")
     assert b"body_too_large" in received
 

@@ -41,7 +41,7 @@ class Line:
 
     def received(self, end: bytes | None = None, times: int = 1) -> bytes:
         """All that is answered until `end` came so often, or until the connection is closed."""
-        data, deadline = b"", time.monotonic() + 5.0
+        data, deadline = b"", time.monotonic() + 30.0
         while end is None or data.count(end) < times:
             assert time.monotonic() < deadline, data[-1000:]
             with contextlib.suppress(TimeoutError):
@@ -200,12 +200,12 @@ def test_silence_is_bounded(
     connect: Connect, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of clients which never ask, and of those that only go on with what is refused."""
-    monkeypatch.setattr(http_protocol, "QUIET_TIMEOUT_S", 0.2)
     live = make_server()
     silent, refused = connect(live), connect(live)
     refused.read(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
     assert refused.received(b"}}").startswith(b"HTTP/1.1 404 ")
-    deadline = time.monotonic() + 3.0
+    monkeypatch.setattr(http_protocol, "QUIET_TIMEOUT_S", 0.2)
+    deadline = time.monotonic() + 30.0
     while live._server.server_state.connections:
         assert time.monotonic() < deadline
         refused.read(b"x")

@@ -41,7 +41,7 @@ def test_health_follows_the_engine(
 
 def test_silent_engine_is_not_healthy(make_server: MakeServer) -> None:
     client = FakeClient()
-    client.last_status_time = time.monotonic() - STATUS_FRESH_S - 1
+    client.silent_since = time.monotonic() - STATUS_FRESH_S - 1
     live = make_server(client)
     response = httpx.get(live.url + "/readyz")
     assert response.status_code == 503
@@ -92,7 +92,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(make_server: MakeSe
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert not live.state._idle.is_set()
     client.is_paused = False
-    old.join(timeout=5)
+    old.join(timeout=30)
     assert "[DONE]" in texts[0]
     wait_until(live.state._idle.is_set)
 

@@ -72,17 +72,13 @@ def test_tokenizing_a_megabyte_does_not_hold_up_the_loop(checkpoint: Path, name:
     assert meter.percentile(0.99) < LAG_MAX_S
 
 
-@any_of(5)
 def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(checkpoint: Path) -> None:
     config = configure(model=str(checkpoint))
     with LiveServer(config, FakeClient()) as live:
         body = {"prompt": "x" * MEGABYTE}
-        started = time.perf_counter()
-        response = httpx.post(live.url + "/v1/completions", json=body)
-        elapsed_s = time.perf_counter() - started
+        response = httpx.post(live.url + "/v1/completions", json=body, timeout=30)
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert elapsed_s < 0.2
-        live.text.close()  # the thread was never needed
+        assert not live.text._executor._threads, "the thread for long texts was never needed"
 
 
 def test_waiting_long_texts_are_bounded() -> None:
@@ -119,7 +115,8 @@ def test_streams_go_on_while_a_prompt_is_tokenized(checkpoint: Path) -> None:
 
         def read() -> None:
             body = {"prompt": "x", "stream": True, "max_tokens": 4000}
-            with httpx.stream("POST", live.url + "/v1/completions", json=body) as response:
+            url = live.url + "/v1/completions"
+            with httpx.stream("POST", url, json=body, timeout=30) as response:
                 last = time.perf_counter()
                 for _ in response.iter_raw():
                     now = time.perf_counter()

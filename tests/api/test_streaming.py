@@ -8,6 +8,7 @@ import httpx
 import msgspec
 import pytest
 
+from api_proc.http_protocol import MAX_UNREAD_TOKENS
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason
@@ -159,7 +160,7 @@ def test_text_within_a_character_waits_for_the_rest(make_server: MakeServer) -> 
 
 def test_slow_reader_gets_many_tokens_per_event(make_server: MakeServer) -> None:
     """What one client does not read is merged, not queued."""
-    num_tokens = 8000
+    num_tokens = MAX_UNREAD_TOKENS  # whoever leaves more unread is dropped
     facts = msgspec.structs.replace(FACTS, max_model_len=2**20, num_gpu_blocks=2**17)
     script = saying(ids_of("x" * num_tokens))
     live = make_server(FakeClient(facts, script))
@@ -169,12 +170,14 @@ def test_slow_reader_gets_many_tokens_per_event(make_server: MakeServer) -> None
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", live.port))
-        connection.settimeout(10)
+        connection.settimeout(30)
         connection.sendall(head.encode() + body)
         wait_until(lambda: bool(live.client.receivers) and not live.client._scripts)
         received = b""
         while b"[DONE]" not in received:
-            received += connection.recv(2**16)
+            piece = connection.recv(2**16)
+            assert piece, "the connection was closed"
+            received += piece
     assert received.count(b"x") >= num_tokens
     assert received.count(b"data: ") < num_tokens / 2
 

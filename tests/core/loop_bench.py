@@ -30,15 +30,16 @@ from protocol.core_worker import (
     WorkerHello,
 )
 from protocol.core_worker import decode_from_core as decode_step
-from protocol.lifecycle import Role
+from protocol.lifecycle import Role, Suspect
 from protocol.message import Message, encode
 from protocol.sampling import SamplingParams
+from protocol.sequence import Flag
 from tests.core.fake_worker import FakeWorker
 from tests.played_child import PlayedChild
 
 CORE_EPOCH = 3
 FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 T = TypeVar("T")
 
 
@@ -91,16 +92,19 @@ class FakeClient(_End):
     def __init__(self, bench: "Bench") -> None:
         super().__init__(bench, bench.child.core_client_address, HighWaterMark.CLIENT_LINK)
         self.heard: list[CoreToClient] = []
+        self.num_welcomes = 0
+        """Answers to Connect; any other status may come at any time."""
 
     def read(self) -> None:
         for received in self.channel.drain(10_000):
+            self.num_welcomes += Flag.BEGINS in Flag(received.header.flags)
             self.heard.append(decode_from_core(received.body))
 
     def connect(self, pid: int = 0) -> None:
         """Say Connect and wait for the answer."""
-        before = len(self.statuses)
+        before = self.num_welcomes
         self.send(0, Connect(pid))
-        self.bench.until(lambda: len(self.statuses) > before)
+        self.bench.until(lambda: self.num_welcomes > before)
 
     def add(self, request_id: int, max_tokens: int = 4, **fields: object) -> None:
         params = SamplingParams(max_tokens=max_tokens)
@@ -161,6 +165,7 @@ class WorkerEnd(_End):
             message: CoreToWorker = decode_step(received.body)
             if isinstance(message, Adopt):
                 self.adopted.append(received.header.epoch)
+                self.unanswered.clear()  # a step that was under way belongs to no adoption any more
                 self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
             elif isinstance(message, Sleep):
                 assert not self.unanswered, "steps were still to be answered"
@@ -229,6 +234,15 @@ class Bench:
         worker = WorkerEnd(self, epoch)
         worker.join()
         return worker
+
+    def admit_together(self, num_requests: int, add: Callable[[], object]) -> None:
+        """Have requests begin in one step of worker 5, however far apart they arrive."""
+        self.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
+        self.turn()
+        add()
+        self.until(lambda: self.engine.stats().num_waiting_reqs == num_requests)
+        self.child.inbox.append(Suspect(Role.WORKER, 0, 5, 0.0))
+        self.until(lambda: self.engine.stats().num_running_reqs == num_requests)
 
     @property
     def state(self) -> EngineState:

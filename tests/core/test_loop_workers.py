@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,7 @@ from protocol import message
 from protocol.api_core import (
     EngineState,
 )
-from protocol.channel import PeerGone, RouterChannel
+from protocol.channel import PeerGone, Received, RouterChannel
 from protocol.core_worker import (
     ModelRunnerOutput,
     StepFailed,
@@ -90,12 +90,25 @@ def test_a_worker_whose_step_failed_is_left_to_say_why(bench: Bench) -> None:
     assert not worker.is_killed
 
 
-def test_results_that_a_worker_sent_before_it_died_count(bench: Bench) -> None:
+def test_results_that_a_worker_sent_before_it_died_count(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have arrived, and are not read yet, when its death is seen."""
     worker, client = bench.worker(), bench.client()
     worker.answers = False
     client.add(1, max_tokens=1)
     bench.until(lambda: worker.unanswered)
     worker.answer_all()
+    link, arrived = bench.loop._links[1], list[Received]()
+    really_drain = link.drain
+    bench.until(lambda: arrived.extend(link.drain(1)) or arrived, turn=False)
+
+    def drain(limit: int) -> Iterator[Received]:
+        while arrived:
+            yield arrived.pop(0)
+        yield from really_drain(limit)
+
+    monkeypatch.setattr(link, "drain", drain)
     worker.kill_process()
     client.finish(1)
 
@@ -105,9 +118,7 @@ def test_a_worker_and_a_client_may_die_together(bench: Bench) -> None:
     worker, client, other = bench.worker(5), FakeClient(bench), bench.client()
     client.connect(client.start_process())
     worker.answers = False
-    client.add(1)
-    other.add(2)
-    bench.until(lambda: bench.engine.stats().num_running_reqs == 2)
+    bench.admit_together(2, lambda: [end.add(i) for i, end in ((1, client), (2, other))])
     bench.until(lambda: len(worker.unanswered) >= 1)
     worker.answer_all()
     client.close()
@@ -217,7 +228,7 @@ def test_a_suspected_worker_gets_no_steps_until_it_is_cleared(bench: Bench) -> N
     worker, client = bench.worker(5), bench.client()
     worker.answers = False
     client.add(1)
-    bench.until(lambda: worker.unanswered)
+    bench.until(lambda: len(worker.unanswered) == 2)
     bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
     bench.turn()
     client.add(2)

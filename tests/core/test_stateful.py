@@ -99,9 +99,6 @@ def test_any_sequence_of_events_keeps_every_promise(depth: int) -> None:
         settings=settings(
             max_examples=max(1, NUM_EXAMPLES // len(DEPTHS)),
             stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            database=None,
             phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         ),

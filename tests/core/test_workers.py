@@ -88,7 +88,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         running.kill()
 
 
-def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 5.0) -> bool:
+def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 30.0) -> bool:
     """Whether the process ends in time; it is not reaped, so its pid stays its own."""
     pidfd = os.pidfd_open(process.pid)
     try:

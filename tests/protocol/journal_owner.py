@@ -59,7 +59,7 @@ class Owner:
         """
         outcomes: list[Recovered] = []
         self.journal.recover(outcomes.append)
-        eventually(lambda: self.journal and outcomes, "the directory is read", 5.0)
+        eventually(lambda: self.journal and outcomes, "the directory is read", 30.0)
         (outcome,) = outcomes
         if isinstance(outcome, OSError):
             raise outcome
@@ -75,16 +75,23 @@ class Owner:
     def settle(self) -> None:
         """Wait until all that was appended is written or lost."""
         eventually(
-            lambda: self.journal.num_written == self.journal.num_appended, "all is settled", 5.0
+            lambda: self.journal.num_written == self.journal.num_appended, "all is settled", 30.0
         )
 
 
 def recovered(directory: Path) -> list[bytes]:
-    """What a successor reads."""
-    successor = Owner(directory)
-    records = successor.recover()
-    successor.journal.close()
-    return records
+    """What a successor reads, once its predecessor has let go of the directory."""
+
+    def read() -> list[list[bytes]]:
+        successor = Owner(directory)
+        try:
+            return [successor.recover()]
+        except BlockingIOError:
+            return []
+        finally:
+            successor.journal.close()
+
+    return eventually(read, "the directory is free", 30.0)[0]
 
 
 def segments(directory: Path) -> list[Path]:

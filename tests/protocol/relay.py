@@ -37,7 +37,7 @@ class Relay:
         trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
-        self._thread.join(5.0)
+        self._thread.join(30.0)
         assert not self._thread.is_alive()
 
     def cut(self) -> None:

@@ -63,7 +63,11 @@ def test_silence_of_the_core_is_answered_with_a_new_beginning(core: FakeCore) ->
 
 
 @pytest.mark.usefixtures("fast_ticks")
-def test_reporting_core_is_not_bothered_again(core: FakeCore) -> None:
+def test_reporting_core_is_not_bothered_again(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_link, "STATUS_TIMEOUT_S", 20 * FAST_TICK_S)
+
     async def play(client: AsyncEngineClient) -> None:
         client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
@@ -72,7 +76,7 @@ def test_reporting_core_is_not_bothered_again(core: FakeCore) -> None:
             before = client.last_status_time
             core.say(READY)
             await core.until(lambda before=before: client.last_status_time > before)
-            ticked = asyncio.get_running_loop().time() + FAST_TICK_S
+            ticked = asyncio.get_running_loop().time() + 3 * FAST_TICK_S
             await core.until(lambda at=ticked: asyncio.get_running_loop().time() > at)
         assert len(core.connects) == num_connects
 
@@ -213,7 +217,7 @@ def test_output_is_read_though_a_failed_send_swallowed_its_sign(core: FakeCore) 
         while select.select([descriptor], [], [], 0.05)[0]:
             client._link._flush()
         assert client._link._outbox
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(0.8 * core_link.STATUS_TIMEOUT_S):  # then it begins anew
             assert (await anext(stream)).token_ids == [10]
 
     run_connected(core, play)
@@ -243,6 +247,9 @@ def test_time_in_which_the_client_stood_still_does_not_count(core: FakeCore) -> 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
+        before = client.last_status_time
+        core.say(READY)
+        await core.until(lambda: client.last_status_time > before)  # it counts from here
         core.connects.clear()
         core.answers = False
         time.sleep(15 * FAST_TICK_S)

@@ -94,7 +94,7 @@ def command(value: str) -> tuple[list[str], dict[str, str]]:
 def run(value: str) -> subprocess.CompletedProcess[str]:
     arguments, environ = command(value)
     return subprocess.run(
-        arguments, env=environ, capture_output=True, text=True, timeout=20.0, check=False
+        arguments, env=environ, capture_output=True, text=True, timeout=60.0, check=False
     )
 
 
@@ -109,7 +109,7 @@ def test_stop_stops_it_until_it_is_continued() -> None:
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     process.send_signal(signal.SIGCONT)
-    assert process.wait(20.0) == 0
+    assert process.wait(60.0) == 0
 
 
 def test_wrong_value_ends_the_process_at_once() -> None:

@@ -40,7 +40,7 @@ def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
     for record in (b"b", b"c", b"d"):
         owner.journal.append(record)
         owner.settle() if not owner.errors else None
-    eventually(lambda: owner.errors, "the failure is heard", 5.0)
+    eventually(lambda: owner.errors, "the failure is heard", 30.0)
     assert owner.errors[0].errno == number
     assert not owner.journal.is_writing
     assert owner.journal.append(b"lost") == owner.journal.num_written
@@ -69,7 +69,7 @@ def test_a_disk_that_stands_still_is_given_up(
     may_go_on = threading.Event()
 
     def write(fd: int, data: memoryview) -> int:
-        may_go_on.wait(10.0)
+        may_go_on.wait(60.0)
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
@@ -131,7 +131,7 @@ def test_snapshots_that_fail_again_and_again_leave_two_files(tmp_path: Path) -> 
     is_broken = True
     for round_ in range(5):
         owner.begin(b"snapshot")
-        eventually(lambda count=round_ + 1: len(owner.errors) == count, "it fails", 5.0)
+        eventually(lambda count=round_ + 1: len(owner.errors) == count, "it fails", 30.0)
         assert len(segments(tmp_path)) == 2
     owner.journal.close()
     assert recovered(tmp_path) == [b"first"]
@@ -141,7 +141,7 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     owner = Owner(tmp_path, write=lambda fd, data: 0)
     owner.recover()
     owner.begin()
-    eventually(lambda: owner.errors, "it is heard", 5.0)
+    eventually(lambda: owner.errors, "it is heard", 30.0)
     owner.journal.close()
 
 
@@ -152,7 +152,10 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
 
     def sync(fd: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        synced[path.name] = path.stat().st_size
+        if path == tmp_path:
+            named.update(segment.name for segment in segments(tmp_path))
+        else:
+            synced[path.name] = path.stat().st_size
 
     def on_told() -> None:
         if not segments(tmp_path):
@@ -160,20 +163,19 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
         path = segments(tmp_path)[-1]
         if synced[path.name] != path.stat().st_size:
             problems.append("settled before it was synced")
-        if synced.pop(tmp_path.name, None) is None and len(synced) > num_known:
+        if path.name not in named:
             problems.append("a name was not synced")
 
-    num_known = 0
+    named: set[str] = set()
     owner = Owner(tmp_path, sync=sync, on_told=on_told)
     owner.recover()
     for round_ in range(3):
         owner.begin(b"snapshot")
         owner.journal.append(b"%d" % round_)
         owner.settle()
-        num_known = len(synced)
     owner.journal.close()
     assert not problems
-    assert num_known == 3
+    assert len(synced) == 3
 
 
 def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
     owner.begin(b"a")
     owner.settle()
     owner.journal.append(b"b")
-    eventually(lambda: owner.errors, "it is heard", 5.0)
+    eventually(lambda: owner.errors, "it is heard", 30.0)
     owner.begin(b"a", b"b")
     owner.journal.close()
     assert recovered(tmp_path) == [b"a", b"b"]
@@ -201,7 +203,6 @@ def test_a_disk_that_holds_one_write_too_long_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what it settles late counts for what it was, not for what came afterwards."""
-    monkeypatch.setattr(journal_module, "STALL_TIMEOUT_S", 0.05)
     gates = {b"old": threading.Event(), b"again": threading.Event()}
     reached = {name: threading.Event() for name in gates}
 
@@ -209,7 +210,7 @@ def test_a_disk_that_holds_one_write_too_long_is_given_up(
         for name, gate in gates.items():
             if name in bytes(data):
                 reached[name].set()
-                gate.wait(10.0)
+                gate.wait(60.0)
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
@@ -217,13 +218,14 @@ def test_a_disk_that_holds_one_write_too_long_is_given_up(
     owner.begin()
     owner.settle()
     owner.journal.append(b"old")
-    assert reached[b"old"].wait(5.0)
-    eventually(lambda: owner.journal.append(b"x") and owner.errors, "it is given up", 5.0)
+    assert reached[b"old"].wait(30.0)
+    monkeypatch.setattr(journal_module, "STALL_TIMEOUT_S", 0.05)
+    eventually(lambda: owner.journal.append(b"x") and owner.errors, "it is given up", 30.0)
     monkeypatch.setattr(journal_module, "STALL_TIMEOUT_S", 100.0)
     owner.begin(b"again")
     position = owner.journal.append(b"new")
     gates[b"old"].set()
-    assert reached[b"again"].wait(5.0)
+    assert reached[b"again"].wait(30.0)
     assert owner.journal.num_written < position
     gates[b"again"].set()
     owner.settle()
@@ -237,13 +239,13 @@ def test_whoever_was_replaced_deletes_nothing_of_the_successor(tmp_path: Path) -
     def write(fd: int, data: memoryview) -> int:
         if b"late" in bytes(data):
             reached.set()
-            may_go_on.wait(10.0)
+            may_go_on.wait(60.0)
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
     owner.recover()
     owner.begin(b"late")
-    assert reached.wait(5.0)
+    assert reached.wait(30.0)
     (tmp_path / f"{7:016d}.journal").write_bytes(b"of a successor")
     may_go_on.set()
     owner.journal.close()
@@ -259,7 +261,7 @@ def test_a_snapshot_that_was_given_up_is_not_whole(
 
     def write(fd: int, data: memoryview) -> int:
         reached.set()
-        may_go_on.wait(10.0)
+        may_go_on.wait(60.0)
         return os.write(fd, data)
 
     owner = Owner(tmp_path, write=write)
@@ -270,7 +272,7 @@ def test_a_snapshot_that_was_given_up_is_not_whole(
     may_go_on.clear()
     reached.clear()
     owner.journal.begin_segment()
-    assert reached.wait(5.0)
+    assert reached.wait(30.0)
     while not owner.errors:
         owner.journal.append(bytes(100))
     owner.journal.complete_segment()
@@ -287,7 +289,7 @@ def test_what_a_rotation_leaves_behind_is_synced_too(tmp_path: Path) -> None:
     def write(fd: int, data: memoryview) -> int:
         if b"held" in bytes(data):
             reached.set()
-            may_go_on.wait(10.0)
+            may_go_on.wait(60.0)
         return os.write(fd, data)
 
     def sync(fd: int) -> None:
@@ -299,7 +301,7 @@ def test_what_a_rotation_leaves_behind_is_synced_too(tmp_path: Path) -> None:
     owner.begin()
     owner.settle()
     owner.journal.append(b"held")
-    assert reached.wait(5.0)
+    assert reached.wait(30.0)
     owner.journal.append(b"just before the rotation")
     owner.journal.begin_segment()
     may_go_on.set()
@@ -333,7 +335,7 @@ def test_whatever_goes_wrong_is_heard_and_tried_again(
     owner.recover()
     owner.begin(b"a")
     owner.journal.append(b"bad")
-    eventually(lambda: owner.errors, "it is heard", 5.0)
+    eventually(lambda: owner.errors, "it is heard", 30.0)
     assert str(problem) in str(owner.errors[0])
     owner.begin(b"a", b"again")
     owner.settle()

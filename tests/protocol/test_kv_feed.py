@@ -41,7 +41,7 @@ def num_taken(core: FakeCore) -> int:
 
 
 async def take(feed: KVEventFeed, count: int) -> list[tuple[int | None, KVEvent]]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         return [await anext(feed) for _ in range(count)]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.channel import lifecycle_address
+from scripts.supervisor import run_dirs
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, live_run_dirs
 from tests.system.conftest import ROOT
 
@@ -104,13 +105,16 @@ def test_successor_in_the_same_directory_is_listed_once(base: Path) -> None:
     assert not list(register_dir(base).iterdir())
 
 
-def test_second_holder_is_refused_and_a_look_disturbs_nobody(base: Path) -> None:
+def test_second_holder_is_refused_and_a_look_disturbs_nobody(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Looking takes the lock for a moment; whoever wants to hold it waits that long."""
     path = str(base / "held")
     held = RunDir(path)
     with pytest.raises(RunDirBusyError, match=f"in use by the supervisor with pid {os.getpid()}"):
         RunDir(path)
     held.close(is_abandoned=False)
+    monkeypatch.setattr(run_dirs, "_LOCK_TIMEOUT_S", 30.0)  # an interpreter takes its time to end
     script = (
         "import fcntl, sys, time\nlock = open(sys.argv[1])\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
         "print('held', flush=True); time.sleep(0.05)\n"

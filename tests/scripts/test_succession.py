@@ -139,7 +139,7 @@ def test_end_kills_helpers_and_tells_the_others() -> None:
     assert drill.exit_status is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from([(True, False), (False, True), (True, True)]))
 def test_whatever_dies_and_whoever_leaves_all_come_back(
     data: st.DataObject, standbys: tuple[bool, bool]

@@ -127,7 +127,7 @@ def test_nobody_looks_in_vain() -> None:
     assert num_looks <= 101
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.floats(0.01, 1.9), st.floats(0.0, 12.0), st.booleans()),

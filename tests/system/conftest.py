@@ -2,13 +2,13 @@
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +16,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from protocol.lifecycle import ProcessStatus, Role, StatusReply
+from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
 from protocol.status import StatusLink
+from scripts.chaos.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 20.0
+LOAD_TIMEOUT_S = 90.0
+"""For a model, where others compute too."""
 _POLL_S = 0.01
 
 T = TypeVar("T")
@@ -37,22 +40,10 @@ def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = 
         time.sleep(_POLL_S)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not.
-
-    Of the same opinion as a supervisor that waits on a pidfd: the first thread of a dying process
-    is a zombie before its last one has ended, and /proc tells of the first.
-    """
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        return not poller.poll(0)
-    finally:
-        os.close(pidfd)
+def has_pids(reply: StatusReply) -> bool:
+    """Whether all that are ready have pids: a forked worker may say so before its zygote does."""
+    ready = [row for row in reply.processes if row.state is ProcessState.READY]
+    return all(row.pid is not None for row in ready)
 
 
 class Engine:
@@ -60,6 +51,7 @@ class Engine:
 
     def __init__(self, run_dir: str, arguments: list[str], environ: dict[str, str]) -> None:
         self.run_dir = run_dir
+        self._start_timeout_s = TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S
         self._log = open(f"{run_dir}.log", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "scripts.supervisor", "--run-dir", run_dir, *arguments],
@@ -90,9 +82,9 @@ class Engine:
         def ask() -> StatusReply | None:
             assert self.process.poll() is None, f"the supervisor has ended:\n{self.log}"
             reply = self.status()
-            return reply if reply is not None and reply.ready else None
+            return reply if reply is not None and reply.ready and has_pids(reply) else None
 
-        return eventually(ask, "the engine is ready")
+        return eventually(ask, "the engine is ready", self._start_timeout_s)
 
     def row(self, role: Role, rank: int = 0) -> ProcessStatus:
         """One process of an engine that is ready."""
@@ -127,6 +119,23 @@ class Engine:
         with urllib.request.urlopen(self.url() + path, timeout=TIMEOUT_S) as response:
             return json.loads(response.read())
 
+    def readiness(self) -> Any:
+        """What /readyz says as soon as it says that requests are served.
+
+        The API hears that from the core, later than the supervisor hears it from everybody.
+        """
+
+        def ask() -> Any:
+            try:
+                return self.get("/readyz")
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code != 503:
+                    raise
+                return None
+
+        return eventually(ask, "requests are served")
+
     def post(self, path: str, **body: Any) -> Any:
         """POST JSON, get JSON."""
         request = urllib.request.Request(
@@ -143,7 +152,7 @@ class Engine:
         self.process.kill()
         self.process.wait(TIMEOUT_S)
         self._log.close()
-        eventually(lambda: not any(map(is_alive, self.all_pids)), "all processes are gone", 5.0)
+        eventually(lambda: not any(map(is_alive, self.all_pids)), "all processes are gone")
 
 
 class EngineFactory:

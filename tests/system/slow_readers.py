@@ -102,7 +102,7 @@ def measure(engine: Engine, num_stalled: int, num_normal: int, num_tokens: int) 
     eventually(are_dropped, "all that do not read are dropped", _DROPPED_TIMEOUT_S)
     dropped_after_s = time.monotonic() - opened
     num_dropped = metric(engine, "slow_readers_dropped") - num_before
-    eventually(lambda: metric(engine, "num_requests_running") == 0, "they are aborted", 2.0)
+    eventually(lambda: metric(engine, "num_requests_running") == 0, "they are aborted")
     usage = metric(engine, "kv_cache_usage_perc")
     for stream in stalled:
         stream.close()

@@ -178,4 +178,4 @@ def test_orphans_leave() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
         os.close(write)
-        assert child.wait(timeout=2) == 75
+        assert child.wait(timeout=20) == 75

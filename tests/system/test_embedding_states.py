@@ -17,13 +17,14 @@ from protocol import failpoints
 from protocol.client import AsyncEngineClient
 from protocol.config import EngineConfig
 from protocol.errors import RequestFailed
-from protocol.launch import EngineProcesses
+from protocol.launch import CLOSE_GRACE_S, EngineProcesses
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
 from protocol.sync_client import EngineClient, SyncStream
 from scripts.chaos import processes
 from tests.system.conftest import ROOT, eventually
+from tests.timing import any_of
 
 CONFIG = configure(model="null", null_step_ms=2.0, log_level="error")
 WITH_STANDBY = configure(model="null", null_step_ms=2.0, log_level="error", standby_workers=1)
@@ -41,10 +42,10 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(_MARK, value)
     yield value
     try:
-        eventually(lambda: not processes.living_with(_MARK, value), "all processes are gone", 2.0)
+        eventually(lambda: not processes.living_with(_MARK, value), "all processes are gone", 10.0)
     finally:
         for pid in processes.living_with(_MARK, value):
-            os.kill(pid, signal.SIGKILL)
+            processes.kill(pid)
 
 
 def close(engine: EngineProcesses | EngineClient) -> float:
@@ -124,20 +125,22 @@ def test_while_a_model_is_loaded() -> None:
     [(Role.WORKER, Role.CORE), tuple(Role)],
     ids=["worker and core", "all"],
 )
+@any_of(3)
 def test_while_several_stand_still(roles: tuple[Role, ...]) -> None:
     """A stopped process cannot see that its parent is gone; it leaves all the same."""
-    engine = start(WITH_STANDBY)
-    send(engine, signal.SIGSTOP, *roles)
-    close(engine)
+    with start(WITH_STANDBY) as engine:
+        send(engine, signal.SIGSTOP, *roles)
+        close(engine)
 
 
 @pytest.mark.parametrize("config", [CONFIG, WITH_STANDBY], ids=["started", "forked"])
+@any_of(3)
 def test_after_the_supervisor_was_killed_while_workers_stood_still(config: EngineConfig) -> None:
     """Then nobody is left who could kill them."""
-    engine = start(config)
-    send(engine, signal.SIGSTOP, Role.WORKER, Role.STANDBY, Role.ZYGOTE)
-    send(engine, signal.SIGKILL, Role.SUPERVISOR)
-    close(engine)
+    with start(config) as engine:
+        send(engine, signal.SIGSTOP, Role.WORKER, Role.STANDBY, Role.ZYGOTE)
+        send(engine, signal.SIGKILL, Role.SUPERVISOR)
+        close(engine)
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
@@ -189,16 +192,18 @@ def test_with_streams_that_threads_wait_for() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@any_of(3)
 def test_client_of_a_core_that_does_not_answer(number: signal.Signals) -> None:
     """It has nothing to wait for."""
-    engine = start()
-    client = connect(engine)
-    next(client.submit([5, 6, 7], LONG))
-    send(engine, number, Role.CORE)
-    assert close(client) < 1.0
-    close(engine)
+    with start() as engine:
+        client = connect(engine)
+        next(client.submit([5, 6, 7], LONG))
+        send(engine, number, Role.CORE)
+        assert close(client) < 1.0
+        close(engine)
 
 
+@any_of(3)
 def test_client_that_was_never_connected() -> None:
     """Nobody listens there."""
     client = EngineClient("ipc:///nonexistent/core.sock")
@@ -240,15 +245,15 @@ def test_within_a_running_loop() -> None:
     asyncio.run(main())
 
 
+@any_of(3)
 def test_while_asleep() -> None:
     """A pause keeps nobody."""
-    engine = start()
-    client = connect(engine)
-    stream = client.submit([5, 6, 7], LONG)
-    next(stream)
-    assert client.sleep()
-    assert close(engine) < 2.0
-    close(client)
+    with start() as engine, connect(engine) as client:
+        stream = client.submit([5, 6, 7], LONG)
+        next(stream)
+        assert client.sleep()
+        assert close(engine) < 2.0
+        close(client)
 
 
 FORKING_HOST = """if True:
@@ -287,14 +292,15 @@ def test_host_with_a_fork_that_lives_on(is_killed: bool, mark: str) -> None:
         else:
             host.stdin.write("\n")
             host.stdin.flush()
-            assert float(host.stdout.readline()) < 2.0
+            took_s = float(host.stdout.readline())
+            assert took_s < CLOSE_GRACE_S, "nobody had to be killed"
 
         def is_fork_alone() -> bool:
             return len(processes.living_with(_MARK, mark) - {host.pid}) == 1
 
-        eventually(is_fork_alone, "the engine has left", 2.0)
+        eventually(is_fork_alone, "the engine has left", 10.0)
         for pid in processes.living_with(_MARK, mark):
-            os.kill(pid, signal.SIGKILL)
+            processes.kill(pid)
 
 
 def test_client_whose_loop_is_held() -> None:

@@ -20,8 +20,9 @@ from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from protocol.status import StatusLink
+from scripts.chaos.processes import is_alive
 from tests.system import long_steps
-from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
 from tests.system.test_embedding import collect, expected_tokens
 from tests.timing import any_of
@@ -33,10 +34,15 @@ QUICK = (
     "--null-step-ms",
     "2",
     "--hang-timeout-s",
-    "0.4",
+    "1",
     "--first-step-timeout-s",
     "1",
+    "--hang-step-factor",
+    "2",
 )
+"""Whoever shows nothing for a second is suspected, whatever steps take where others compute too."""
+WITHIN_S = 10.0
+"""From the stop to the successor's start: 2 s, and up to 2 s for a standby that is coming."""
 DETECTION_S = 0.05
 """From SIGKILL to the moment in which the supervisor has buried the process."""
 
@@ -109,11 +115,11 @@ def test_stopped_processes_are_replaced_and_every_stream_goes_on(
     """SIGSTOP of the worker, of the core and of the worker again, under load."""
     engine = start_engine(*QUICK)
     roles = (Role.WORKER, Role.CORE, Role.WORKER)
-    harms = [lambda role=role: stop(engine, role, 5.0) for role in roles]
+    harms = [lambda role=role: stop(engine, role, WITHIN_S) for role in roles]
     assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
     log = engine.log
     for role in (Role.WORKER, Role.CORE):
-        assert re.search(rf"{role} \(\w+( \d+)?\) has shown no progress for 0\.[4-7] s\n", log), log
+        assert re.search(rf"{role} \(\w+( \d+)?\) has shown no progress for 1\.\d s\n", log), log
         assert f"{role} died of SIGKILL" in log
     assert "it hung" in log
     assert "seems to hang: no further steps" in log
@@ -137,7 +143,7 @@ def test_idle_process_that_is_stopped_is_replaced_too(start_engine: EngineFactor
     engine = start_engine(*QUICK)
     engine.ready()
     for role in (Role.WORKER, Role.CORE):
-        stop(engine, role, 5.0)
+        stop(engine, role, WITHIN_S)
         engine.ready()
 
 
@@ -169,9 +175,9 @@ def test_hanging_worker_that_recovers_in_time_is_spared(
     start_engine: EngineFactory, armed: Path
 ) -> None:
     """Suspected, then cleared: it gets work again, and nobody dies."""
-    engine = start_engine(*QUICK)
+    engine = start_engine(*QUICK, "--hang-timeout-s", "2")
     worker = engine.pid(Role.WORKER)
-    harms = [lambda: failpoints.arm(armed, "worker.before_step", "delay:600@1")]
+    harms = [lambda: failpoints.arm(armed, "worker.before_step", "delay:3000@1")]
     assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
     assert re.search(r"worker \(step \d+\) goes on after", engine.log)
     assert engine.pid(Role.WORKER) == worker
@@ -184,7 +190,7 @@ def test_supervisor_that_was_stopped_kills_nobody(start_engine: EngineFactory) -
     everybody = [*pids.values(), engine.process.pid]
     for pid in everybody:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(2.0)  # five times what is allowed
+    time.sleep(4.0)  # four times what is allowed
     for pid in reversed(everybody):
         os.kill(pid, signal.SIGCONT)
     streams = streams_through(engine, [])
@@ -217,7 +223,8 @@ def test_long_steps_on_a_busy_machine_kill_nobody(start_engine: EngineFactory) -
     assert outcome.num_kills == 0, outcome
 
 
-@any_of(3)
+@pytest.mark.timeout(600)
+@any_of(5)
 def test_death_by_sigkill_is_noticed_at_once(start_engine: EngineFactory, armed: Path) -> None:
     """The pidfd wakes the supervisor: every one of 20 deaths is known within 50 ms."""
     delays = measure_detection(start_engine(*QUICK, "--restart-backoff-max-s", "0"), armed, 20)
@@ -263,17 +270,18 @@ def test_api_whose_loop_stands_still_is_replaced(
     else:
         failpoints.arm(armed, "api.before_flush", "hold:60000@1")
         Stream(engine.url(), model="null", prompt=[5], max_tokens=2)
-    begun = time.monotonic()
-    eventually(lambda: "api (turn) has shown no progress" in engine.log, "it is suspected")
+    suspicion = re.compile(r"api \(turn\) has shown no progress for 0\.[5-9] s\n")
+    eventually(lambda: suspicion.search(engine.log), "it is suspected, and not too late")
     waiting = Stream(engine.url(), model="null", prompt=[4], max_tokens=2)
-    eventually(lambda: engine.row(Role.API).epoch > api.epoch, "it is replaced", 10.0)
-    assert time.monotonic() - begun < 10.0
+    eventually(lambda: engine.row(Role.API).epoch > api.epoch, "it is replaced")
     assert waiting.join().error is None
+    assert len(waiting.token_ids) == 2
     assert "api died of SIGKILL: it hung" in engine.log
     if way == "C code":
         assert "in reach" in engine.log, "its stacks are printed"
 
 
+@any_of(3)
 def test_api_with_much_to_do_is_left_alone(start_engine: EngineFactory) -> None:
     """Large bodies and many streams at once: the loop turns all the time."""
     engine = start_engine(*API)
@@ -288,16 +296,18 @@ def test_api_with_much_to_do_is_left_alone(start_engine: EngineFactory) -> None:
 
 def test_api_that_hangs_while_it_leaves_is_killed_in_time(start_engine: EngineFactory) -> None:
     """Its page has changed places with it."""
-    engine = start_engine(*API)
-    stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=4000)
+    engine = start_engine(*API, "--null-step-ms", "10")
+    stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=8000)
     eventually(lambda: stream.token_ids, "it has begun")
     old = engine.row(Role.API)
     assert old.pid is not None
     link = StatusLink(engine.run_dir)
-    assert link.restart(Role.API, 5.0) is not None
+    reply = link.restart(Role.API, TIMEOUT_S)
+    assert reply is not None
+    assert reply.accepted, reply.reason
     link.close()
     eventually(lambda: engine.row(Role.API).epoch > old.epoch, "its successor serves")
     os.kill(old.pid, signal.SIGSTOP)
-    eventually(lambda: not is_alive(old.pid or 0), "it is killed", 5.0)
+    eventually(lambda: not is_alive(old.pid or 0), "it is killed")
     assert "api 1 (turn) has shown no progress" in engine.log
     assert is_answered(engine)

@@ -10,7 +10,10 @@ from protocol.sampling import SamplingParams
 from tests.system.test_embedding import PROMPTS, Engine, collect, expected_tokens
 
 PARAMS = SamplingParams(max_tokens=400)
-PRESSURE = ("--num-gpu-blocks-override", "150", "--max-model-len", "1024", "--check-invariants")
+PRESSURE = (
+    *("--num-gpu-blocks-override", "150", "--max-model-len", "1024", "--check-invariants"),
+    *("--null-step-ms", "5"),  # so that there is much to do yet when the core is killed
+)
 SWAP = ("--swap-space-bytes", str(100 * 2**16), "--victim-choice", "cheapest")
 SWITCHES = {
     "recompute": (),

@@ -24,6 +24,8 @@ from tests.system.streams import Stream, metric
 from tests.timing import any_of
 
 REFUSAL_S = 0.05
+SERVICE_RETURNS_S = 2.5
+"""Half a second on an idle machine; waiting for idle connections would take 5 s a time."""
 LONG = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
 
@@ -65,22 +67,27 @@ def test_past_every_bound_429_and_nothing_accepted_is_lost(
     start_engine: EngineFactory, flags: tuple[str, ...]
 ) -> None:
     """Three fit; the others hear so quickly; the three end as they would have alone."""
-    engine = start_engine("--null-step-ms", "5", *flags)
+    engine = start_engine("--null-step-ms", "5", "--enable-admin-routes", *flags)
     body = {**LONG, "max_tokens": 300}
     if "--max-open-bytes" in flags:
         body["user"] = "x" * 200
-    streams = [Stream(engine.url(), {**body, "seed": 7})]
-    eventually(lambda: metric(engine, "num_requests_running") == 1, "the first runs")
-    streams += [Stream(engine.url(), {**body, "seed": 7}) for _ in range(2)]
-    eventually(lambda: metric(engine, "ledger_requests") == 3, "three are open")
     url = engine.url()
+    streams = [Stream(url, {**body, "seed": 7})]
+    first = streams[0].next()
+    assert first is not None, "it runs"
+    engine.post("/pause")  # so that it runs as long as the others are refused
+    streams += [Stream(url, {**body, "seed": 7}) for _ in range(2)]
+    eventually(lambda: metric(engine, "ledger_requests") == 3, "three are open")
 
-    @any_of(3)
+    @any_of(10)
     def refuse_all() -> None:
         assert max(refused(url, body) for _ in range(10)) < REFUSAL_S
 
     refuse_all()
-    texts = {"".join(event.text for event in stream.events()) for stream in streams}
+    engine.post("/resume")
+    told = [stream.events() for stream in streams]
+    told[0].insert(0, first)
+    texts = {"".join(event.text for event in events) for events in told}
     assert len(texts) == 1
     assert texts != {""}
     eventually(lambda: is_idle(engine), "nothing is left")
@@ -119,6 +126,8 @@ def written(directory: Path) -> list[bytes]:
 
 
 JOURNAL = ("--resume-window-s", "0.5", "--journal-dir")
+VANISHED_S = 6.0
+"""A second on an idle machine; what goes on for nobody would take 16 s."""
 
 
 @pytest.mark.timeout(600)
@@ -158,17 +167,15 @@ def test_clients_that_vanish_leave_nothing(
         return not any(metric(engine, name) for name in names)
 
     is_over()  # answered after all of them: whoever waited in the socket's queue is known now
-    eventually(is_over, "the ledger is empty", 1.0 + 0.5 * is_journaled)
-    eventually(lambda: is_idle(engine), "the core has nothing either, which it says later", 2.0)
+    eventually(is_over, "the ledger is empty", VANISHED_S)
+    eventually(lambda: is_idle(engine), "the core has nothing, which it says later", VANISHED_S)
     assert metric(engine, "kv_cache_usage_perc") == 0
     if is_journaled:
-        records = [
-            record for path in directory.glob("*.journal") for record in read_segment(path)[0]
-        ]
-        assert len(records) > num_clients / 2
-        assert replay(records) == []
+        eventually(lambda: replay(written(directory)) == [], "the journal, too, holds nothing")
+        assert len(written(directory)) > num_clients / 2
 
 
+@any_of(3)
 def test_more_connections_than_descriptors(start_engine: EngineFactory) -> None:
     """2,000 connections and 256 descriptors: nobody dies or spins, and service returns soon."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -197,10 +204,10 @@ def test_more_connections_than_descriptors(start_engine: EngineFactory) -> None:
     with urllib.request.urlopen(url + "/v1/models", timeout=TIMEOUT_S) as answer:
         took_s = time.monotonic() - released
         assert answer.status == 200
-    assert share <= 0.2
-    assert took_s <= 1.0
-    assert {role: engine.pid(role) for role in pids} == pids
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert share <= 0.2
+    assert took_s <= SERVICE_RETURNS_S
+    assert {role: engine.pid(role) for role in pids} == pids
 
 
 @pytest.mark.slow

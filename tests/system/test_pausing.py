@@ -15,7 +15,7 @@ from protocol.client import AsyncEngineClient
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.kv_feed import KVEventFeed
 from protocol.sampling import SamplingParams
-from tests.system.conftest import EngineFactory
+from tests.system.conftest import TIMEOUT_S, EngineFactory
 from tests.system.test_embedding import PROMPTS, ROOT, Engine, collect, expected_tokens
 from tests.system.test_supervisor import open_stream
 
@@ -129,7 +129,7 @@ def test_paused_new_lets_the_running_ones_end_and_the_new_ones_wait(engine: Engi
             late = client.submit([9, 9], SamplingParams(max_tokens=5))
             await load.ends_exactly()
             status = await next_status(client)
-            while status.stats.num_running_reqs:
+            while status.stats.num_running_reqs or not status.stats.num_waiting_reqs:
                 status = await next_status(client)
             assert (status.pause_mode, status.stats.num_waiting_reqs) == (PauseMode.PAUSED_NEW, 1)
             await client.resume()
@@ -185,7 +185,7 @@ def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engin
             while known != expected:
                 await asyncio.sleep(0.01)
             engine.replace("core_proc")
-            while num_snapshots != [2]:
+            while num_snapshots[0] < 2:
                 await asyncio.sleep(0.01)
             assert known == set()
             expected = await run(prompt, "")
@@ -213,4 +213,4 @@ def test_over_http_a_stream_stands_still_and_a_shutdown_lets_it_end(
         events = [line for line in stream.read().splitlines() if line.startswith(b"data")]
     assert events[-1] == b"data: [DONE]"
     assert any(b'"finish_reason":"length"' in event for event in events)
-    assert engine.process.wait(10.0) == 0, engine.log
+    assert engine.process.wait(TIMEOUT_S) == 0, engine.log

@@ -14,7 +14,8 @@ import pytest
 
 from protocol.lifecycle import ProcessState, Role
 from protocol.status import StatusLink
-from tests.system.conftest import ROOT, Engine, EngineFactory, eventually, is_alive
+from scripts.chaos.processes import is_alive
+from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.null_load import NullLoad, Stream, null_tokens
 
 NUM_RESTARTS = {Role.WORKER: 2, Role.CORE: 2, Role.API: 1}
@@ -193,5 +194,5 @@ def test_engine_can_end_while_an_api_leaves(start_engine: EngineFactory) -> None
     ask(engine, Role.API)
     eventually(lambda: engine.row(Role.API).epoch > old.epoch, "the successor serves")
     engine.process.terminate()
-    assert engine.process.wait(10.0) == 0, engine.log
+    assert engine.process.wait(TIMEOUT_S) == 0, engine.log
     assert not any(map(is_alive, engine.all_pids))

@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
-from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from scripts.chaos.processes import is_alive
+from tests.system.conftest import (
+    LOAD_TIMEOUT_S,
+    TIMEOUT_S,
+    Engine,
+    EngineFactory,
+    eventually,
+)
 from tests.system.null_load import NullLoad, Stream
 from tests.timing import any_of
 
 HELPERS = (Role.ZYGOTE, Role.STANDBY)
 NUM_STREAMS = 8
 NUM_TOKENS = 300
-LOAD_TIMEOUT_S = 90.0
-"""For a model, where others compute too."""
 FLAGS = ("--standby-workers", "1", "--null-step-ms", "5")
 
 
@@ -39,7 +44,7 @@ def wait_for(
         row = find(engine, role)
         if row is None or row.state is not ProcessState.READY or row.epoch <= above:
             return None
-        return row
+        return row if row.pid is not None else None
 
     return eventually(ask, f"{role} above epoch {above} is ready", timeout_s)
 
@@ -55,10 +60,14 @@ def pid_of(row: ProcessStatus) -> int:
     return row.pid
 
 
-def zombies(engine: Engine) -> list[int]:
-    """Children of the supervisor that wait to be reaped."""
-    text = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children").read_text()
-    return [int(pid) for pid in text.split() if not is_alive(int(pid))]
+def check_zombies(engine: Engine) -> None:
+    """No child of the supervisor goes on waiting to be reaped; it looks for some once a second."""
+    children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children")
+
+    def is_clean() -> bool:
+        return all(map(is_alive, map(int, children.read_text().split())))
+
+    eventually(is_clean, "the dead are reaped")
 
 
 def wait_for_tokens(streams: list[Stream], number: int) -> None:
@@ -91,7 +100,7 @@ def test_standby_becomes_the_worker(standing: Engine) -> None:
     standby = wait_for(standing, Role.STANDBY, worker.epoch)
     assert standby.pid != worker.pid
     load.check()
-    assert zombies(standing) == []
+    check_zombies(standing)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +131,10 @@ def test_whoever_dies_comes_back_and_no_token_is_lost(
     load.check()
     after = complete(standing)
     if Role.ZYGOTE not in victims:
-        assert after[Role.ZYGOTE] == before[Role.ZYGOTE]
+        assert after[Role.ZYGOTE].epoch == before[Role.ZYGOTE].epoch
     if Role.WORKER not in victims:
         assert after[Role.WORKER].pid == before[Role.WORKER].pid
-    assert zombies(standing) == []
+    check_zombies(standing)
 
 
 def test_three_deaths_within_ten_seconds(standing: Engine) -> None:
@@ -172,7 +181,7 @@ def test_zygote_that_hangs_is_replaced_when_it_is_needed(standing: Engine) -> No
     wait_for(standing, Role.ZYGOTE, before[Role.ZYGOTE].epoch)
     load.check()
     complete(standing)
-    assert zombies(standing) == []
+    check_zombies(standing)
 
 
 def test_standby_that_hangs_is_replaced_when_it_is_needed(standing: Engine) -> None:
@@ -184,12 +193,12 @@ def test_standby_that_hangs_is_replaced_when_it_is_needed(standing: Engine) -> N
     load.check()
     after = complete(standing)
     assert after[Role.WORKER].pid != before[Role.STANDBY].pid
-    assert zombies(standing) == []
+    check_zombies(standing)
 
 
 def test_promoted_worker_is_watched_like_any_other(start_engine: EngineFactory) -> None:
     """It brings its progress page along: if SIGSTOP holds it, it is found out and replaced."""
-    engine = start_engine(*FLAGS, "--hang-timeout-s", "0.5")
+    engine = start_engine(*FLAGS, "--hang-timeout-s", "1")
     first = complete(engine)[Role.WORKER]
     os.kill(pid_of(first), signal.SIGKILL)
     promoted = wait_for(engine, Role.WORKER, first.epoch)
@@ -221,8 +230,8 @@ def test_nobody_is_left_behind(standing: Engine, number: signal.Signals) -> None
     """After an end by request, and after one without a word."""
     complete(standing)
     standing.process.send_signal(number)
-    standing.process.wait(10.0)
-    eventually(lambda: not any(map(is_alive, standing.all_pids)), "all have left", 2.0)
+    standing.process.wait(TIMEOUT_S)
+    eventually(lambda: not any(map(is_alive, standing.all_pids)), "all have left")
 
 
 def test_engine_without_standby_starts_no_zygote(start_engine: EngineFactory) -> None:
@@ -252,6 +261,7 @@ def test_streams_pause_for_less_than_a_second(standing: Engine) -> None:
     check_stall(standing, 1.0)
 
 
+@pytest.mark.timeout(300)
 def test_demo_model_goes_on_with_the_standby(start_engine: EngineFactory) -> None:
     """By default there is one; seeded, with penalties, token for token, with a second zygote too.
 
@@ -271,7 +281,7 @@ def test_demo_model_goes_on_with_the_standby(start_engine: EngineFactory) -> Non
         os.kill(pid_of(before[Role.WORKER]), signal.SIGKILL)
         assert [stream.join().error for stream in streams] == [None] * 4
         assert [stream.token_ids for stream in streams] == [expected] * 4
-        worker = wait_for(engine, Role.WORKER, before[Role.WORKER].epoch)
+        worker = wait_for(engine, Role.WORKER, before[Role.WORKER].epoch, LOAD_TIMEOUT_S)
         assert worker.pid == before[Role.STANDBY].pid
         if round_number == 0:
             zygote = complete(engine, LOAD_TIMEOUT_S)[Role.ZYGOTE]

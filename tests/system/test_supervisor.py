@@ -17,7 +17,9 @@ import zmq
 from protocol.channel import DealerChannel, HighWaterMark, lifecycle_address
 from protocol.lifecycle import ProcessState, Role, StatusQuery
 from protocol.message import encode
-from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from scripts.chaos.processes import is_alive
+from scripts.supervisor.ending import STOP_GRACE_S
+from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.timing import any_of
 
 ROLES = [Role.WORKER, Role.CORE, Role.API]
@@ -78,7 +80,7 @@ def test_ranks_of_a_worker_group_are_replaced_together(start_engine: EngineFacto
 def test_sigterm_ends_everything_with_status_0(engine: Engine) -> None:
     """Nobody and no socket is left; a given run directory keeps its epoch."""
     engine.process.terminate()
-    assert engine.process.wait(10.0) == 0, engine.log
+    assert engine.process.wait(TIMEOUT_S) == 0, engine.log
     assert not any(map(is_alive, engine.all_pids))
     assert sorted(os.listdir(engine.run_dir)) == ["epoch", "supervisor.lock"]
     assert "Traceback" not in engine.log
@@ -86,16 +88,17 @@ def test_sigterm_ends_everything_with_status_0(engine: Engine) -> None:
 
 def test_running_request_is_finished_before_the_end(start_engine: EngineFactory) -> None:
     """Ctrl-C drains: what runs is answered in full, although its worker dies meanwhile."""
-    engine = start_engine("--null-step-ms", "10")
+    engine = start_engine("--null-step-ms", "10", "--hang-timeout-s", "60")
     with open_stream(engine, 60) as stream:
         worker = engine.pid(Role.WORKER)
+        os.kill(worker, signal.SIGSTOP)  # so that the request cannot end before
         engine.process.send_signal(signal.SIGINT)
         eventually(lambda: "finishing what runs" in engine.log, "draining has begun")
         os.kill(worker, signal.SIGKILL)
         events = [line for line in stream.read().splitlines() if line]
     assert events[-1] == b"data: [DONE]"
     assert b'"finish_reason":"length"' in events[-2] + events[-3]
-    assert engine.process.wait(10.0) == 0, engine.log
+    assert engine.process.wait(TIMEOUT_S) == 0, engine.log
 
 
 def test_second_signal_does_not_wait_for_requests(start_engine: EngineFactory) -> None:
@@ -113,15 +116,17 @@ def test_second_signal_does_not_wait_for_requests(start_engine: EngineFactory) -
 
         eventually(is_draining, "the API drains")
         engine.process.terminate()
-        assert engine.process.wait(2.0) == 1
+        assert engine.process.wait(0.9 * STOP_GRACE_S) == 1
     assert not any(map(is_alive, engine.all_pids))
 
 
-def test_killed_supervisor_leaves_nobody_behind(engine: Engine) -> None:
+@any_of(3)
+def test_killed_supervisor_leaves_nobody_behind(start_engine: EngineFactory) -> None:
     """All children leave within 2 s."""
+    engine = start_engine()
     children = {engine.pid(role) for role in ROLES}
     engine.process.kill()
-    engine.process.wait(5.0)
+    engine.process.wait(TIMEOUT_S)
     eventually(lambda: not any(map(is_alive, children)), "children have left", 2.0)
 
 
@@ -131,8 +136,12 @@ def test_only_the_supervisor_holds_the_pipes_its_death_would_close(engine: Engin
     def written_pipes(pid: int) -> set[str]:
         held = set()
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(fd)
-            flags = Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0]
+            try:
+                target = os.readlink(fd)
+                info = Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text()
+            except FileNotFoundError:  # it is closed by now
+                continue
+            flags = info.split("flags:")[1].split()[0]
             if target.startswith("pipe:") and int(flags, 8) & os.O_ACCMODE == os.O_WRONLY:
                 held.add(target)
         return held
@@ -151,7 +160,7 @@ def test_second_supervisor_needs_another_run_dir(start_engine: EngineFactory) ->
     assert second.returncode == 1
     assert f"in use by the supervisor with pid {first.process.pid}" in second.stderr
     first.process.kill()
-    first.process.wait(5.0)
+    first.process.wait(TIMEOUT_S)
     successor = start_engine("--no-api", run_dir=first.run_dir)
     epochs = [successor.row(role).epoch for role in (Role.WORKER, Role.CORE)]
     assert min(epochs) > highest
@@ -185,7 +194,7 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
     table = run_command(start_engine, "scripts.status").stdout
     assert f"ready at {engine.url()}/v1" in table
     engine.process.terminate()
-    engine.process.wait(10.0)
+    engine.process.wait(TIMEOUT_S)
     done = run_command(start_engine, "scripts.status")
     assert (done.returncode, done.stderr) == (1, "no engine of this user is running\n")
 
@@ -224,7 +233,7 @@ def test_temporary_run_dir_disappears_with_its_engine(start_engine: EngineFactor
         run_dirs.append(Path(os.readlink(link)))
         eventually((run_dirs[-1] / "core.sock").exists, "the core listens")
         victim.send_signal(number)
-        victim.wait(5.0)
+        victim.wait(TIMEOUT_S)
     assert [run_dir.exists() for run_dir in run_dirs] == [False, True]
     engine = start_engine("--no-api")
     engine.ready()
@@ -272,9 +281,15 @@ def test_wrong_flag_names_flag_and_bound(start_engine: EngineFactory) -> None:
     done = run_command(start_engine, "scripts.supervisor", "null", "--block-size", "0")
     assert done.returncode == 2
     assert "--block-size: Expected `int` >= 1" in done.stderr
-    started = time.monotonic()
-    assert "--max-num-seqs" in run_command(start_engine, "scripts.cli", "serve", "--help").stdout
-    assert time.monotonic() - started < 2.0, "0.1 s on an idle machine"
+
+    @any_of(3)
+    def show_help() -> None:
+        started = time.monotonic()
+        done = run_command(start_engine, "scripts.cli", "serve", "--help")
+        assert "--max-num-seqs" in done.stdout
+        assert time.monotonic() - started < 2.0, "0.1 s on an idle machine"
+
+    show_help()
 
 
 @any_of(3)

@@ -1,5 +1,6 @@
 """The zygote: fit for forking, its workers like any others, and nobody left behind."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -25,7 +26,8 @@ from protocol.prctl import set_subreaper
 from protocol.progress_page import ProgressPage
 from protocol.settings import configure
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
-from tests.system.conftest import ROOT, eventually, is_alive
+from scripts.chaos.processes import is_alive
+from tests.system.conftest import ROOT, eventually
 from worker_proc.zygote import NotForkable, check_forkable
 
 T = TypeVar("T")
@@ -134,7 +136,7 @@ def num_threads(pid: int) -> int:
 
 def ends(child: ForkedChild, status: int) -> None:
     """It dies with this status, reaped here."""
-    assert child.wait(5.0) == status
+    assert child.wait(30.0) == status
     assert not Path(f"/proc/{child.pid}").exists()
     child.close()
 
@@ -144,11 +146,18 @@ def test_a_forked_worker_holds_nothing_of_the_zygotes_own(nursery: Nursery) -> N
     worker = nursery.fork(2)
 
     def open_files(pid: int) -> set[str]:
-        return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+        files = set()
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # a try to reach the core, which is not there
+                files.add(os.readlink(path))
+        return files
 
     output = {os.readlink("/proc/self/fd/1"), os.readlink("/proc/self/fd/2"), os.devnull}
+    # It closes what it has passed on after it has said so.
+    eventually(lambda: len(open_files(nursery.server.child.pid) - output) == 3, "three are open")
     own = open_files(nursery.server.child.pid) - output
-    assert len(own) == 3, own
     assert not own & open_files(worker.pid)
     assert "zygote-of-test" in Path(f"/proc/{nursery.server.child.pid}/maps").read_text()
     assert "zygote-of-test" not in Path(f"/proc/{worker.pid}/maps").read_text()
@@ -183,7 +192,7 @@ def test_worker_outlives_its_zygote_but_not_its_parent_pipe(nursery: Nursery) ->
     """The pipe's only writer is the supervisor: neither zygote nor brothers keep it open."""
     workers = [nursery.fork(epoch) for epoch in (2, 3)]
     nursery.server.child.kill()
-    assert nursery.server.child.wait(5.0) == -signal.SIGKILL
+    assert nursery.server.child.wait(30.0) == -signal.SIGKILL
     assert all(worker.poll() is None for worker in workers)
     for worker in workers:
         worker.release()
@@ -226,7 +235,7 @@ def test_fork_that_fails_is_told(nursery: Nursery) -> None:
 def test_zygote_ends_with_its_supervisor(nursery: Nursery) -> None:
     """EOF on the pipe or on the link."""
     nursery.server.child.release()
-    assert nursery.server.child.wait(2.0) == 75
+    assert nursery.server.child.wait(30.0) == 75
 
 
 def test_model_that_cannot_be_loaded_is_told(run_dir: str) -> None:
