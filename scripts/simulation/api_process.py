@@ -16,15 +16,17 @@ from api_proc.sessions import Reread, Session, Sessions
 from protocol.api_core import AddRequest
 from protocol.errors import RequestFailed
 from scripts.simulation.client_process import ClientProcess
+from scripts.simulation.disk import Thread
 from scripts.simulation.http_clients import Connection, Internet
 from scripts.simulation.oracle import Oracle
 from scripts.simulation.plan import RequestPlan
 from scripts.simulation.stand_ins import SimulatedChild
 from scripts.simulation.wire import Wire
-from scripts.simulation.world import Process
+from scripts.simulation.world import SECOND, Process
 
 PATH = "/v1/completions"
 _COMMIT_TIMEOUT_S = 0.25
+_CLOSE_TIMEOUT_S = 2.0
 _UNAVAILABLE = 503
 
 
@@ -55,6 +57,8 @@ class ApiProcess(ClientProcess):
         """Take the place of whoever served before; `plans` are all requests of the run."""
         super().__init__(wire, name, [], oracle, connect, start_s=start_s)
         self._internet = internet
+        self._num_served = 0
+        self._closed_at: int | None = None
         self._bodies = {_raw(plan): plan for plan in plans}
 
     def begin(self) -> None:
@@ -76,11 +80,28 @@ class ApiProcess(ClientProcess):
 
     def _abandon(self) -> None:
         super()._abandon()
-        if self._internet.server is self:
+        if self._internet.server is self or self._is_leaving:
             self._internet.server_died()
+
+    def retire(self) -> None:
+        if self._internet.server is self:
+            self._internet.server = None
+
+    @property
+    def has_finished(self) -> bool:
+        return not self._num_served
+
+    def let_go_of_all(self) -> bool:
+        if self._closed_at is None:
+            self._closed_at = self.world.now
+            self._sessions.close()
+        thread = cast(Thread | None, self._sessions.journaling._journal._thread)
+        has_waited = self.world.now - self._closed_at >= int(_CLOSE_TIMEOUT_S * SECOND)
+        return thread is None or thread.has_ended or has_waited
 
     def accept(self, connection: Connection) -> None:
         """Serve a connection."""
+        self._num_served += 1
         self.run(self._serve(connection))
 
     def _reread(self, raw: bytes, adds: list[AddRequest]) -> Reread:
@@ -89,6 +110,12 @@ class ApiProcess(ClientProcess):
         return Reread(body, [Prompt(plan.prompt, None)])
 
     async def _serve(self, connection: Connection) -> None:
+        try:
+            await self._answer(connection)
+        finally:
+            self._num_served -= 1
+
+    async def _answer(self, connection: Connection) -> None:
         sessions, plan, raw = self._sessions, connection.plan, _raw(connection.plan)
         request_id = raw.decode()
         seen = connection.num_seen

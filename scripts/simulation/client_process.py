@@ -138,7 +138,8 @@ class ClientProcess(Process):
         self._to_retry: list[RequestPlan] = []
         self._coroutines: list[Coroutine[Any, Any, None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_started = self._is_drained = False
+        self._is_started = self._is_leaving = self._is_drained = False
+        self.is_dispensable = True
         self._starts_at = self.world.now + int(start_s * SECOND)
         self._child = None if connect is None else connect(self)
         self.on_death.append(self._abandon)
@@ -170,14 +171,34 @@ class ClientProcess(Process):
         if child is None:
             return
         if child.is_told_to_stop:
+            if not self.has_finished:
+                self.world.fail(Violation(f"lost: {self.name} is stopped with requests open"))
             self.world.at(self.busy_until, self.die, 0)
-        elif child.is_told_to_drain and not self._is_drained:
-            self._is_drained = not self.engine.num_open_requests
-            if self._is_drained:
-                child.drained()
+        elif child.drain is not None and child.drain.is_replaced:
+            if not self._is_leaving:
+                self._is_leaving = True
+                self.retire()
+            if self.has_finished and self.let_go_of_all():
+                self.world.at(self.busy_until, self.die, 0)
+        elif child.drain is not None and self.has_finished and not self._is_drained:
+            self._is_drained = True
+            child.drained()
+
+    def retire(self) -> None:
+        """A successor gets what is new from here on."""
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether nobody waits for anything from it."""
+        return not self.engine.num_open_requests
+
+    def let_go_of_all(self) -> bool:
+        """Leave behind what there is for a successor; False: not yet."""
+        return True
 
     def _start(self) -> None:
         self._is_started = True
+        self.is_dispensable = False
         with contextlib.suppress(StopIteration):
             self.engine.start().send(None)
         if self._child is not None:
@@ -206,6 +227,8 @@ class ClientProcess(Process):
             self._loop.call_later(pulse.tick_ms / 1000, self._beat)
 
     def _submit(self, plan: RequestPlan) -> None:
+        if self._is_leaving or plan not in self._plans:  # it is its successor's, or predecessor's
+            return
         try:
             stream = self.engine.submit(
                 plan.prompt, plan.params, priority=plan.priority, cache_salt=plan.salt

@@ -120,6 +120,7 @@ class Thread:
         self._disk = disk
         self._target = target
         self._is_waking = False
+        self.has_ended = False
         journal: Any = target.__self__  # type: ignore[attr-defined]
         journal._wakes.thread = self
 
@@ -151,3 +152,5 @@ class Thread:
         except KilledHere:
             process.is_stopped = True
             world.at(world.now, process.die)
+        self.has_ended = True
+        process.wake()

@@ -274,7 +274,7 @@ def _target(rng: random.Random, kind: str, config: EngineConfig) -> str:
     if kind in ("reset", "partition"):
         return rng.choice(("core.sock", "workers.sock", "core.sock", "workers.sock", "supervisor"))
     if kind == "restart":
-        return rng.choice(("worker", "core"))
+        return rng.choice(("worker", "core", "api"))
     recovery = config.recovery
     helpers = ["standby"] if recovery.standby_workers or recovery.standby_cores else []
     helpers += ["zygote"] if recovery.standby_workers else []

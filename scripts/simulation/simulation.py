@@ -25,7 +25,7 @@ from scripts.simulation.plan import (
 from scripts.simulation.stand_ins import Incarnation, SimulatedChild, stand_ins
 from scripts.simulation.supervisor_process import SupervisorProcess
 from scripts.simulation.wire import Wire
-from scripts.simulation.world import SECOND, START_TIME, Process, Violation, World
+from scripts.simulation.world import ENDING, SECOND, START_TIME, Process, Violation, World
 
 PROGRESS_BOUND_S = 30.0
 """After the last fault everything accepted must have ended within so long."""
@@ -186,7 +186,7 @@ class Simulation:
             self.world.after(_SLICE, self._end)
             return
         self._is_ending = True
-        self.world.excuse = "the engine ends"
+        self.world.excuse = ENDING
         self.world.counts["end" if self.oracle.num_open else "end at rest"] += 1
         assert self._supervisor is not None
         self._supervisor.end()

@@ -132,7 +132,9 @@ class SimulatedChild:
             process.on_death.append(self.pulse.page.close)
         self.core_client_address = CLIENT_ADDRESS
         self.core_worker_address = WORKER_ADDRESS
-        self.is_told_to_stop = self.is_told_to_drain = False
+        self.is_told_to_stop = False
+        self.drain: Drain | None = None
+        """The first, which is obeyed."""
         self._unsaid: list[ToSupervisor] = [Hello(life.role, life.rank, process.pid)]
         """Until there is a connection: the real one waits for that before it begins."""
         self._link = DealerChannel(
@@ -151,7 +153,8 @@ class SimulatedChild:
         self._say()
         messages = self._supervisor.read()
         self.is_told_to_stop |= any(isinstance(message, Stop) for message in messages)
-        self.is_told_to_drain |= any(isinstance(message, Drain) for message in messages)
+        drains = (message for message in messages if isinstance(message, Drain))
+        self.drain = self.drain or next(drains, None)
         return messages
 
     def _say(self) -> None:

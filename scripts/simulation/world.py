@@ -18,6 +18,8 @@ _FIRST_PID = 100
 _FIRST_FD = 10_000
 _SIGKILL_STATUS = -9
 _NEVER = 2**62
+ENDING = "the engine ends"
+"""The excuse of who kills its helpers, which have nothing to lose, and those that only start."""
 
 
 class Violation(Exception):
@@ -176,6 +178,8 @@ class Process:
         self.status: int | None = None
         """How it ended; negative for a signal."""
         self.is_stopped = False
+        self.is_dispensable = False
+        """A successor of somebody who lives, and does not serve yet: another may be started."""
         self.busy_until = world.now
         """Its own clock: what it does takes time, and it does one thing after the other."""
         self.on_death: list[Callable[[], None]] = []

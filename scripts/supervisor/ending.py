@@ -36,7 +36,8 @@ class Ending:
         self._fronts = [role for role in _DRAIN_ORDER if role in groups]
         """Who still has to finish, outermost first."""
         self._is_front_drained = False
-        self._has_served = False
+        self._core_was_ready = False
+        """Clients may have brought it requests."""
         self._stages = [role for role in _STOP_ORDER if role in groups]
         self._told: set[Role] = set()
         self._exit_status = 0
@@ -59,18 +60,12 @@ class Ending:
 
     def comes_back(self, role: Role) -> bool:
         """Whether it is needed although it dies: clients of the core have ledgers, and return."""
-        return role is Role.CORE and self._has_served and self.is_front(role)
+        return role is Role.CORE and self._core_was_ready and self.is_front(role)
 
-    def on_signal(self, now: float, *, has_served: bool) -> list[Action]:
-        """Asked to end: drain first; asked again: end at once.
-
-        Args:
-            now: the time.
-            has_served: whether there may be requests.
-        """
+    def on_signal(self, now: float) -> list[Action]:
+        """Asked to end: drain first; asked again: end at once."""
         if self._phase is _Phase.RUNNING:
             self._phase = _Phase.DRAINING
-            self._has_served = has_served
             self.deadline = now + self._timeout_s
             text = "finishing what runs; another signal stops at once"
             return [Note(logging.INFO, text), *self._drain_next(now)]
@@ -117,6 +112,7 @@ class Ending:
 
     def on_ready(self, role: Role, now: float) -> list[Action]:
         """A front that came back is to finish what its clients bring."""
+        self._core_was_ready |= role is Role.CORE
         return self._drain_next(now) if self.comes_back(role) else []
 
     def advance_drain(self, now: float) -> list[Action]:
@@ -129,7 +125,7 @@ class Ending:
 
     def _drain_next(self, now: float) -> list[Action]:
         """Outermost first: what the API has accepted still needs the core."""
-        if not (self._fronts and self._timeout_s and self._has_served):
+        if not self._fronts or self._timeout_s == 0:
             return self.stop(now)
         group = self._groups[self._fronts[0]]
         front = group.processes[0]

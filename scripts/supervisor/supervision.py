@@ -211,7 +211,7 @@ class Supervision:
 
     def on_signal(self, now: float) -> list[Action]:
         """Asked to end: drain first; asked again: end at once."""
-        return self._planned.cancel() + self._ending.on_signal(now, has_served=self._was_ready)
+        return self._planned.cancel() + self._ending.on_signal(now)
 
     def on_orphaned(self, now: float) -> list[Action]:
         """Nobody waits for results any more: kill everything."""

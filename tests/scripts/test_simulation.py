@@ -149,7 +149,8 @@ def test_the_table_calls_bugs_by_their_names(plant: str, name: str) -> None:
 def test_every_stream_ends_where_nothing_goes_wrong() -> None:
     tally = run_chunk(Batch("progress", 0, 20, frozenset()))
     assert tally.violations == []
-    assert not tally.counts
+    assert set(tally.counts) == {"end", "end at rest"}
+    assert tally.counts.total() == 20
 
 
 @pytest.mark.parametrize("kind", FRAME_FAULTS)

@@ -1,0 +1,136 @@
+"""The end of an engine in virtual time: who finishes what, in which order all leave."""
+
+import pytest
+
+from protocol.config import RecoveryConfig
+from protocol.lifecycle import (
+    Drain,
+    Drained,
+    ProcessState,
+    Ready,
+    Role,
+    Stop,
+)
+from scripts.supervisor.ending import STOP_GRACE_S
+from scripts.supervisor.supervised import (
+    Exit,
+    Kill,
+    Origin,
+    Start,
+    Tell,
+)
+from tests.scripts.drill import API, CORE, WORKER, Drill, ask, starts
+
+
+def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
+    """API, core, worker: nobody loses the one it works with; status 0."""
+    drill = Drill().all_ready()
+    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.state(API) is ProcessState.DRAINING
+    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Tell(API, Stop())]
+    assert drill.die(API, 0) == [Tell(CORE, Stop())]
+    assert drill.die(CORE, 0) == [Tell(WORKER, Stop())]
+    assert drill.die(WORKER, 0) == [Exit(0)]
+    assert drill.take(drill.supervision.tick(drill.now + STOP_GRACE_S)) == [], "the end is final"
+
+
+def test_without_api_the_core_is_drained() -> None:
+    """An embedded engine has clients of the core only."""
+    drill = Drill(api=False).all_ready()
+    assert drill.signal() == [Tell(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_without_api_a_core_that_dies_comes_back_to_finish(is_asked: bool) -> None:
+    """Its clients have ledgers: killed while it drains, before, or replaced by a plan."""
+    drill = Drill(api=False).all_ready()
+    if is_asked:
+        ask(drill, Role.CORE)
+        assert drill.signal() == []
+        assert starts(drill.die(CORE, 0)) == [(CORE, Origin.STARTED)]
+        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    else:
+        drill.die(CORE)
+        assert drill.signal() == []
+        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    drill.die(CORE)
+    drill.wait(1.0)
+    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+
+
+def test_draining_ends_at_its_deadline() -> None:
+    """Requests that take too long do not hold up the end."""
+    drill = Drill().all_ready()
+    drill.signal()
+    assert drill.wait(19.9) == []
+    assert drill.wait(0.2) == [Tell(API, Stop())]
+
+
+def test_zero_shutdown_timeout_skips_draining() -> None:
+    """Nothing is waited for."""
+    recovery = RecoveryConfig(shutdown_timeout_s=0.0)
+    assert Drill(recovery=recovery).all_ready().signal() == [Tell(API, Stop())]
+
+
+def test_signal_during_the_first_start_ends_it_at_once() -> None:
+    """A process that still imports does not listen, so it is killed."""
+    drill = Drill()
+    assert drill.signal() == [Kill(API)]
+    assert drill.die(API) == [Kill(CORE)]
+    assert drill.die(CORE) == [Kill(WORKER)]
+    assert drill.die(WORKER) == [Exit(0)]
+
+
+def test_stop_that_is_not_obeyed_ends_in_kill_and_never_lasts() -> None:
+    """5 s for all together, then SIGKILL; what survives even that is left behind with status 1."""
+    drill = Drill().all_ready()
+    drill.signal()
+    drill.say(API, Drained())
+    drill.say(CORE, Drained())
+    assert drill.wait(STOP_GRACE_S) == [Kill(WORKER), Kill(CORE), Kill(API)]
+    assert drill.wait(STOP_GRACE_S) == [Exit(1)]
+
+
+def test_second_signal_kills_at_once() -> None:
+    """Requests were cut off, so the status is 1."""
+    drill = Drill().all_ready()
+    drill.signal()
+    assert drill.signal() == [Tell(API, Stop()), Kill(WORKER), Kill(CORE), Kill(API)]
+    drill.die(WORKER)
+    drill.die(CORE)
+    assert drill.die(API) == [Exit(1)]
+
+
+def test_worker_and_core_are_replaced_while_draining_but_the_api_is_not() -> None:
+    """What was accepted is finished; after the API's death what others ask of the core."""
+    drill = Drill().all_ready()
+    drill.signal()
+    assert drill.die(WORKER) == [Start(WORKER, 4)]
+    assert drill.die(CORE) == [Start(CORE, 5)]
+    assert drill.die(API) == []
+    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.die(CORE, 0) == [Kill(WORKER)]
+
+
+def test_an_api_that_starts_is_not_waited_for() -> None:
+    """It has died and accepted nothing since; the core's other clients finish."""
+    drill = Drill().all_ready()
+    drill.die(API)
+    assert drill.signal() == [Tell(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Kill(API)]
+
+
+def test_orphaned_supervisor_kills_everything() -> None:
+    """Nobody is left to wait for results."""
+    drill = Drill().all_ready()
+    drill.die(CORE)
+    drill.die(CORE)
+    assert drill.state(CORE) is ProcessState.BACKOFF
+    actions = drill.take(drill.supervision.on_orphaned(drill.now))
+    assert actions == [Tell(API, Stop()), Kill(WORKER), Kill(API)]
+    drill.die(API)
+    assert drill.die(WORKER) == [Exit(0)]
