@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 from api_proc.session_log import Brought, Forgotten, Row
 from protocol.journal import Journal, Recovered
@@ -60,7 +61,8 @@ class Journaling:
         self._rotation = 0
         self._retry_s = _FIRST_RETRY_S
         self._retry: asyncio.TimerHandle | None = None
-        self._on_recovered: Callable[[list[bytes]], None] = lambda records: None
+        self._restoring: asyncio.Task[None] | None = None
+        self._is_restored = False
         self._was_read = asyncio.Event()
         self.is_failed = True
         """Whether requests are kept in memory only."""
@@ -68,13 +70,14 @@ class Journaling:
         self.num_bytes = 0
         """Handed over to be written."""
 
-    def start(self, on_recovered: Callable[[list[bytes]], None]) -> None:
-        """Read what a predecessor has left, tell it, and begin to write; inside the event loop.
+    def start(self, restore: Callable[[list[bytes]], Coroutine[Any, Any, None]]) -> None:
+        """Read what a predecessor has left, restore it, and begin to write; inside the event loop.
 
-        All of that happens later, as soon as the disk allows.
+        All of that happens later, as soon as the disk allows. What cannot be read or restored is
+        tried again, and nothing is written before.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_recovered = on_recovered
+        self._restore = restore
         self._journal = Journal(
             self._directory,
             self._loop.call_soon_threadsafe,
@@ -98,15 +101,15 @@ class Journaling:
 
     @property
     def is_recovered(self) -> bool:
-        """Whether it is known what a predecessor has left."""
-        return self._journal.is_recovered
+        """Whether all that a predecessor has left is there again."""
+        return self._is_restored
 
     def close(self) -> None:
         """Write what is left."""
         self._flush()
-        for timer in (self._flushing, self._retry):
-            if timer is not None:
-                timer.cancel()
+        for later in (self._flushing, self._retry, self._restoring):
+            if later is not None:
+                later.cancel()
         self._journal.close()
 
     def write(self, message: Message) -> None:
@@ -161,7 +164,7 @@ class Journaling:
 
     def _take_over(self) -> None:
         self._retry = None
-        if self._journal.is_recovered:
+        if self._is_restored:
             self._rotate()
         else:
             self._journal.recover(self._on_read)
@@ -175,7 +178,18 @@ class Journaling:
         elif isinstance(outcome, OSError):
             self._on_failed(outcome)
         else:
-            self._on_recovered(outcome)
+            self._restoring = self._loop.create_task(self._go_on_with(outcome))
+            return
+        self._was_read.set()
+
+    async def _go_on_with(self, records: list[bytes]) -> None:
+        try:
+            await self._restore(records)
+        except Exception as error:
+            log.exception("what the journal says cannot be restored")
+            self._on_failed(OSError(repr(error)))
+        else:
+            self._is_restored = True
             self._rotate()
         self._was_read.set()
 
@@ -223,7 +237,7 @@ class Journaling:
     def _on_failed(self, error: OSError) -> None:
         if not self.is_failed or not self.num_failures:
             log.error(
-                "the journal in %s cannot be written (%s): requests are kept in memory only",
+                "the journal in %s cannot be used (%s): requests are kept in memory only",
                 self._directory,
                 error,
             )

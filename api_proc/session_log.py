@@ -1,7 +1,6 @@
 """What the journal says: which requests were accepted, what they brought, which are over."""
 
 import logging
-from collections.abc import Iterable
 
 import msgspec
 
@@ -97,39 +96,45 @@ def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds) -> AddRequest:
     return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids)
 
 
-def replay(records: Iterable[bytes]) -> list[Remembered]:
-    """Return the requests that are not over, oldest first.
+class Replay:
+    """What the records of a journal come to, one after the other.
 
     The same record may come twice, in a segment and in the snapshot of the next: outputs are taken
     by index, and what a gap in the journal has lost is left to be computed again.
     """
-    found: dict[int, Remembered] = {}
-    for record in records:
+
+    def __init__(self) -> None:
+        self._found: dict[int, Remembered] = {}
+
+    def take(self, record: bytes) -> None:
+        """The next record, in the journal's order; what makes no sense is left out."""
         try:
             message = _decode(record)
         except ProtocolError as problem:
             log.warning("a record of the journal cannot be read: %s", problem)
-            continue
+            return
         if isinstance(message, Accepted):
-            if message.number not in found:
-                found[message.number] = Remembered(unpacked(message))
+            if message.number not in self._found:
+                self._found[message.number] = Remembered(unpacked(message))
         elif isinstance(message, Forgotten):
-            found.pop(message.number, None)
+            self._found.pop(message.number, None)
         elif isinstance(message, Cut):
-            history = _history(found, message.number, message.index)
+            history = self._history(message.number, message.index)
             if history is not None:
                 history.cut()
         else:
             for row in message.rows:
-                history = _history(found, row.number, row.index)
+                history = self._history(row.number, row.index)
                 if history is not None:  # also after its end: a snapshot may tell what was before
                     history.enter(row.output)
-    return [found[number] for number in sorted(found)]
 
+    def _history(self, number: int, index: int) -> History | None:
+        remembered = self._found.get(number)
+        return None if remembered is None else remembered.history(index)
 
-def _history(found: dict[int, Remembered], number: int, index: int) -> History | None:
-    remembered = found.get(number)
-    return None if remembered is None else remembered.history(index)
+    def remembered(self) -> list[Remembered]:
+        """The requests that are not over, oldest first."""
+        return [self._found[number] for number in sorted(self._found)]
 
 
 def resumed(add: AddRequest, history: History) -> AddRequest:

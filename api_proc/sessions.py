@@ -7,8 +7,8 @@ their histories, which connections read. Without a connection it lives on for `r
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from api_proc.bodies import SamplingBody
 from api_proc.budget import Budget, Lease
@@ -22,9 +22,9 @@ from api_proc.session_log import (
     Cut,
     Forgotten,
     Remembered,
+    Replay,
     Row,
     packed,
-    replay,
     resumed,
 )
 from protocol.api_core import AddRequest, RequestOutput
@@ -36,6 +36,10 @@ from protocol.sampling import FinishReason, SamplingParams
 
 _COMMIT_TIMEOUT_S = 0.25
 """The longest that an answer waits for a slow disk."""
+_SLICE_S = 0.005
+"""Of the event loop, for what a predecessor has left."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("troika.api")
 
@@ -294,15 +298,21 @@ class Sessions:
                         break
                     yield record
 
-    def _restore(self, records: list[bytes]) -> None:
+    async def _restore(self, records: list[bytes]) -> None:
         """Send again what was open, and keep what was answered, until its client comes back."""
-        remembered = replay(records)
+        replay = Replay()
+        await _in_slices(records, replay.take)
+        remembered = replay.remembered()
         num_open = 0
-        for item in remembered:
+
+        def restore(item: Remembered) -> None:
+            nonlocal num_open
             try:
                 num_open += self._restore_one(item)
             except Exception as error:  # one request, of a version of ours that wrote it otherwise
                 log.warning("request %s is not resumed: %s", item.accepted.request_id, error)
+
+        await _in_slices(remembered, restore)
         if remembered:
             log.info("%d requests of the journal go on, of %d", num_open, len(remembered))
 
@@ -333,3 +343,13 @@ class Sessions:
             history.request_id = self._client.adopt(resumed(add, history), history)
         except RequestFailed as failure:
             history.fail(failure)
+
+
+async def _in_slices(items: Iterable[T], act: Callable[[T], None]) -> None:
+    """Do something with many things; the rest of the event loop goes on in between."""
+    began = time.monotonic()
+    for item in items:
+        act(item)
+        if time.monotonic() - began > _SLICE_S:
+            await asyncio.sleep(0)
+            began = time.monotonic()

@@ -20,7 +20,7 @@ from protocol.lifecycle import HEALTH_HOLDS_S, Health
 
 DEGRADED = "degraded"
 _FIRST_FACTS_S = 2.0
-"""A new server waits so long for the core's first word before it says that the engine starts."""
+"""A new server waits so long to hear of workers before it says that the engine starts."""
 _POLL_S = 0.01
 STATUS_FRESH_S = 5.0
 """The core reports about once a second; without a report for so long it is not well."""
@@ -97,8 +97,9 @@ class ApiState:
 
         A core that came back with it has not adopted its workers yet, and seems to start.
         """
-        age_s = time.monotonic() - self._started
-        return self.client.facts is None and age_s < _FIRST_FACTS_S
+        is_young = time.monotonic() - self._started < _FIRST_FACTS_S
+        is_known = self.client.facts is not None or self.is_draining or self.is_degraded
+        return is_young and not is_known
 
     def require_facts(self) -> ModelFacts:
         """Return the model's facts.

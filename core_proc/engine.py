@@ -360,6 +360,11 @@ class EngineCore:
         return self._pausing is not None and self._pausing.is_sleeping
 
     @property
+    def has_facts(self) -> bool:
+        """Whether there were workers yet: only then do clients bring what they have open."""
+        return self._facts is not None
+
+    @property
     def is_drained(self) -> bool:
         """Whether all that was accepted before `drain` is finished."""
         return self._draining and not self.has_unfinished

@@ -133,8 +133,12 @@ class EventLog:
 
     def take_batch(self, client: Client) -> KVEventBatch:
         """Return what is to be sent next to one of those that wait; once in a turn is enough."""
-        self._num_untaken[client] = self._num_untaken.get(client, 0) + 1
         subscriber = self._subscribers[client]
+        batch = self._next_batch(subscriber)
+        self._num_untaken[client] = self._num_untaken.get(client, 0) + 1
+        return batch
+
+    def _next_batch(self, subscriber: _Subscriber) -> KVEventBatch:
         bodies = self._snapshot_part(subscriber)
         if bodies:
             return _message(subscriber, None, bodies)

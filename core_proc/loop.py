@@ -27,7 +27,7 @@ STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
 """From Stop to the end: for steps under way, whose tokens would have to be computed again."""
 RETURN_S = 2.0
-"""From the start to the earliest end of draining: its predecessor's clients bring what is open."""
+"""A predecessor's clients get so long to bring what is open, before draining may be over."""
 _RETRY_MS = 5
 
 log = logging.getLogger("troika.core")
@@ -68,7 +68,8 @@ class CoreLoop:
         self._next_status = self._next_beat = now
         self._told_state: tuple[EngineState, PauseMode, bool] | None = None
         self._drained_told = False
-        self._all_returned_at = now + RETURN_S
+        self._has_predecessor = False
+        self._all_back_at: float | None = None
         self._leaves_at: float | None = None
         """At the latest, once it was told to stop."""
 
@@ -92,6 +93,7 @@ class CoreLoop:
         if page is None or death is None:
             return
         steps = page.read_in_flight()
+        self._has_predecessor = True
         self._workers.on_core_death(death.epoch, list(DeathCause)[death.cause], steps)
 
     def turn(self, timeout_ms: int) -> None:
@@ -138,10 +140,18 @@ class CoreLoop:
             elif isinstance(message, WorkerDied):
                 self._workers.on_worker_death(message)
 
+    def _are_all_back(self, now: float) -> bool:
+        """Whether clients of a predecessor have had time to come; they wait for workers, too."""
+        if not self._has_predecessor:
+            return True
+        if self._all_back_at is None and self._engine.has_facts:
+            self._all_back_at = now + RETURN_S
+        return self._all_back_at is not None and now >= self._all_back_at
+
     def _report(self) -> None:
         engine = self._engine
         now, state = time.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
-        if engine.is_drained and not self._drained_told and now >= self._all_returned_at:
+        if engine.is_drained and not self._drained_told and self._are_all_back(now):
             self._drained_told = True
             self._child.drained()
         if now < self._next_status and state == self._told_state:

@@ -239,7 +239,10 @@ class Journal:
                 frames += frame(order)
                 continue
             if isinstance(order, _Recovery):
-                self._tell(partial(self._read, order, self._recover()))
+                outcome = self._recover()
+                with self._wakes:
+                    self._taken_since = time.monotonic()  # no write has taken long
+                self._tell(partial(self._read, order, outcome))
                 continue
             self._segments.append(b"".join(frames))
             frames.clear()

@@ -11,7 +11,7 @@ from protocol.process import EXIT_ORPHANED
 from protocol.pulse import Pulse
 from protocol.zygote_link import Forked, ForkFailed
 from scripts.simulation.stand_ins import Incarnation
-from scripts.simulation.world import ENDING, SECOND, Process, Violation, World
+from scripts.simulation.world import SECOND, Process, Violation, World
 
 ROLES = {"api_proc": Role.API, "core_proc": Role.CORE, "worker_proc": Role.WORKER}
 """By the name of the program."""
@@ -54,9 +54,10 @@ class SimulatedProcess:
         """
         world, process = self.process.world, self.process
         if process.is_alive:
-            if world.excuse is None and not (process.is_stopped or process.is_dispensable):
+            is_excused = process.is_stopped or process.is_dispensable or world.is_ending
+            if world.excuse is None and not is_excused:
                 raise Violation(f"false kill: {process.name} is well")
-            if world.excuse is not ENDING:  # then it is how helpers end
+            if not world.is_ending:
                 world.counts[f"killed by supervisor: {process.role}"] += 1
             world.at(world.local_time, process.die)
 

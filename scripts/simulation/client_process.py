@@ -89,6 +89,10 @@ class SimulatedLoop:
         self._ready.append((callback, arguments))
         self._process.wake()
 
+    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        assert isinstance(self._process, ClientProcess)
+        return self._process.run(coroutine)
+
     def call_at(self, when: float, callback: Callable[..., None], *arguments: Any) -> _Timer:
         return self.call_later(when - self.time(), callback, *arguments)
 
@@ -171,8 +175,6 @@ class ClientProcess(Process):
         if child is None:
             return
         if child.is_told_to_stop:
-            if not self.has_finished:
-                self.world.fail(Violation(f"lost: {self.name} is stopped with requests open"))
             self.world.at(self.busy_until, self.die, 0)
         elif child.drain is not None and child.drain.is_replaced:
             if not self._is_leaving:
@@ -245,11 +247,12 @@ class ClientProcess(Process):
         if plan.cancel_after_s is not None:
             self._loop.call_later(plan.cancel_after_s, self._cancel, stream, record)
 
-    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run something in the event loop, as far as its life goes."""
-        self._start_task(self._guarded(coroutine))
+        task = self._start_task(self._guarded(coroutine))
         self._coroutines.append(coroutine)
         self.wake()
+        return task
 
     async def _guarded(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
@@ -260,9 +263,11 @@ class ClientProcess(Process):
             violation = Violation(f"{self.name} raised {type(error).__name__}: {error}")
             self.world.fail(violation)
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         self._coroutines.append(coroutine)
-        self._tasks.add(asyncio.Task(coroutine, loop=self._as_asyncio))
+        task = asyncio.Task(coroutine, loop=self._as_asyncio)
+        self._tasks.add(task)
+        return task
 
     def _retry(self) -> None:
         plans, self._to_retry = self._to_retry, []
@@ -286,6 +291,8 @@ class ClientProcess(Process):
     def _abandon(self) -> None:
         if self._child is None:  # nobody starts it again
             self._plans.clear()
+        elif self.world.is_ending and not self.has_finished:
+            self.world.fail(Violation(f"lost: {self.name} ends with requests open"))
         for coroutine in self._coroutines:
             coroutine.close()
         self._oracle.abandon(self.name)

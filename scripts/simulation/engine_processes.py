@@ -50,7 +50,7 @@ class EngineProcess(Process):
         except Exception as error:
             raise Violation(f"{self.name} raised {type(error).__name__}: {error}") from error
         if self.child.is_told_to_stop:
-            self.world.at(self.busy_until, self.die, 0)
+            self.leave()
         for inbox in self._inboxes:
             if inbox:
                 return self.busy_until
@@ -83,6 +83,10 @@ class EngineProcess(Process):
     def begin(self) -> tuple[Loop, list[Sized]]:
         """Make the loop; returns it with what has arrived at the sockets that it polls."""
         raise NotImplementedError
+
+    def leave(self) -> None:
+        """Obey a Stop."""
+        self.world.at(self.busy_until, self.die, 0)
 
 
 class CheckedEngine(EngineCore):
@@ -121,6 +125,12 @@ class CoreProcess(EngineProcess):
         loop._hear_of_predecessor()
         self.engine.watched_link = workers
         return loop, [clients.inbox, workers.inbox, self.child.lifecycle_socket.inbox]
+
+    def leave(self) -> None:
+        problem = self.engine.check_idle() if self.world.is_ending else None
+        if problem is not None:
+            raise Violation(f"leak: at the end, {problem}")
+        super().leave()
 
 
 class CheckedModel(SimulatedModel):

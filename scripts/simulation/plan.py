@@ -29,6 +29,7 @@ _STANDBY_RATE = 0.3
 """Of seeds that have one: the others know only processes that start alone."""
 _PAUSE_RATE = 0.25
 _EARLY_END_RATE = 0.5
+_LAST_VICTIMS = ((), ("core",), ("worker",), ("core", "worker"), ("core", "core"))
 _JOURNAL_RATE = 0.2
 JOURNAL_DIR = "journal"
 """Every run has its own."""
@@ -85,6 +86,18 @@ class JournalPlan:
 
 
 @dataclass
+class EndPlan:
+    """The end of an engine that has something to finish."""
+
+    after_s: float
+    """When it is asked for, after the last fault."""
+    victims: tuple[str, ...]
+    """Who is killed then, of those that come back."""
+    load_s: float
+    """How long workers take to start from then on."""
+
+
+@dataclass
 class Plan:
     """All that a seed decides before anything happens."""
 
@@ -103,10 +116,8 @@ class Plan:
     """Probability that whoever reaches a failpoint is killed there."""
     heal_at_s: float = 0.0
     """In progress mode nothing more is broken from here on."""
-    ends_after_s: float | None = None
-    """The engine is asked to end so long after that, whatever runs; None: when nothing does."""
-    dies_at_end: str | None = None
-    """Who is killed then, of those that come back."""
+    end: EndPlan | None = None
+    """After that the engine is asked to end, whatever runs; None: when nothing does."""
 
 
 def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
@@ -134,8 +145,8 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
     )
     _draw_faults(rng, plan, mode, kinds)
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
-        plan.ends_after_s = rng.uniform(0.0, 0.3)
-        plan.dies_at_end = rng.choice((None, "core", "worker")) if "kill" in kinds else None
+        victims = rng.choice(_LAST_VICTIMS) if "kill" in kinds else ()
+        plan.end = EndPlan(rng.uniform(0.0, 0.3), victims, rng.choice((0.1, 1.0, 4.0)))
     return plan
 
 

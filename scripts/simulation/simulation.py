@@ -16,6 +16,7 @@ from scripts.simulation.pausing import Operator
 from scripts.simulation.plan import (
     FAULTS,
     VOCAB_SIZE,
+    EndPlan,
     FaultPlan,
     JournalPlan,
     Plan,
@@ -25,7 +26,7 @@ from scripts.simulation.plan import (
 from scripts.simulation.stand_ins import Incarnation, SimulatedChild, stand_ins
 from scripts.simulation.supervisor_process import SupervisorProcess
 from scripts.simulation.wire import Wire
-from scripts.simulation.world import ENDING, SECOND, START_TIME, Process, Violation, World
+from scripts.simulation.world import SECOND, START_TIME, Process, Violation, World
 
 PROGRESS_BOUND_S = 30.0
 """After the last fault everything accepted must have ended within so long."""
@@ -77,7 +78,6 @@ class Simulation:
             self._internet = Internet(
                 self.oracle, self._disk, journal.kill_after_answers, self._kill_api
             )
-        self._is_ending = False
         self._http_plans = list(plan.requests[0])
         num_in_flight = plan.config.scheduler.max_steps_in_flight
         self._operator = Operator(self.oracle, self._clients, num_in_flight)
@@ -111,8 +111,9 @@ class Simulation:
                 self._run_for(plan.heal_at_s + SAFETY_EXTRA_S)
                 return
             world.at(START_TIME + int(plan.heal_at_s * SECOND), self._heal)
-            if plan.ends_after_s is not None:
-                world.at(START_TIME + int((plan.heal_at_s + plan.ends_after_s) * SECOND), self._end)
+            if plan.end is not None:
+                end_s = plan.heal_at_s + plan.end.after_s
+                world.at(START_TIME + int(end_s * SECOND), self._end_early, plan.end)
             self._run_for(plan.heal_at_s + PROGRESS_BOUND_S)
             self._check_progress()
 
@@ -165,8 +166,9 @@ class Simulation:
             stuck = [f"{s.name} at {len(s.received)}" for s in self.oracle.open_streams]
             raise Violation(f"stuck: {', '.join(stuck) or 'requests were never accepted'}")
         self._heal()
-        self._wait_until_there_is_no(self._what_is_left, "leak", _IDLE_BOUND_S)
-        self._end()
+        if not self.world.is_ending:
+            self._wait_until_there_is_no(self._what_is_left, "leak", _IDLE_BOUND_S)
+            self._end()
         self._wait_until_there_is_no(self._who_is_left, "stays", _END_BOUND_S)
 
     def _wait_until_there_is_no(
@@ -178,31 +180,31 @@ class Simulation:
                 raise Violation(f"{kind}: {problem}")
             self.world.run(self.world.now + _SLICE)
 
-    def _end(self) -> None:
-        """Ask the engine to end, as soon as it has accepted all."""
-        if self._is_ending:
-            return
+    def _end_early(self, plan: EndPlan) -> None:
+        """As soon as everything is accepted, if it is not over by then."""
         if any(self._plan.requests):
-            self.world.after(_SLICE, self._end)
-            return
-        self._is_ending = True
-        self.world.excuse = ENDING
+            self.world.after(_SLICE, self._end_early, plan)
+        elif self.oracle.num_open:
+            self._end()
+            self._plan.start_s["worker"] = plan.load_s
+            for victim in plan.victims:
+                delay = self.world.between(0.0, _LATEST_DEATH_S)
+                self.world.after(delay, self._strike, FaultPlan(0.0, "kill", victim))
+
+    def _end(self) -> None:
+        """Ask the engine to end."""
+        self.world.is_ending = True
         self.world.counts["end" if self.oracle.num_open else "end at rest"] += 1
         assert self._supervisor is not None
         self._supervisor.end()
-        if self._plan.dies_at_end is not None and self.oracle.num_open:
-            fault = FaultPlan(0.0, "kill", self._plan.dies_at_end)
-            self.world.after(self.world.between(0.0, _LATEST_DEATH_S), self._strike, fault)
 
     def _who_is_left(self) -> str | None:
-        """Who lives after the end; hosts and what is forked while its zygote ends go on."""
+        """Who lives after the end; hosts go on."""
         processes = self.world.processes.values()
         living = [p.name for p in processes if p.is_alive and not p.name.startswith("host")]
         return ", ".join(living) or None
 
     def _what_is_left(self) -> str | None:
-        if self._is_ending:
-            return None
         cores = [p for p in self.world.processes.values() if isinstance(p, CoreProcess)]
         engines = [core.engine for core in cores if core.is_begun]
         problem = engines[0].check_idle() if engines else "no core runs"

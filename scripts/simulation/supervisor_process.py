@@ -77,7 +77,6 @@ class SupervisorProcess(Process):
         self._supervisor: Supervisor | None = None
         self._asked: list[Role] = []
         self._is_told_to_end = self._is_ending = False
-        self.has_ended = False
         self.wake()
 
     def turn(self) -> int | None:
@@ -105,7 +104,6 @@ class SupervisorProcess(Process):
         if supervisor._exit_status is not None:
             if not self._is_told_to_end or supervisor._exit_status:
                 raise Violation(f"gave up: {supervisor.supervision.failure}")
-            self.has_ended = True
             self.world.at(self.busy_until, self.die, 0)
             return None
         poll_ms = supervisor._poll_ms()

@@ -18,8 +18,6 @@ _FIRST_PID = 100
 _FIRST_FD = 10_000
 _SIGKILL_STATUS = -9
 _NEVER = 2**62
-ENDING = "the engine ends"
-"""The excuse of who kills its helpers, which have nothing to lose, and those that only start."""
 
 
 class Violation(Exception):
@@ -44,6 +42,8 @@ class World:
         """Of faults and kills by kind, for the table."""
         self.excuse: str | None = None
         """Why somebody may be killed who is well: something was done that looks like a hang."""
+        self.is_ending = False
+        """The engine was asked to end: helpers, and who only starts, are killed for that."""
         self.is_over = False
         self.violation: Violation | None = None
         self.lines: list[str] = []

@@ -17,6 +17,8 @@ STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""
 _STOP_ORDER = (Role.API, Role.CORE, Role.WORKER, *HELPERS)
 _DRAIN_ORDER = (Role.API, Role.CORE)
+_MAX_FAILURES = 3
+"""In a row, of itself: a front that fails more often is not waited for."""
 
 
 class _Phase(enum.Enum):
@@ -60,7 +62,8 @@ class Ending:
 
     def comes_back(self, role: Role) -> bool:
         """Whether it is needed although it dies: clients of the core have ledgers, and return."""
-        return role is Role.CORE and self._core_was_ready and self.is_front(role)
+        is_needed = role is Role.CORE and self._core_was_ready and self.is_front(role)
+        return is_needed and self._groups[role].num_failures <= _MAX_FAILURES
 
     def on_signal(self, now: float) -> list[Action]:
         """Asked to end: drain first; asked again: end at once."""
@@ -87,7 +90,7 @@ class Ending:
         if self.deadline is None or now < self.deadline:
             return []
         if self._phase is _Phase.DRAINING:
-            text = f"requests still run after {self._timeout_s:g} s"
+            text = f"not finished after {self._timeout_s:g} s"
             return [Note(logging.WARNING, text), *self.stop(now)]
         kills = self._kills()
         if kills:
@@ -129,12 +132,15 @@ class Ending:
             return self.stop(now)
         group = self._groups[self._fronts[0]]
         front = group.processes[0]
-        if front.state is ProcessState.READY:
+        # A successor that starts may have accepted requests for an engine that comes back.
+        is_successor = front.state is ProcessState.STARTING and front.num_restarts > 0
+        if front.state is ProcessState.READY or (is_successor and front.slot.role is Role.API):
             front.state = ProcessState.DRAINING
+            front.deadline = None
             return front.ask(Drain())
         if (group.is_leaving and front.is_alive) or self.comes_back(front.slot.role):
             return []  # it finishes already, and ends by itself; or it will
-        self._is_front_drained = True  # it has nothing; at most its predecessor finishes something
+        self._is_front_drained = True  # it has nothing; at most its predecessor, which leaves
         return self.advance_drain(now)
 
     # Stopping -----------------------------------------------------------------------------------

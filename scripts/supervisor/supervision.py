@@ -95,6 +95,11 @@ class Supervision:
         return not self._ending.has_begun and all(group.is_ready for group in needed)
 
     @property
+    def has_served(self) -> bool:
+        """Whether it was ready once."""
+        return self._was_ready
+
+    @property
     def state(self) -> ProcessState:
         """The engine as a whole."""
         if self._ending.has_begun:
@@ -270,7 +275,7 @@ class Supervision:
         return [process.begin(self._next_epoch(), deadline, origin) for process in group.processes]
 
     def _due_at(self, group: Group) -> float | None:
-        if group.role in HELPERS and self._ending.has_begun:
+        if self._ending.has_begun and group.role in (*HELPERS, Role.API):
             return None
         return self._succession.due_at(group)
 

@@ -67,7 +67,9 @@ from scripts.supervisor.supervision import Supervision
 
 _DRAIN_LIMIT = 256
 _LAST_WORDS_S = 0.5
-"""Longest wait for the reason of a process that has ended by itself, which it gives just before."""
+"""Longest wait for the reason of a process that has ended by itself, which it gives just before;
+that decides whether a first start is given up. Later nobody waits so long for a line in the log."""
+_LATER_WORDS_S = 0.1
 _CANNOT_START = 127
 
 
@@ -269,7 +271,8 @@ class Supervisor:
 
     def _hear_last_words(self, epoch: int) -> None:
         process = self.supervision.find(epoch)
-        deadline = time.monotonic() + _LAST_WORDS_S
+        has_served = self.supervision.has_served
+        deadline = time.monotonic() + (_LATER_WORDS_S if has_served else _LAST_WORDS_S)
         while process is not None and process.fatal is None:
             left_ms = int((deadline - time.monotonic()) * 1000)
             if left_ms <= 0 or not self._link.socket.poll(left_ms):

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -12,6 +12,7 @@ from api_proc.bodies import CompletionBody
 from api_proc.connection import GIVEN_ID_KEY, Connection
 from api_proc.generation import Generation
 from api_proc.sequence import Prompt
+from api_proc.session_log import Remembered, Replay
 from api_proc.sessions import Reread, Session, Sessions
 from api_proc.state import ApiState
 from api_proc.text import TextProcessor
@@ -63,6 +64,14 @@ class Server:
 
     def find(self, name: str, raw: bytes = RAW, last: str | None = None) -> Session | None:
         return self.sessions.find(name, PATH, raw, last)
+
+
+def replay(records: Iterable[bytes]) -> list[Remembered]:
+    """The requests that are not over, oldest first."""
+    replayed = Replay()
+    for record in records:
+        replayed.take(record)
+    return replayed.remembered()
 
 
 def connection_of(name: str) -> Connection:

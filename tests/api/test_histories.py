@@ -16,7 +16,6 @@ from api_proc.session_log import (
     Forgotten,
     Row,
     packed,
-    replay,
     resumed,
     unpacked,
 )
@@ -27,6 +26,7 @@ from protocol.message import encode
 from protocol.request_stream import merge
 from protocol.sampling import FinishReason, SamplingParams
 from tests.api.fake_engine import logprobs_of
+from tests.api.session_server import replay
 
 STOP = FinishReason.STOP
 

@@ -1,5 +1,6 @@
 """What is written of sessions, on which disks, and what a successor makes of that."""
 
+import asyncio
 import errno
 import json
 import os
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from api_proc import journaling as journaling_module
+from api_proc import sessions as sessions_module
 from api_proc.errors import ApiError
 from api_proc.sequence import Prompt
+from api_proc.session_log import Replay
 from protocol import journal as journal_module
 from protocol.journal import Journal
 from protocol.sampling import SamplingParams
@@ -159,6 +162,50 @@ async def test_a_server_that_was_closed_goes_on_with_nothing(
     assert successor.find("r") is not None
     assert len(closed.sessions) == 0
     successor.sessions.close()
+
+
+@play
+async def test_much_that_was_left_is_restored_in_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop turns meanwhile; until it is over nobody is told that his request is unknown."""
+    monkeypatch.setattr(sessions_module, "_SLICE_S", 0.0)
+    server = await Server(tmp_path).written()
+    for number in range(20):
+        await server.accept(f"r{number}")
+    server.sessions.close()
+    server = Server(tmp_path)
+    num_turns = 0
+    while not server.sessions.journaling.is_recovered:
+        await asyncio.sleep(0)
+        num_turns += 0 < len(server.sessions) < 20
+        if server.find("r19") is None:
+            with pytest.raises(ApiError, match="not been read yet"):
+                server.find("r19", last="r19.1")
+    assert num_turns >= 19
+    assert server.find("r19") is not None
+    server.sessions.close()
+
+
+@play
+async def test_what_cannot_be_restored_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever bug of ours keeps it from that: the server serves, and nothing is overwritten."""
+    server = await Server(tmp_path).written()
+    await server.accept("r")
+    server.sessions.close()
+    monkeypatch.setattr(journaling_module, "_FIRST_RETRY_S", 0.05)
+    with monkeypatch.context() as broken:
+        broken.setattr(Replay, "remembered", lambda replay: 1 // 0)
+        server = Server(tmp_path)
+        await server.sessions.journaling.wait_read()
+        with pytest.raises(ApiError, match="not been read yet"):
+            server.find("r", last="r.1")
+        await server.accept("s")
+    await server.written()
+    assert {"r", "s"} == set(server.sessions._by_id)
+    server.sessions.close()
 
 
 @play

@@ -18,6 +18,7 @@ from protocol.kv_events import (
     BlocksStored,
     KVEvent,
     KVEventBatch,
+    KVEventsRefused,
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
@@ -311,6 +312,24 @@ def test_who_takes_nothing_is_sent_nothing_more_however_often_it_subscribes() ->
     assert log.waiting() == []
     log.subscribe(CLIENT, SubscribeKVEvents(0, None))
     assert log.waiting() == [CLIENT], "what an old connection was sent counts no more"
+
+
+def test_events_that_cannot_be_told_take_no_room_from_those_that_can() -> None:
+    num_bugs = iter(range(3))
+
+    def snapshot() -> list[KVEvent]:
+        if next(num_bugs, None) is not None:
+            raise RuntimeError("a bug")
+        return []
+
+    log = EventLog(1, snapshot)
+    for _ in range(3):
+        log.subscribe(CLIENT, SubscribeKVEvents(7, None))
+        with pytest.raises(RuntimeError, match="a bug"):
+            log.take_batch(CLIENT)
+        assert log.refuse(CLIENT, "sorry") == KVEventsRefused(7, "sorry")
+    log.subscribe(CLIENT, SubscribeKVEvents(8, None))
+    assert log.waiting() == [CLIENT]
 
 
 def test_a_snapshot_is_told_to_its_end_although_the_log_has_gone_on_past_its_bound(

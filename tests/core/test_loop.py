@@ -57,6 +57,29 @@ def test_drain_is_reported_when_the_last_request_is_finished(
     assert bench.child.num_drained == 1
 
 
+def test_a_core_that_comes_back_is_not_drained_before_its_clients_have_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for workers, whose start may take long; then they have a moment."""
+    monkeypatch.setattr(loop, "RETURN_S", 0.2)
+    bench.loop._has_predecessor = True
+    bench.child.inbox.append(Drain())
+    for _ in range(300):
+        bench.turn()
+    assert bench.child.num_drained == 0
+    bench.worker()
+    began = time.monotonic()
+    bench.until(lambda: bench.child.num_drained)
+    assert time.monotonic() - began > 0.1
+
+
+def test_a_first_core_that_was_asked_nothing_is_drained_at_once(bench: Bench) -> None:
+    bench.child.inbox.append(Drain())
+    bench.turn()
+    bench.turn()
+    assert bench.child.num_drained == 1
+
+
 def test_core_that_leaves_passes_on_what_is_under_way(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,7 @@
 """The end of an engine in virtual time: who finishes what, in which order all leave."""
 
+import signal
+
 import pytest
 
 from protocol.config import RecoveryConfig
@@ -61,6 +63,40 @@ def test_without_api_a_core_that_dies_comes_back_to_finish(is_asked: bool) -> No
     assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
 
 
+def test_a_core_that_fails_again_and_again_is_not_waited_for() -> None:
+    """By itself, that is: whoever is killed from outside comes back however often."""
+    drill = Drill(api=False, recovery=RecoveryConfig(restart_backoff_max_s=0.5)).all_ready()
+    drill.signal()
+    for _ in range(5):
+        drill.die(CORE, -signal.SIGKILL)
+        drill.wait(0.5)
+        drill.say(CORE, Ready())
+    for _ in range(3):
+        drill.die(CORE, 1)
+        drill.wait(0.5)
+        drill.say(CORE, Ready())
+    assert drill.die(CORE, 1) == [Tell(WORKER, Stop())]
+
+
+def test_an_api_that_died_is_waited_for_when_it_starts_again_and_may_have_requests() -> None:
+    """It takes them on while the engine recovers."""
+    drill = Drill().all_ready()
+    drill.die(API)
+    drill.die(WORKER)
+    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.say(API, Ready()) == []
+    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
+
+
+def test_an_api_that_has_died_is_not_started_any_more() -> None:
+    drill = Drill().all_ready()
+    for _ in range(2):
+        drill.die(API)
+    assert drill.state(API) is ProcessState.BACKOFF
+    assert drill.signal() == [Tell(CORE, Drain())]
+    assert drill.wait(5.0) == []
+
+
 def test_draining_ends_at_its_deadline() -> None:
     """Requests that take too long do not hold up the end."""
     drill = Drill().all_ready()
@@ -114,14 +150,6 @@ def test_worker_and_core_are_replaced_while_draining_but_the_api_is_not() -> Non
     assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
     assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
     assert drill.die(CORE, 0) == [Kill(WORKER)]
-
-
-def test_an_api_that_starts_is_not_waited_for() -> None:
-    """It has died and accepted nothing since; the core's other clients finish."""
-    drill = Drill().all_ready()
-    drill.die(API)
-    assert drill.signal() == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Kill(API)]
 
 
 def test_orphaned_supervisor_kills_everything() -> None:

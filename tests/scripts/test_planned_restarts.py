@@ -140,7 +140,8 @@ def test_end_waits_for_an_api_that_leaves_although_its_successor_only_starts() -
     ask(drill, Role.API)
     drill.say(NEXT_API, Ready())
     drill.die(API)
-    assert drill.signal() == []
+    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.say(API, Drained()) == []
     assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from api_proc.session_log import replay
 from protocol.journal_segments import read_segment
 from protocol.lifecycle import Role
+from tests.api.session_server import replay
 from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.slow_readers import flags as slow_reader_flags
 from tests.system.slow_readers import measure, rss_bytes
