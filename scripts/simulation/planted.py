@@ -12,6 +12,7 @@ import msgspec
 
 from api_proc import session_log, sessions
 from api_proc.history import History
+from core_proc.loop import CoreLoop
 from core_proc.pausing import Pausing
 from core_proc.worker_link import WorkerLink
 from protocol.api_core import AddRequest, RequestOutput
@@ -118,6 +119,11 @@ def _promote_old_epoch() -> list[Place]:
     return [(ChildProcess, "wait_for_promotion", stubborn)]
 
 
+def _drain_at_once() -> list[Place]:
+    """A core that comes back while the engine ends has nothing to finish, as far as it knows."""
+    return [(CoreLoop, "_are_all_back", lambda loop, now: True)]
+
+
 def _resume_other_seed() -> list[Place]:
     """A request that outlives its API process goes on with another seed."""
 
@@ -138,6 +144,7 @@ PLANTS: dict[str, Callable[[], list[Place]]] = {
     "forget-pause": _forget_pause,
     "promote-old-epoch": _promote_old_epoch,
     "resume-other-seed": _resume_other_seed,
+    "drain-at-once": _drain_at_once,
 }
 
 
