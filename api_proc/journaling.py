@@ -22,7 +22,7 @@ FLUSH_S = 0.005
 SEGMENT_BYTES = 16 * 2**20
 """A segment of this size is followed by a new one; or of twice its snapshot's, if that is more."""
 READ_TIMEOUT_S = 5.0
-"""Longest wait for a disk that is read, before requests are served."""
+"""Longest wait for what a predecessor has left, before requests are served."""
 _FIRST_RETRY_S = 1.0
 _LOCK_RETRY_S = 0.1
 _RETRY_MAX_S = 10.0
@@ -62,8 +62,9 @@ class Journaling:
         self._retry_s = _FIRST_RETRY_S
         self._retry: asyncio.TimerHandle | None = None
         self._restoring: asyncio.Task[None] | None = None
-        self._is_restored = False
         self._was_read = asyncio.Event()
+        self.is_recovered = False
+        """Whether all that a predecessor has left is there again."""
         self.is_failed = True
         """Whether requests are kept in memory only."""
         self.num_failures = 0
@@ -88,21 +89,16 @@ class Journaling:
         self._take_over()
 
     async def wait_read(self) -> None:
-        """Wait until it has been read, or cannot be now, or its disk holds that up for too long."""
+        """Wait until all is restored, or cannot be now, or takes too long."""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await self._was_read.wait()
         except TimeoutError:
             log.error(
-                "the journal in %s has not been read within %.0f s: what is in it goes on later",
+                "the journal in %s is not restored within %.0f s: what is in it goes on later",
                 self._directory,
                 READ_TIMEOUT_S,
             )
-
-    @property
-    def is_recovered(self) -> bool:
-        """Whether all that a predecessor has left is there again."""
-        return self._is_restored
 
     def close(self) -> None:
         """Write what is left."""
@@ -164,7 +160,7 @@ class Journaling:
 
     def _take_over(self) -> None:
         self._retry = None
-        if self._is_restored:
+        if self.is_recovered:
             self._rotate()
         else:
             self._journal.recover(self._on_read)
@@ -185,12 +181,11 @@ class Journaling:
     async def _go_on_with(self, records: list[bytes]) -> None:
         try:
             await self._restore(records)
+            self.is_recovered = True
+            self._rotate()
         except Exception as error:
             log.exception("what the journal says cannot be restored")
             self._on_failed(OSError(repr(error)))
-        else:
-            self._is_restored = True
-            self._rotate()
         self._was_read.set()
 
     def _rotate(self) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from api_proc.history import History
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.message import Decoder, Message, ProtocolError, Record, TokenIds
+from protocol.message import Decoder, Message, Record, TokenIds
 
 log = logging.getLogger("troika.api")
 
@@ -109,10 +109,11 @@ class Replay:
     def take(self, record: bytes) -> None:
         """The next record, in the journal's order; what makes no sense is left out."""
         try:
-            message = _decode(record)
-        except ProtocolError as problem:
-            log.warning("a record of the journal cannot be read: %s", problem)
-            return
+            self._take(_decode(record))
+        except Exception as problem:
+            log.warning("a record of the journal makes no sense: %r", problem)
+
+    def _take(self, message: Accepted | Brought | Cut | Forgotten) -> None:
         if isinstance(message, Accepted):
             if message.number not in self._found:
                 self._found[message.number] = Remembered(unpacked(message))

@@ -141,7 +141,7 @@ class CoreLoop:
                 self._workers.on_worker_death(message)
 
     def _are_all_back(self, now: float) -> bool:
-        """Whether clients of a predecessor have had time to come; they wait for workers, too."""
+        """Whether clients of a predecessor have had time to come, since there were workers."""
         if not self._has_predecessor:
             return True
         if self._all_back_at is None and self._engine.has_facts:
@@ -151,7 +151,8 @@ class CoreLoop:
     def _report(self) -> None:
         engine = self._engine
         now, state = time.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
-        if engine.is_drained and not self._drained_told and self._are_all_back(now):
+        are_all_back = self._are_all_back(now)
+        if engine.is_drained and not self._drained_told and are_all_back:
             self._drained_told = True
             self._child.drained()
         if now < self._next_status and state == self._told_state:

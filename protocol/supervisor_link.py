@@ -43,8 +43,9 @@ class SupervisorLink:
         return self._channel.send(self._epoch, encode(message))
 
     def hold(self, message: Ready | Drained) -> None:
-        """Say what is so from here on."""
-        self._holds = message
+        """Say what is so from here on; who has drained has nothing else to say."""
+        if not isinstance(self._holds, Drained):
+            self._holds = message
         self._say_what_holds()
 
     def ask_for_restart(self, wish: RestartQuery) -> None:

@@ -19,6 +19,7 @@ from scripts.simulation.wire import Wire
 from scripts.simulation.world import SECOND, KilledHere, Process, Violation
 
 _RETRY_S = 0.2
+_LONGEST_WAIT_S = 1000.0
 
 
 class _Timer:
@@ -143,7 +144,6 @@ class ClientProcess(Process):
         self._coroutines: list[Coroutine[Any, Any, None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_started = self._is_leaving = self._is_drained = False
-        self.is_dispensable = True
         self._starts_at = self.world.now + int(start_s * SECOND)
         self._child = None if connect is None else connect(self)
         self.on_death.append(self._abandon)
@@ -200,14 +200,18 @@ class ClientProcess(Process):
 
     def _start(self) -> None:
         self._is_started = True
-        self.is_dispensable = False
         with contextlib.suppress(StopIteration):
             self.engine.start().send(None)
         if self._child is not None:
-            self._child.ready()
+            self.run(self._report_ready(self._child))
             self._child.messages()
         self._beat()
         self.begin()
+
+    async def _report_ready(self, child: SimulatedChild) -> None:
+        await self.engine.wait_ready(_LONGEST_WAIT_S)
+        self.is_dispensable = False
+        child.ready()
 
     def begin(self) -> None:
         """The engine's client is there: do what this process is for."""

@@ -127,7 +127,7 @@ class CoreProcess(EngineProcess):
         return loop, [clients.inbox, workers.inbox, self.child.lifecycle_socket.inbox]
 
     def leave(self) -> None:
-        problem = self.engine.check_idle() if self.world.is_ending else None
+        problem = None if self.child.drain is None else self.engine.check_idle()
         if problem is not None:
             raise Violation(f"leak: at the end, {problem}")
         super().leave()

@@ -233,6 +233,7 @@ class Simulation:
                 is_standby=birth.is_standby,
             )
         client = self._new_api(life, start_s)
+        client.is_dispensable = any(c.is_alive for c in self._clients if c.role == client.role)
         self._clients.append(client)
         return client
 

@@ -38,8 +38,7 @@ class Ending:
         self._fronts = [role for role in _DRAIN_ORDER if role in groups]
         """Who still has to finish, outermost first."""
         self._is_front_drained = False
-        self._core_was_ready = False
-        """Clients may have brought it requests."""
+        self._were_ready: set[Role] = set()
         self._stages = [role for role in _STOP_ORDER if role in groups]
         self._told: set[Role] = set()
         self._exit_status = 0
@@ -62,8 +61,13 @@ class Ending:
 
     def comes_back(self, role: Role) -> bool:
         """Whether it is needed although it dies: clients of the core have ledgers, and return."""
-        is_needed = role is Role.CORE and self._core_was_ready and self.is_front(role)
+        is_needed = role is Role.CORE and self._has_served and self.is_front(role)
         return is_needed and self._groups[role].num_failures <= _MAX_FAILURES
+
+    @property
+    def _has_served(self) -> bool:
+        """Whether there may be requests: none is accepted before there are workers."""
+        return self._were_ready >= {Role.CORE, Role.WORKER}
 
     def on_signal(self, now: float) -> list[Action]:
         """Asked to end: drain first; asked again: end at once."""
@@ -110,12 +114,15 @@ class Ending:
         """Who finishes has finished. Only the front is asked to; others end by themselves."""
         if not self.is_front(role):
             return []
+        front = self._groups[role].processes[0]
+        if front.state is ProcessState.STARTING:  # it listens, and needs not be killed
+            front.state = ProcessState.DRAINING
         self._is_front_drained = True
         return self.advance_drain(now)
 
     def on_ready(self, role: Role, now: float) -> list[Action]:
         """A front that came back is to finish what its clients bring."""
-        self._core_was_ready |= role is Role.CORE
+        self._were_ready.add(role)
         return self._drain_next(now) if self.comes_back(role) else []
 
     def advance_drain(self, now: float) -> list[Action]:
@@ -132,12 +139,12 @@ class Ending:
             return self.stop(now)
         group = self._groups[self._fronts[0]]
         front = group.processes[0]
-        # A successor that starts may have accepted requests for an engine that comes back.
-        is_successor = front.state is ProcessState.STARTING and front.num_restarts > 0
-        if front.state is ProcessState.READY or (is_successor and front.slot.role is Role.API):
+        if front.state is ProcessState.READY:
             front.state = ProcessState.DRAINING
-            front.deadline = None
             return front.ask(Drain())
+        is_api = front.slot.role is Role.API
+        if is_api and front.state is ProcessState.STARTING and self._has_served:
+            return front.ask(Drain())  # it is ready when the engine is, and accepts before
         if (group.is_leaving and front.is_alive) or self.comes_back(front.slot.role):
             return []  # it finishes already, and ends by itself; or it will
         self._is_front_drained = True  # it has nothing; at most its predecessor, which leaves

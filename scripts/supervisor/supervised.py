@@ -297,8 +297,9 @@ class Group:
     def is_ready(self) -> bool:
         return all(process.state is ProcessState.READY for process in self.processes)
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """New incarnations of all its processes follow."""
+        self._forget_deaths(now)
         self.resume_at = None
         self.is_failing = False
         self.is_leaving = False
@@ -317,11 +318,14 @@ class Group:
 
     def count_death(self, status: int, now: float) -> None:
         """One more in a row, unless the group was healthy meanwhile."""
-        if self.ready_since is not None and now - self.ready_since >= HEALTHY_S:
-            self.num_deaths = self.num_failures = 0
+        self._forget_deaths(now)
         self.num_deaths += 1
         if status not in (-signal.SIGKILL, -signal.SIGTERM):
             self.num_failures += 1
+
+    def _forget_deaths(self, now: float) -> None:
+        if self.ready_since is not None and now - self.ready_since >= HEALTHY_S:
+            self.num_deaths = self.num_failures = 0
 
     def delay_s(self, longest_s: float, rng: random.Random) -> float:
         """The pause before the next start: none, then one that doubles, with jitter."""

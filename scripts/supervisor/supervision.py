@@ -267,7 +267,7 @@ class Supervision:
 
     def _start(self, group: Group, now: float) -> list[Action]:
         origin = self._succession.origin(group.role)
-        group.begin()
+        group.begin(now)
         if origin is Origin.PROMOTED:
             self._succession.hand_over(group.role, now)
         is_alone = origin is Origin.STARTED

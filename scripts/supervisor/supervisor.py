@@ -68,7 +68,7 @@ from scripts.supervisor.supervision import Supervision
 _DRAIN_LIMIT = 256
 _LAST_WORDS_S = 0.5
 """Longest wait for the reason of a process that has ended by itself, which it gives just before;
-that decides whether a first start is given up. Later nobody waits so long for a line in the log."""
+that decides whether a first start is given up, and when it is, what it is told to have died of."""
 _LATER_WORDS_S = 0.1
 _CANNOT_START = 127
 

@@ -73,6 +73,18 @@ def test_a_core_that_comes_back_is_not_drained_before_its_clients_have_come(
     assert time.monotonic() - began > 0.1
 
 
+def test_a_core_that_came_back_long_ago_is_drained_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "RETURN_S", 0.05)
+    bench.loop._has_predecessor = True
+    bench.worker()
+    bench.until(lambda: bench.loop._are_all_back(time.monotonic()))
+    monkeypatch.setattr(loop, "RETURN_S", 3600.0)
+    bench.child.inbox.append(Drain())
+    bench.until(lambda: bench.child.num_drained)
+
+
 def test_a_first_core_that_was_asked_nothing_is_drained_at_once(bench: Bench) -> None:
     bench.child.inbox.append(Drain())
     bench.turn()

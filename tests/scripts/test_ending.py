@@ -18,6 +18,7 @@ from scripts.supervisor.supervised import (
     Exit,
     Kill,
     Origin,
+    Show,
     Start,
     Tell,
 )
@@ -84,7 +85,7 @@ def test_an_api_that_died_is_waited_for_when_it_starts_again_and_may_have_reques
     drill.die(API)
     drill.die(WORKER)
     assert drill.signal() == [Tell(API, Drain())]
-    assert drill.say(API, Ready()) == []
+    assert drill.say(API, Ready()) == [Show(API, Ready())]
     assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
 
 
