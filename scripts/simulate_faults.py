@@ -11,12 +11,11 @@ them shows it again. docs/simulation.md explains the rest.
 
 import argparse
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Sequence
 
-from scripts.simulation.batch import Batch, Tally, default_jobs, run_batch
+from scripts.simulation.batch import Batch, Tally, default_jobs, run_batch, silence
 from scripts.simulation.plan import FAULTS, MODES
 from scripts.simulation.planted import PLANTS, planted
 from scripts.simulation.report import table
@@ -71,10 +70,9 @@ def _tell_violations(tallies: dict[str, Tally]) -> int:
 
 def _trace(arguments: argparse.Namespace, modes: list[str]) -> int:
     """Print all events of one seed."""
-    logging.getLogger("troika").setLevel(logging.CRITICAL + 1)
     status = 0
     for mode in modes:
-        with planted(arguments.plant):
+        with silence(), planted(arguments.plant):
             outcome = run_seed(arguments.first_seed, mode, arguments.faults, keeps_trace=True)
         print("\n".join(outcome.lines))
         print(f"{mode} {outcome.seed}: {outcome.trace_hash} {outcome.violation or 'nothing wrong'}")

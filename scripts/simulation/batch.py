@@ -65,18 +65,12 @@ class Tally:
 
 def run_chunk(batch: Batch) -> Tally:
     """Run the seeds of one batch here."""
-    logger = logging.getLogger("troika")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
     began, tally = time.perf_counter(), Tally()
-    try:
-        with _rare_collections(), planted(batch.plant):
-            for seed in range(batch.first_seed, batch.first_seed + batch.num_seeds):
-                _enter(tally, batch, seed)
-                if seed % _COLLECT_EVERY == 0:
-                    gc.collect()
-    finally:
-        logger.setLevel(level)
+    with silence(), _rare_collections(), planted(batch.plant):
+        for seed in range(batch.first_seed, batch.first_seed + batch.num_seeds):
+            _enter(tally, batch, seed)
+            if seed % _COLLECT_EVERY == 0:
+                gc.collect()
     tally.elapsed_s = time.perf_counter() - began
     return tally
 
@@ -92,6 +86,18 @@ def _enter(tally: Tally, batch: Batch, seed: int) -> None:
     tally.trace_hash = hashlib.sha256((tally.trace_hash + outcome.trace_hash).encode()).hexdigest()
     if outcome.violation is not None:
         tally.violations.append((seed, outcome.violation))
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep what simulated processes log to themselves."""
+    logger = logging.getLogger("troika")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
