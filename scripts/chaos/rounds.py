@@ -202,6 +202,11 @@ class RoundRunner:
         if cell.fault.hangs or cell.fault is Fault.SUPERVISOR:
             return
         notices = [f.time for f in self._engine.firings(began) if f.name == DETECTION]
-        found = detections_s(result.kills, notices)
-        result.detections_s = [seconds for seconds in found if seconds is not None]
-        result.num_unnoticed = len(found) - len(result.detections_s)
+        kills = sorted(result.kills, key=lambda kill: kill.time)
+        found = list(zip(kills, detections_s(kills, notices), strict=True))
+        result.num_unnoticed = sum(seconds is None for _, seconds in found)
+        result.detections_s = [
+            seconds
+            for kill, seconds in found
+            if seconds is not None and not kill.how.endswith(DETECTION)  # it was held there itself
+        ]
