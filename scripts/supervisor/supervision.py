@@ -75,7 +75,8 @@ class Supervision:
         self._succession = Succession(self._groups)
         self._planned = PlannedRestarts(self._groups, recovery, next_epoch, is_api_alone)
         self._ending = Ending(self._groups, recovery)
-        self._was_ready = False
+        self.was_ready = False
+        """Whether everybody was, at once; from then on no start is given up."""
         self._turned_at = self._repeat_at = 0.0
         self._watcher = Watcher(min(_LONGEST_LOOK_S, recovery.hang_timeout_s / 2))
         self._testimony = Testimony(self._groups.get(Role.CORE))
@@ -93,11 +94,6 @@ class Supervision:
         """Whether every process serves that is needed for requests."""
         needed = [group for role, group in self._groups.items() if role not in HELPERS]
         return not self._ending.has_begun and all(group.is_ready for group in needed)
-
-    @property
-    def has_served(self) -> bool:
-        """Whether it was ready once."""
-        return self._was_ready
 
     @property
     def state(self) -> ProcessState:
@@ -295,8 +291,8 @@ class Supervision:
         if group.is_ready:
             group.ready_since = now
             actions += self._ending.on_ready(group.role, now)
-        if self.is_ready and not self._was_ready:
-            self._was_ready = True
+        if self.is_ready and not self.was_ready:
+            self.was_ready = True
             actions.append(Announce())
         return actions + self._crash_loop.news(now)
 
@@ -305,7 +301,7 @@ class Supervision:
     def _is_hopeless(self, group: Group, process: Process) -> bool:
         """Only a first start is given up: afterwards there are requests to come back for."""
         is_standby = group.role in STANDBY_OF.values()
-        if self._was_ready or self._ending.has_begun or is_standby:
+        if self.was_ready or self._ending.has_begun or is_standby:
             return False
         told = process.fatal is not None and not process.fatal.retry
         return told or group.num_failures >= CRASH_LOOP_DEATHS

@@ -271,8 +271,8 @@ class Supervisor:
 
     def _hear_last_words(self, epoch: int) -> None:
         process = self.supervision.find(epoch)
-        has_served = self.supervision.has_served
-        deadline = time.monotonic() + (_LATER_WORDS_S if has_served else _LAST_WORDS_S)
+        was_ready = self.supervision.was_ready
+        deadline = time.monotonic() + (_LATER_WORDS_S if was_ready else _LAST_WORDS_S)
         while process is not None and process.fatal is None:
             left_ms = int((deadline - time.monotonic()) * 1000)
             if left_ms <= 0 or not self._link.socket.poll(left_ms):

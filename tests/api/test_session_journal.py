@@ -35,6 +35,14 @@ class SlowDisk:
         return os.write(fd, data)
 
 
+async def leave_behind(directory: Path, *names: str) -> None:
+    """Requests that a server had accepted which is gone."""
+    server = await Server(directory).written()
+    for name in names:
+        await server.accept(name)
+    server.sessions.close()
+
+
 @play
 async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
     """It waits for the disk, which is slow and not broken."""
@@ -81,9 +89,7 @@ async def test_many_sequences_of_one_long_prompt_are_a_small_record(tmp_path: Pa
 @play
 async def test_what_cannot_be_read_once_is_read_later(tmp_path: Path) -> None:
     """Until then nothing is deleted, and nobody is told that his request is unknown."""
-    server = await Server(tmp_path).written()
-    await server.accept("r")
-    server.sessions.close()
+    await leave_behind(tmp_path, "r")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journaling_module, "_FIRST_RETRY_S", 0.05)
         with pytest.MonkeyPatch.context() as broken:
@@ -127,9 +133,7 @@ async def test_a_disk_that_hangs_while_it_is_read_holds_nobody_up(
 ) -> None:
     """The server serves, for now without a journal; what is in it goes on later."""
     reading.set()
-    server = await Server(tmp_path).written()
-    await server.accept("r")
-    server.sessions.close()
+    await leave_behind(tmp_path, "r")
     reading.clear()
     server = Server(tmp_path)
     await server.sessions.journaling.wait_read()
@@ -148,9 +152,7 @@ async def test_a_server_that_was_closed_goes_on_with_nothing(
 ) -> None:
     """Though its disk answers in the end; then its successor has the directory."""
     reading.set()
-    server = await Server(tmp_path).written()
-    await server.accept("r")
-    server.sessions.close()
+    await leave_behind(tmp_path, "r")
     reading.clear()
     closed = Server(tmp_path)
     closed.sessions.close()
@@ -170,10 +172,7 @@ async def test_much_that_was_left_is_restored_in_slices(
 ) -> None:
     """The loop turns meanwhile; until it is over nobody is told that his request is unknown."""
     monkeypatch.setattr(sessions_module, "_SLICE_S", 0.0)
-    server = await Server(tmp_path).written()
-    for number in range(20):
-        await server.accept(f"r{number}")
-    server.sessions.close()
+    await leave_behind(tmp_path, *(f"r{number}" for number in range(20)))
     server = Server(tmp_path)
     num_turns = 0
     while not server.sessions.journaling.is_recovered:
@@ -192,9 +191,7 @@ async def test_what_cannot_be_restored_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever bug of ours keeps it from that: the server serves, and nothing is overwritten."""
-    server = await Server(tmp_path).written()
-    await server.accept("r")
-    server.sessions.close()
+    await leave_behind(tmp_path, "r")
     monkeypatch.setattr(journaling_module, "_FIRST_RETRY_S", 0.05)
     with monkeypatch.context() as broken:
         broken.setattr(Replay, "remembered", lambda replay: 1 // 0)

@@ -60,6 +60,14 @@ def pid_of(row: ProcessStatus) -> int:
     return row.pid
 
 
+def kill_and_wait(engine: Engine, victims: list[ProcessStatus]) -> None:
+    """Kill them all at once, in this order, and wait until others are in their places."""
+    for row in victims:
+        os.kill(pid_of(row), signal.SIGKILL)
+    for row in victims:
+        wait_for(engine, row.role, row.epoch)
+
+
 def check_zombies(engine: Engine) -> None:
     """No child of the supervisor goes on waiting to be reaped; it looks for some once a second."""
     children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children")
@@ -124,10 +132,7 @@ def test_whoever_dies_comes_back_and_no_token_is_lost(
     """At once, in this order, under load; only they and a promoted standby change."""
     before = {role: wait_for(standing, role) for role in (*HELPERS, Role.WORKER, Role.CORE)}
     load = loaded(standing)
-    for role in victims:
-        os.kill(pid_of(before[role]), signal.SIGKILL)
-    for role in victims:
-        wait_for(standing, role, before[role].epoch)
+    kill_and_wait(standing, [before[role] for role in victims])
     load.check()
     after = complete(standing)
     if Role.ZYGOTE not in victims:

@@ -11,7 +11,7 @@ from protocol.lifecycle import ProcessStatus, Role
 from scripts.chaos.processes import is_alive
 from tests.system.conftest import Engine, EngineFactory, eventually
 from tests.system.null_load import NullLoad
-from tests.system.test_standby import check_zombies, pid_of, wait_for
+from tests.system.test_standby import check_zombies, kill_and_wait, pid_of, wait_for
 
 FLAGS = ("--null-step-ms", "5", "--restart-backoff-max-s", "0")
 NUM_STREAMS = 8
@@ -67,10 +67,7 @@ def test_whoever_dies_comes_back_and_no_token_is_lost(guarded: Engine, victims: 
     """At once, in this order: the standby may be dead already when it is promoted."""
     before = complete(guarded) | {Role.WORKER: wait_for(guarded, Role.WORKER)}
     load = loaded(guarded)
-    for role in victims:
-        os.kill(pid_of(before[role]), signal.SIGKILL)
-    for role in victims:
-        wait_for(guarded, role, before[role].epoch)
+    kill_and_wait(guarded, [before[role] for role in victims])
     load.check()
     after = complete(guarded)
     if Role.CORE not in victims:
