@@ -15,12 +15,12 @@ from api_proc.commands import Commands
 from api_proc.server import HttpServer, adopt, listen, url_of
 from api_proc.state import ApiState
 from api_proc.text import TextProcessor
+from protocol.child_runtime import ChildProcess
 from protocol.client import MAX_OPEN_TOKENS, AsyncEngineClient
 from protocol.config import ConfigError
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 from protocol.lifecycle import Role
-from protocol.process import ChildProcess
-from protocol.pulse import Pulse
+from protocol.progress import ProgressReporter
 
 _PROGRESS_INTERVAL_S = 10.0
 
@@ -35,7 +35,7 @@ def main() -> None:
         text = TextProcessor.load(child.config.model)
     except ConfigError as error:
         child.fatal("tokenizer", error, retry=False)
-    reach("api.load")
+    failpoint("api.load")
     uvloop.run(_serve(child, text))
 
 
@@ -59,7 +59,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         )
         commands = Commands(child, state, server)
         loop = asyncio.get_running_loop()
-        _beat(child.pulse, loop)
+        _beat(child.reporter, loop)
         child.attach_asyncio(loop, commands.obey)
         loop.add_signal_handler(signal.SIGTERM, commands.on_sigterm)
         await start_sessions(state)
@@ -71,11 +71,11 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     text.close()
 
 
-def _beat(pulse: Pulse, loop: asyncio.AbstractEventLoop) -> None:
+def _beat(reporter: ProgressReporter, loop: asyncio.AbstractEventLoop) -> None:
     """Show that the loop turns: the API whose loop stands still is replaced."""
-    pulse.turn()
-    if pulse.tick_ms is not None:
-        loop.call_later(pulse.tick_ms / 1000, _beat, pulse, loop)
+    reporter.turn()
+    if reporter.tick_ms is not None:
+        loop.call_later(reporter.tick_ms / 1000, _beat, reporter, loop)
 
 
 def _engine_client(child: ChildProcess) -> AsyncEngineClient:
@@ -93,7 +93,7 @@ async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     for number in itertools.count():
         child.progress("wait for the model", number)  # its own patience is no failure
-        child.pulse.turn()  # nor a load: the loop turns meanwhile
+        child.reporter.turn()  # nor a load: the loop turns meanwhile
         with contextlib.suppress(TimeoutError):
             await client.wait_ready(interval_s)
             break

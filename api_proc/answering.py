@@ -10,7 +10,7 @@ from api_proc.generation import Generation
 from api_proc.responses import DONE_FRAME, PromptTokensDetails, Usage
 from api_proc.sequence import Delta, OutputSequence
 from protocol.errors import RequestFailed
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 
 _SEND_BYTES = 16 * 1024
 """Of events, after which they are sent before more are rendered."""
@@ -62,7 +62,7 @@ async def answer(
     Raises:
         ApiError: the engine has given up before anything was sent.
     """
-    reach("api.after_accept")
+    failpoint("api.after_accept")
     if is_streamed:
         await _answer_streamed(connection, generation, reply)
     else:
@@ -113,11 +113,11 @@ async def _send_step(
         pieces += events
         num_bytes += sum(map(len, events))
         if num_bytes >= _SEND_BYTES:
-            reach("api.before_flush")
+            failpoint("api.before_flush")
             await connection.send_frames(b"".join(pieces))
             pieces, num_bytes = [], 0
     if pieces:
-        reach("api.before_flush")
+        failpoint("api.before_flush")
         await connection.send_frames(b"".join(pieces))
 
 

@@ -7,7 +7,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api_proc.budget import Budget, Lease
 from api_proc.errors import ApiError
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 
 BODY_TIMEOUT_S = 60.0
 KEEP_ALIVE_INTERVAL_S = 15.0
@@ -172,7 +172,7 @@ class Connection:
 
     async def _watch(self, on_disconnect: Callable[[], None]) -> None:
         await self._wait_disconnected()
-        reach("api.before_abort")
+        failpoint("api.before_abort")
         on_disconnect()
 
     async def _wait_disconnected(self) -> None:

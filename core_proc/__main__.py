@@ -9,10 +9,10 @@ import sys
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.loop import CoreLoop
-from protocol import garbage
-from protocol.failpoints import reach
+from protocol import gc_tuning
+from protocol.child_runtime import ChildProcess
+from protocol.failpoints import failpoint
 from protocol.lifecycle import Role
-from protocol.process import ChildProcess
 
 CORE_NICENESS = -10
 _STANDBY_FLAG = "--standby"
@@ -24,7 +24,7 @@ def main() -> None:
     child = ChildProcess.from_argv("core_proc", Role.CORE, argv)
     if _STANDBY_FLAG in sys.argv and not _stand_by(child):
         return
-    reach("core.load")
+    failpoint("core.load")
     _raise_priority()
     child.restart_on_sigterm()
     loop = CoreLoop(child, EngineCore(child.config))
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _stand_by(child: ChildProcess) -> bool:
     """Wait for the core's death. The sockets are still its own, so nothing is bound here."""
-    garbage.settle()  # now, when nobody waits
+    gc_tuning.freeze()  # now, when nobody waits
     child.ready()
     return child.wait_for_promotion()
 

@@ -16,12 +16,12 @@ from core_proc.stats import StatsLine
 from core_proc.watch import DeathWatch
 from core_proc.worker_link import WorkerLink
 from core_proc.workers import WorkerGroup
-from protocol import garbage
+from protocol import gc_tuning
 from protocol.api_core import EngineState, PauseMode
 from protocol.channel import HighWaterMark, RouterChannel
-from protocol.failpoints import reach
+from protocol.child_runtime import ChildProcess
+from protocol.failpoints import failpoint
 from protocol.lifecycle import DeathCause, Drain, Stop, Suspect, WorkerDied
-from protocol.process import ChildProcess
 
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
@@ -38,7 +38,7 @@ class CoreLoop:
 
     def __init__(self, child: ChildProcess, engine: EngineCore) -> None:
         self._child = child
-        self._pulse = child.pulse
+        self._reporter = child.reporter
         self._engine = engine
         self._poller = zmq.Poller()
         clients_link = RouterChannel(
@@ -56,7 +56,7 @@ class CoreLoop:
             group,
             engine,
             self._clients.tell,
-            page=self._pulse.page,
+            page=self._reporter.page,
             core_epoch=child.epoch,
         )
         for link in self._links:
@@ -75,7 +75,7 @@ class CoreLoop:
 
     def run(self) -> None:
         """Serve until the supervisor says Stop, and what is under way has come back."""
-        garbage.settle()
+        gc_tuning.freeze()
         self._hear_of_predecessor()
         while not self._has_left:
             self.turn(self._poll_ms())
@@ -88,7 +88,7 @@ class CoreLoop:
 
     def _hear_of_predecessor(self) -> None:
         """How the last core ended, and which of its steps were under way."""
-        page = self._pulse.page
+        page = self._reporter.page
         death = None if page is None else page.read_death()
         if page is None or death is None:
             return
@@ -98,14 +98,14 @@ class CoreLoop:
 
     def turn(self, timeout_ms: int) -> None:
         """Wait for something to happen, at most so long, and do what follows from it."""
-        self._pulse.idle()
+        self._reporter.idle()
         ready = dict(self._poller.poll(timeout_ms))
-        self._pulse.turn()
+        self._reporter.turn()
         started = time.perf_counter()
         self._engine.now = time.monotonic()
         self._reclaim(ready)
         self._drain()
-        reach("core.after_drain")
+        failpoint("core.after_drain")
         if self._leaves_at is None:
             self._workers.dispatch()
         self._report()  # first, so that who hears that a pause holds finds it in the status too
@@ -116,7 +116,7 @@ class CoreLoop:
         if self._clients.is_behind:
             return _RETRY_MS
         until_status_ms = max(0, int((self._next_status - time.monotonic()) * 1000) + 1)
-        tick_ms = self._pulse.tick_ms
+        tick_ms = self._reporter.tick_ms
         return until_status_ms if tick_ms is None else min(until_status_ms, tick_ms)
 
     def _reclaim(self, ready: Mapping[object, int]) -> None:

@@ -24,7 +24,7 @@ from protocol.core_worker import (
     WorkerToCore,
     decode_from_worker,
 )
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 from protocol.lifecycle import DeathCause, Suspect, WorkerDied
 from protocol.message import ProtocolError, encode
 from protocol.progress_page import ProgressPage, StepInFlight
@@ -96,7 +96,7 @@ class WorkerLink:
             self._engine.num_fenced_frames += 1
         elif isinstance(message, ModelRunnerOutput):
             news = self._engine.update(message)
-            reach("core.before_reply")
+            failpoint("core.before_reply")
             for client, outputs in news.items():
                 self._tell_client(client, outputs)
         elif isinstance(message, StepFailed):  # it exits by itself, and tells its supervisor why
@@ -125,7 +125,7 @@ class WorkerLink:
         self._suspects = {e: until for e, until in self._suspects.items() if e in self._adopted}
         if self._tell_all(Adopt(first_step_id)):
             log.info("workers adopted, link epoch %d", epoch)
-            reach("core.after_adopt")
+            failpoint("core.after_adopt")
 
     def _end_adoption(self) -> None:
         if self._adopted_epoch is not None:
@@ -212,8 +212,8 @@ class WorkerLink:
                 break
             self._keep_marks()
             self._tell_all(step)
-            reach("core.after_dispatch")
-            reach("core.after_preemption", when=bool(step.preempted_req_ids))
+            failpoint("core.after_dispatch")
+            failpoint("core.after_preemption", when=bool(step.preempted_req_ids))
         self._keep_marks()
         if self._engine.is_sleep_due and self._tell_all(Sleep()):
             self._engine.sleep_sent()

@@ -4,7 +4,7 @@ Binding sides are ROUTERs, connecting sides DEALERs with a random identity per i
 socket has LINGER 0, a high-water mark and a largest message; nothing here ever blocks.
 
 What arrives is checked: frames that were harmed on the way, or come again, or after one that is
-missing, are dropped here (protocol/sequence.py), and the connecting end is told by `take_loss` that
+missing, are dropped here (protocol/frame_sequence.py), and the connecting end is told by `take_loss` that
 it must begin anew. Frames on the lifecycle link stand for themselves: there a gap is passed over.
 """
 
@@ -19,8 +19,8 @@ from typing import NamedTuple
 import zmq
 
 from protocol import multipart
+from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import DamagedFrame, Header, ProtocolError, pack_header, unpack_header
-from protocol.sequence import Flag, FrameSequence, Verdict
 
 MAX_FRAME_BYTES = 16 * 2**20
 _RECONNECT_MS = 10

@@ -141,7 +141,7 @@ class Failpoints:
         self._orders = orders
         self._hits = dict.fromkeys(orders, 0)
 
-    def reach(self, name: str, when: bool = True) -> None:
+    def failpoint(self, name: str, when: bool = True) -> None:
         """Count, and act if this is the hit."""
         order = self._orders.get(name)
         if order is None or not when:
@@ -167,7 +167,7 @@ class FailpointDirectory:
         self._reached: set[str] = set()
         self._armed: dict[str, ArmedFile] = {}
 
-    def reach(self, name: str, when: bool = True) -> None:
+    def failpoint(self, name: str, when: bool = True) -> None:
         """Count since the order was put there, and act if this is the hit."""
         if not when:
             return

@@ -8,7 +8,7 @@ import os
 import time
 from contextlib import ExitStack
 
-from protocol.child import Child
+from protocol.child_handle import Child
 from protocol.config import EngineConfig
 from protocol.lifecycle import Fatal, Progress, Ready
 from protocol.message import ProtocolError

@@ -52,7 +52,7 @@ KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 class SubscribeKVEvents(Message, frozen=True):
     """Client → core: tell me all events, until I unsubscribe or the connection ends.
 
-    Said again it replaces the subscription of this connection.
+    ZygoteMessage again it replaces the subscription of this connection.
     """
 
     subscription: Subscription

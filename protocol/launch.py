@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 
 from protocol.channel import client_address
-from protocol.child import Child
+from protocol.child_handle import Child
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role, StatusReply
 from protocol.run_dir import make_run_dir

@@ -1,7 +1,7 @@
 """The lifecycle link: every process and its supervisor, and whoever asks how they are.
 
 The supervisor binds; children and the status command connect. Beside it each child inherits a pipe
-whose EOF means that its parent is gone (protocol/process.py).
+whose EOF means that its parent is gone (protocol/child_runtime.py).
 """
 
 import enum
@@ -27,7 +27,7 @@ class Role(enum.StrEnum):
     STANDBY_CORE = "standby_core"
     """A core that has loaded everything and waits for the death of another."""
     ZYGOTE = "zygote"
-    """Forks workers."""
+    """ZygoteClient workers."""
 
 
 class ProcessState(enum.StrEnum):

@@ -89,7 +89,7 @@ class Header(NamedTuple):
     seq: int
     """Counts the sender's frames on this link, from 0."""
     flags: int = 0
-    """Of `protocol.sequence.Flag`."""
+    """Of `protocol.frame_sequence.Flag`."""
 
 
 def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:

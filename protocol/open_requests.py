@@ -17,7 +17,7 @@ from protocol.api_core import (
 )
 from protocol.channel import MAX_FRAME_BYTES
 from protocol.errors import RequestFailed, failure_of
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 from protocol.ledger import Ledger
 from protocol.message import encode
 
@@ -54,7 +54,7 @@ class OpenRequests:
         """
         self.ledger.accept(add)
         self._receivers[add.request_id] = receiver
-        reach("ledger.after_accept")
+        failpoint("ledger.after_accept")
         self._send(body)
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> None:
@@ -68,7 +68,7 @@ class OpenRequests:
         """
         self.ledger.accept(add)
         self._receivers[add.request_id] = receiver
-        reach("ledger.after_accept")
+        failpoint("ledger.after_accept")
         self._send_again(add)
 
     def cancel(self, request_id: int) -> None:

@@ -59,7 +59,7 @@ class Phase(enum.IntEnum):
     """Computing a step."""
 
 
-class Mark(NamedTuple):
+class ProgressRecord(NamedTuple):
     """What a process has last said of itself."""
 
     epoch: int
@@ -166,7 +166,7 @@ class ProgressPage:
                 if phase > Phase.STEP:
                     return None
                 step_id = None if step == NO_STEP else step
-                return Mark(epoch, Phase(phase), step_id, began_ns, deadline_ns)
+                return ProgressRecord(epoch, Phase(phase), step_id, began_ns, deadline_ns)
         return None
 
     # Steps in flight ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from core_proc.engine import EngineCore
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
-from protocol import garbage
+from protocol import gc_tuning
 from protocol.api_core import AddRequest, decode_from_client
 from protocol.core_worker import ModelFacts, ModelRunnerOutput
 from protocol.message import encode
@@ -121,7 +121,7 @@ class Report(msgspec.Struct, frozen=True):
 def _production_gc() -> Iterator[None]:
     """Treat the garbage collector as the core does before its first request; then it stays on."""
     thresholds = gc.get_threshold()
-    garbage.settle()
+    gc_tuning.freeze()
     yield
     gc.unfreeze()
     gc.set_threshold(*thresholds)

@@ -2,8 +2,8 @@
 
 import argparse
 
+from protocol.child_runtime import ChildProcess
 from protocol.lifecycle import Command, Role
-from protocol.process import ChildProcess
 from protocol.settings import configure
 
 

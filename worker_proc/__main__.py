@@ -5,8 +5,8 @@ With `--zygote` it computes nothing, but loads what workers share and forks them
 
 import sys
 
+from protocol.child_runtime import ChildProcess
 from protocol.lifecycle import Role
-from protocol.process import ChildProcess
 from worker_proc.start import make_runner, work
 
 

@@ -9,8 +9,9 @@ import time
 
 import zmq
 
-from protocol import garbage
+from protocol import gc_tuning
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
+from protocol.child_runtime import ChildProcess
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
@@ -18,10 +19,9 @@ from protocol.core_worker import (
     WorkerToCore,
     decode_from_core,
 )
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 from protocol.lifecycle import Stop
 from protocol.message import ProtocolError, encode
-from protocol.process import ChildProcess
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
 from worker_proc.step_clock import StepClock
@@ -42,7 +42,7 @@ class WorkerLoop:
 
     def __init__(self, child: ChildProcess, runner: Runner) -> None:
         self._child = child
-        self._pulse = child.pulse
+        self._reporter = child.reporter
         self._step_clock = StepClock(child.config.recovery)
         self._shim = WorkerShim(runner, child.rank, os.getpid(), child.epoch)
         self._core = DealerChannel(
@@ -66,7 +66,7 @@ class WorkerLoop:
         Raises:
             Exception: what a step raised, after the core was told.
         """
-        garbage.settle()
+        gc_tuning.freeze()
         while self.turn(self._poll_ms()):
             pass
 
@@ -75,9 +75,9 @@ class WorkerLoop:
 
         Without a timeout the wait ends with the parent's death at the latest: the process does.
         """
-        self._pulse.idle()
+        self._reporter.idle()
         self._poller.poll(timeout_ms)
-        self._pulse.turn()
+        self._reporter.turn()
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
@@ -92,9 +92,9 @@ class WorkerLoop:
 
     def _poll_ms(self) -> int | None:
         if not self._wants_adoption:
-            return self._pulse.tick_ms
+            return self._reporter.tick_ms
         until_hello_ms = max(0, int((self._next_hello - time.monotonic()) * 1000) + 1)
-        return min(until_hello_ms, self._pulse.tick_ms or until_hello_ms)
+        return min(until_hello_ms, self._reporter.tick_ms or until_hello_ms)
 
     def _follow_link(self) -> None:
         for event in self._core.link_events():
@@ -118,7 +118,7 @@ class WorkerLoop:
             reply = self._follow(received.header.epoch, message)
             if isinstance(message, Adopt) and received.header.epoch == self._shim.link_epoch:
                 self._log_adoption()
-                reach("worker.after_adopt")
+                failpoint("worker.after_adopt")
             if reply is not None:
                 self._send(encode(reply))
             if self._shim.failure is not None:
@@ -147,12 +147,12 @@ class WorkerLoop:
         if not isinstance(message, SchedulerOutput):
             return self._shim.on_message(epoch, message)
         num_tokens = message.total_num_scheduled_tokens
-        self._pulse.step(message.step_id, self._step_clock.limit_s(num_tokens))
+        self._reporter.step(message.step_id, self._step_clock.limit_s(num_tokens))
         began = time.monotonic()
-        reach("worker.before_step")
+        failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
         self._step_clock.observe(num_tokens, time.monotonic() - began)
-        reach("worker.after_step")
+        failpoint("worker.after_step")
         return reply
 
     def _log_adoption(self) -> None:

@@ -16,7 +16,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 from worker_proc import kv_tensors
 from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend
@@ -111,7 +111,7 @@ class ModelRunner:
         self._pool.wake()
         inputs = pack_step(scheduled, self._facts.block_size, self._device)
         logits = compute_logits(self._model, self._backend, inputs, self._facts.vocab_size)
-        reach("worker.mid_step")
+        failpoint("worker.mid_step")
         sampled = self._sample(inputs, logits)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
         self._mirror.advance(scheduled, sampled.token_ids, sampled.num_tokens)

@@ -142,14 +142,14 @@ class NullRunner:
         began_ns = time.perf_counter_ns()
         scheduled = self._mirror.apply(step)
         for new in step.scheduled_new_reqs:
-            reach("worker.poison", when=new.token_ids.startswith(_POISON))
+            failpoint("worker.poison", when=new.token_ids.startswith(_POISON))
         self._host_blocks.update(step.swap_out.host_block_ids)
         if step.swap_in.host_block_ids:
             self._swap_in(step)
         for part in scheduled:
             self._claim_blocks(part)
         self._wait(step.total_num_scheduled_tokens)
-        reach("worker.mid_step")
+        failpoint("worker.mid_step")
         num_sampled: list[int] = []
         if self._num_speculative_tokens:
             sampled, num_sampled, logprobs = self._verify(scheduled)

@@ -6,11 +6,11 @@ A worker is started in one of two ways. Alone, it loads everything by itself. Fo
 
 import os
 
-from protocol import garbage
+from protocol import gc_tuning
+from protocol.child_runtime import ChildProcess
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
-from protocol.failpoints import reach
-from protocol.process import ChildProcess
+from protocol.failpoints import failpoint
 from worker_proc.lean_import import lean_imports
 from worker_proc.loop import WorkerLoop
 from worker_proc.runner import MakeRunner, Progress, Runner
@@ -62,7 +62,7 @@ def load_to_fork(config: EngineConfig, progress: Progress) -> MakeRunner:
 
 def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> None:
     """Make the runner, and compute until told to stop; a standby from its promotion on."""
-    reach("worker.load")
+    failpoint("worker.load")
     try:
         runner = make(child.progress)
         if is_standby and child.config.model.model != "null":
@@ -71,12 +71,12 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
         child.fatal("loading the model", error, retry=False)
     except Exception as error:
         child.fatal("loading the model", error)
-    reach("worker.after_load")
+    failpoint("worker.after_load")
     facts = runner.facts
     detail = ", ".join(filter(None, (facts.device, facts.dtype)))
     # On the CPU a successor would find other free memory; elsewhere it may have to take less.
     num_blocks = facts.num_gpu_blocks if facts.device == "cpu" else 0
-    garbage.settle()  # now, while it counts as loading; a standby has the time anyway
+    gc_tuning.freeze()  # now, while it counts as loading; a standby has the time anyway
     if is_standby:
         child.ready(detail)
         if not child.wait_for_promotion():

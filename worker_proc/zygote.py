@@ -19,19 +19,19 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from protocol.config import EngineConfig
-from protocol.failpoints import reach
-from protocol.lifecycle import Fatal, Progress, Ready, Role
-from protocol.message import MAX_TEXT, ProtocolError
-from protocol.prctl import die_with_parent, set_name
-from protocol.process import (
+from protocol.child_runtime import (
     EXIT_FATAL,
     EXIT_ORPHANED,
     ChildProcess,
     configure_logging,
     show_stacks,
 )
-from protocol.pulse import Pulse
+from protocol.config import EngineConfig
+from protocol.failpoints import failpoint
+from protocol.lifecycle import Fatal, Progress, Ready, Role
+from protocol.message import MAX_TEXT, ProtocolError
+from protocol.prctl import die_with_parent, set_name
+from protocol.progress import ProgressReporter
 from protocol.zygote_link import (
     Forked,
     ForkFailed,
@@ -75,11 +75,11 @@ def main(argv: Sequence[str]) -> None:
     link = ZygoteLink(socket.socket(fileno=arguments.listen_fd), decode_to_zygote)
     if arguments.progress_fd is not None:
         show_stacks()
-    pulse = Pulse(arguments.progress_fd, arguments.epoch, config.recovery)
+    reporter = ProgressReporter(arguments.progress_fd, arguments.epoch, config.recovery)
     if arguments.progress_fd is not None:
         os.close(arguments.progress_fd)  # the page stays mapped; forked workers have their own
-    zygote = Zygote(link, arguments.parent_fd, pulse)
-    reach("zygote.load")
+    zygote = Zygote(link, arguments.parent_fd, reporter)
+    failpoint("zygote.load")
     try:
         make = zygote.load(config)
         order = zygote.serve()
@@ -100,9 +100,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 class Zygote:
     """One process that forks."""
 
-    def __init__(self, link: ZygoteLink[ToZygote], parent_fd: int, pulse: Pulse) -> None:
+    def __init__(
+        self, link: ZygoteLink[ToZygote], parent_fd: int, reporter: ProgressReporter
+    ) -> None:
         self._link = link
-        self._pulse = pulse
+        self._reporter = reporter
         self._parent_fd = parent_fd
 
     def load(self, config: EngineConfig) -> MakeRunner:
@@ -136,9 +138,9 @@ class Zygote:
         poller.register(self._link, select.POLLIN)
         poller.register(self._parent_fd, select.POLLIN)
         while True:
-            self._pulse.idle()
-            ready = poller.poll(self._pulse.tick_ms)
-            self._pulse.turn()
+            self._reporter.idle()
+            ready = poller.poll(self._reporter.tick_ms)
+            self._reporter.turn()
             if any(fd == self._parent_fd for fd, _ in ready):
                 raise LinkClosed
             received = self._receive()
@@ -150,7 +152,7 @@ class Zygote:
 
     def _report(self, phase: str, done: int, total: int) -> None:
         """A report that finds no room is as good as the next one."""
-        self._pulse.load(phase, done)
+        self._reporter.load(phase, done)
         self._link.send(Progress(phase, done, total))
 
     def _fatal(self, error: Exception, *, retry: bool) -> NoReturn:
@@ -179,7 +181,7 @@ class Zygote:
         else:
             if pid == 0:
                 self._link.close()
-                self._pulse.close()
+                self._reporter.close()
                 os.close(self._parent_fd)
                 return Order(message, dict(zip(message.fd_names, fds, strict=True)))
             self._link.tell(Forked(message.epoch, pid))

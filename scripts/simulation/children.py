@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from protocol.child_runtime import EXIT_ORPHANED
 from protocol.config import EngineConfig
 from protocol.lifecycle import Fatal, Progress, Ready, Role
 from protocol.message import ProtocolError
-from protocol.process import EXIT_ORPHANED
-from protocol.pulse import Pulse
+from protocol.progress import ProgressReporter
 from protocol.zygote_link import Forked, ForkFailed
 from scripts.simulation.stand_ins import Incarnation
 from scripts.simulation.world import SECOND, Process, Violation, World
@@ -33,7 +33,7 @@ Bear = Callable[[Birth], Process]
 
 
 class SimulatedProcess:
-    """A `protocol.child.Child`: one process as its parent sees it."""
+    """A `protocol.child_handle.Child`: one process as its parent sees it."""
 
     def __init__(self, process: Process, epoch: int) -> None:
         """Watch a process; the parent is whose code runs."""
@@ -77,9 +77,9 @@ class Zygote(Process):
         self._bear = bear
         self._ready_at = world.now + int(start_s * SECOND)
         self._is_ready = False
-        self._pulse = Pulse(life.page_fd, life.epoch, life.config.recovery)
-        if self._pulse.page is not None:
-            self.on_death.append(self._pulse.page.close)
+        self._reporter = ProgressReporter(life.page_fd, life.epoch, life.config.recovery)
+        if self._reporter.page is not None:
+            self.on_death.append(self._reporter.page.close)
         self._orders: list[Birth] = []
         self.born: dict[int, Process] = {}
         """By epoch."""
@@ -101,13 +101,13 @@ class Zygote(Process):
                 return self._ready_at
             self._is_ready = True
             self._tell(Ready())
-        self._pulse.turn()
+        self._reporter.turn()
         orders, self._orders = self._orders, []
         for birth in orders:
             self.busy_until += self.world.between(*_FORK_S)
             self._fork(birth)
-        self._pulse.idle()
-        tick_ms = self._pulse.tick_ms
+        self._reporter.idle()
+        tick_ms = self._reporter.tick_ms
         return None if tick_ms is None else self.busy_until + tick_ms * 1000
 
     def _fork(self, birth: Birth) -> None:

@@ -227,10 +227,10 @@ class ClientProcess(Process):
 
     def _beat(self) -> None:
         """Show that the loop turns, to whoever watches that."""
-        pulse = None if self._child is None else self._child.pulse
-        if pulse is not None and pulse.tick_ms is not None:
-            pulse.idle()
-            self._loop.call_later(pulse.tick_ms / 1000, self._beat)
+        reporter = None if self._child is None else self._child.reporter
+        if reporter is not None and reporter.tick_ms is not None:
+            reporter.idle()
+            self._loop.call_later(reporter.tick_ms / 1000, self._beat)
 
     def _submit(self, plan: RequestPlan) -> None:
         if self._is_leaving or plan not in self._plans:  # it is its successor's, or predecessor's

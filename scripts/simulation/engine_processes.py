@@ -8,9 +8,9 @@ import worker_proc.loop
 from core_proc.engine import EngineCore
 from core_proc.invariants import check_invariants
 from protocol.api_core import StepOutputs
+from protocol.child_runtime import ChildProcess
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
-from protocol.process import ChildProcess
 from scripts.simulation.model import SimulatedModel
 from scripts.simulation.sockets import SimulatedSocket
 from scripts.simulation.stand_ins import Incarnation, SimulatedChild
@@ -71,7 +71,7 @@ class EngineProcess(Process):
             if is_promoted is False:
                 self.world.at(self.busy_until, self.die, 0)
             if not is_promoted:
-                return self.busy_until + (child.pulse.tick_ms or 1000) * 1000
+                return self.busy_until + (child.reporter.tick_ms or 1000) * 1000
             self.world.counts[f"promoted: {self._kind}"] += 1
             self.name = f"{self._kind}.{child.epoch}"
             self._waits = False

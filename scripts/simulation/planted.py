@@ -16,9 +16,9 @@ from core_proc.loop import CoreLoop
 from core_proc.pausing import Pausing
 from core_proc.worker_link import WorkerLink
 from protocol.api_core import AddRequest, RequestOutput
+from protocol.child_runtime import ChildProcess
 from protocol.core_worker import CoreToWorker, NewRequestData, WorkerToCore
 from protocol.ledger import Ledger
-from protocol.process import ChildProcess
 from protocol.request_stream import RequestStream
 from scripts.simulation.model import FIRST_TOKEN_ID, SimulatedModel
 from worker_proc.mirror import Mirror, MirroredRequest
@@ -111,7 +111,7 @@ def _promote_old_epoch() -> list[Place]:
     def stubborn(child: ChildProcess) -> bool:
         epoch = child.epoch
         is_promoted = wait(child)
-        child.epoch = child.pulse.epoch = epoch
+        child.epoch = child.reporter.epoch = epoch
         if is_promoted and child._supervisor is not None:
             child._supervisor.promoted(epoch)
         return is_promoted

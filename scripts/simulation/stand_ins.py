@@ -25,7 +25,7 @@ import protocol.core_link
 import protocol.journal
 import protocol.multipart
 import protocol.open_requests
-import protocol.pulse
+import protocol.progress
 import protocol.supervisor_link
 import scripts.supervisor.forks
 import scripts.supervisor.process_table
@@ -39,6 +39,7 @@ from protocol.channel import (
     lifecycle_address,
     worker_address,
 )
+from protocol.child_runtime import ChildProcess
 from protocol.config import EngineConfig
 from protocol.journal import Journal
 from protocol.journal_segments import Sync
@@ -53,8 +54,7 @@ from protocol.lifecycle import (
     Stop,
     ToSupervisor,
 )
-from protocol.process import ChildProcess
-from protocol.pulse import Pulse
+from protocol.progress import ProgressReporter
 from protocol.supervisor_link import SupervisorLink
 from scripts.simulation.disk import Condition, Disk, Thread
 from scripts.simulation.sockets import SimulatedContext, SimulatedSocket, WouldWait, receive, send
@@ -127,9 +127,9 @@ class SimulatedChild:
         self.rank = life.rank
         self.config = life.config
         turn_s = life.config.recovery.api_hang_timeout_s if life.role is Role.API else None
-        self.pulse = Pulse(life.page_fd, life.epoch, life.config.recovery, turn_s)
-        if self.pulse.page is not None:
-            process.on_death.append(self.pulse.page.close)
+        self.reporter = ProgressReporter(life.page_fd, life.epoch, life.config.recovery, turn_s)
+        if self.reporter.page is not None:
+            process.on_death.append(self.reporter.page.close)
         self.core_client_address = CLIENT_ADDRESS
         self.core_worker_address = WORKER_ADDRESS
         self.is_told_to_stop = False
@@ -165,7 +165,7 @@ class SimulatedChild:
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Report a step of the start."""
-        self.pulse.load(phase, done)
+        self.reporter.load(phase, done)
         self._unsaid.append(Progress(phase, done, total))
 
     def ready(self, detail: str = "") -> None:
@@ -298,7 +298,7 @@ def _signals(world: World) -> types.SimpleNamespace:
 def _failpoints(world: World, wire: Wire) -> Callable[..., None]:
     """In place of `reach`; the wire's rate ends with the faults."""
 
-    def reach(name: str, when: bool = True) -> None:
+    def failpoint(name: str, when: bool = True) -> None:
         rate = wire.failpoint_rate
         if rate and when and world.current is not None and world.random() < rate:
             world.counts[f"kill at {name}"] += 1
@@ -322,7 +322,7 @@ def stand_ins(
     Args:
         world: clock, processes, random numbers.
         wire: what sockets are connected by.
-        start_child: stands for `protocol.child.Child` where the supervisor starts a process.
+        start_child: stands for `protocol.child_handle.Child` where the supervisor starts a process.
         start_zygote: stands for `protocol.forked_child.ForkServer`.
         disk: what the journal is written to, where there is one.
     """
@@ -343,7 +343,7 @@ def stand_ins(
         (protocol.client, {"time": time}),
         (protocol.core_link, {"zmq": sockets, "os": system}),
         (protocol.multipart, {"receive": receive, "send": send}),
-        (protocol.pulse, {"time": time}),
+        (protocol.progress, {"time": time}),
         (protocol.supervisor_link, {"time": time}),
         (scripts.supervisor.forks, {"ForkServer": start_zygote, "reap_strangers": _reap_nobody}),
         (scripts.supervisor.process_table, {"Child": start_child}),

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from protocol.child_runtime import configure_logging
 from protocol.config import ConfigError, EngineConfig
 from protocol.prctl import set_subreaper
-from protocol.process import configure_logging
 from scripts.supervisor.console import Console
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
 from scripts.supervisor.startup import complete, leave_word, open_listener, parse, watch_signals

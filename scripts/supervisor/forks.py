@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from protocol.child import Child
+from protocol.child_handle import Child
 from protocol.config import EngineConfig
 from protocol.forked_child import ForkedChild, ForkServer, reap_strangers
 from protocol.lifecycle import Fatal, Progress, Ready
@@ -19,7 +19,7 @@ _MAX_EARLY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Born:
+class Forked:
     """A worker is there; `peer` is where its Hello came from, if it has come already."""
 
     child: ForkedChild
@@ -27,7 +27,7 @@ class Born:
 
 
 @dataclass(frozen=True, slots=True)
-class Unborn:
+class ForkFailed:
     """A worker that was asked for does not come."""
 
     epoch: int
@@ -35,17 +35,17 @@ class Unborn:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ZygoteMessage:
     """The zygote's own words."""
 
     epoch: int
     message: Progress | Ready | Fatal
 
 
-Event = Born | Unborn | Said
+Event = Forked | ForkFailed | ZygoteMessage
 
 
-class Forks:
+class ZygoteClient:
     """At most one zygote at a time; without any, nothing here does anything."""
 
     def __init__(self, poller: zmq.Poller) -> None:
@@ -65,12 +65,12 @@ class Forks:
         self._poller.register(self._server.link, zmq.POLLIN)
         return self._server.child
 
-    def zygote_died(self) -> list[Unborn]:
+    def zygote_died(self) -> list[ForkFailed]:
         """Close what belonged to it, before its descriptors are used again."""
         server, self._server = self._server, None
         assert server is not None
         self._poller.unregister(server.link)
-        unborn = [Unborn(epoch, "the zygote has died") for epoch in server.asked]
+        unborn = [ForkFailed(epoch, "the zygote has died") for epoch in server.asked]
         server.close()
         return unborn
 
@@ -110,17 +110,17 @@ class Forks:
     ) -> Event:
         if isinstance(message, ForkFailed):
             server.disown(message.epoch)
-            return Unborn(message.epoch, message.error)
+            return ForkFailed(message.epoch, message.error)
         if not isinstance(message, Forked):
-            return Said(server.child.epoch, message)
+            return ZygoteMessage(server.child.epoch, message)
         try:
             child = server.claim(message)
         except OSError as error:
-            return Unborn(message.epoch, str(error))
+            return ForkFailed(message.epoch, str(error))
         except ProtocolError as error:  # it was given up, and ends by itself
-            return Unborn(message.epoch, str(error))
+            return ForkFailed(message.epoch, str(error))
         pid, peer = self._early.pop(child.epoch, (0, b""))
-        return Born(child, peer if pid == child.pid else None)
+        return Forked(child, peer if pid == child.pid else None)
 
     def reap(self, known: frozenset[int]) -> None:
         """Reap dead workers that were given up; `known` are the pids of all others."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 
 from protocol.lifecycle import DeathCause, Role
-from protocol.progress_page import Death, Mark, Phase, ProgressPage
+from protocol.progress_page import Death, Phase, ProgressPage, ProgressRecord
 from scripts.supervisor.supervised import LeaveWord, Slot
 
 NEXT_API = Slot(Role.API, 1)
@@ -61,7 +61,7 @@ class Pages:
         self._pages[standby].inherit(self._pages[slot])
         self.exchange(standby, slot)
 
-    def marks(self) -> dict[Slot, Mark]:
+    def marks(self) -> dict[Slot, ProgressRecord]:
         """What can be read just now."""
         found = {slot: page.read() for slot, page in self._pages.items()}
         return {slot: mark for slot, mark in found.items() if mark is not None}

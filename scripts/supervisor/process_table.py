@@ -8,11 +8,11 @@ from collections.abc import Container, Sequence
 import msgspec
 import zmq
 
-from protocol.child import Child, rss_bytes
+from protocol.child_handle import Child, rss_bytes
 from protocol.config import EngineConfig
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
-from scripts.supervisor.forks import Born, Event, Forks, Unborn
+from scripts.supervisor.forks import Event, Forked, ForkFailed, ZygoteClient
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import SUPERVISOR_EPOCH
 from scripts.supervisor.succession import HELPERS
@@ -52,7 +52,7 @@ class ProcessTable:
         self._pages = pages
         self._listener = listener
         self._children: dict[Slot, Child] = {}
-        self._forks = Forks(poller)
+        self._forks = ZygoteClient(poller)
         self._asked: dict[int, Slot] = {}
         """Slots of processes that are to be forked, by epoch."""
 
@@ -115,11 +115,11 @@ class ProcessTable:
         told: list[tuple[Slot, Event]] = []
         for event in events:
             match event:
-                case Born():
+                case Forked():
                     slot = self._asked.pop(event.child.epoch)
                     self._enter(slot, event.child)
                     told.append((slot, event))
-                case Unborn():
+                case ForkFailed():
                     given_up = self._asked.pop(event.epoch, None)
                     told += [] if given_up is None else [(given_up, event)]
                 case _:

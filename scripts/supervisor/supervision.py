@@ -20,7 +20,7 @@ from protocol.lifecycle import (
     Ready,
     Role,
 )
-from protocol.progress_page import Mark
+from protocol.progress_page import ProgressRecord
 from scripts.supervisor.crash_loop import CrashLoop
 from scripts.supervisor.death_causes import Evidence, classify, story
 from scripts.supervisor.ending import Ending
@@ -239,7 +239,7 @@ class Supervision:
 
     # Watching -----------------------------------------------------------------------------------
 
-    def look(self, marks: Mapping[Slot, Mark], now: float) -> list[Action]:
+    def look(self, marks: Mapping[Slot, ProgressRecord], now: float) -> list[Action]:
         """Find out who hangs, from what could be read of the progress pages."""
         living = {p.slot: p.epoch for p in self.processes if p.is_alive and not p.is_doomed}
         verdicts = self._watcher.look(living, marks, now)

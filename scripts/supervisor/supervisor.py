@@ -18,9 +18,10 @@ from protocol.channel import (
     client_address,
     lifecycle_address,
 )
-from protocol.child import Child
+from protocol.child_handle import Child
+from protocol.child_runtime import EXIT_FATAL
 from protocol.config import EngineConfig
-from protocol.failpoints import reach
+from protocol.failpoints import failpoint
 from protocol.lifecycle import (
     Fatal,
     Hello,
@@ -33,10 +34,9 @@ from protocol.lifecycle import (
     decode_to_supervisor,
 )
 from protocol.message import ProtocolError
-from protocol.process import EXIT_FATAL
 from scripts.supervisor.console import Console
 from scripts.supervisor.death_causes import Evidence, OomCounter
-from scripts.supervisor.forks import Born, Event, Said, Unborn
+from scripts.supervisor.forks import Event, Forked, ForkFailed, ZygoteMessage
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import Peers
 from scripts.supervisor.process_table import (
@@ -228,12 +228,12 @@ class Supervisor:
         """What the zygote says, and what has become of those that it was to fork."""
         for slot, event in events:
             match event:
-                case Born():
+                case Forked():
                     if event.peer is not None:
                         self._peers.learn(slot, event.peer)
-                case Unborn():
+                case ForkFailed():
                     self._die_unborn(slot, event.epoch, event.error)
-                case Said():
+                case ZygoteMessage():
                     now = time.monotonic()
                     self._perform(self.supervision.on_message(event.epoch, event.message, now))
 
@@ -264,7 +264,7 @@ class Supervisor:
         self._on_births(self._table.bury(slot))
         self._peers.forget(slot)
         self._console.ended(slot)
-        reach("supervisor.after_death")
+        failpoint("supervisor.after_death")
         is_oom = status == -signal.SIGKILL and self._oom_counter.take()
         evidence = Evidence(self._pages.step_of(slot, child.epoch), is_oom)
         self._perform(self.supervision.on_death(slot, status, time.monotonic(), evidence))
@@ -323,7 +323,7 @@ class Supervisor:
         except OSError as error:
             self._die_unborn(slot, action.epoch, str(error))
             return
-        reach("supervisor.after_start")
+        failpoint("supervisor.after_start")
 
     def _promote(self, slot: Slot, epoch: int) -> None:
         """It hears of its new epoch under the one it has."""

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from protocol.progress_page import Mark
+from protocol.progress_page import ProgressRecord
 from scripts.supervisor.supervised import Slot
 
 _LEAST_LOOK_S = 0.005
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     """One process, and what it has shown."""
 
     slot: Slot
-    mark: Mark
+    mark: ProgressRecord
     judgement: Judgement
     age_s: float
     """Since its phase began, or since everybody's time began anew."""
@@ -42,7 +42,7 @@ class _Watched:
 
     __slots__ = ("is_told", "mark", "since", "suspected_at")
 
-    def __init__(self, mark: Mark) -> None:
+    def __init__(self, mark: ProgressRecord) -> None:
         self.mark = mark
         self.since = mark.began_ns / 1e9
         self.suspected_at: float | None = None
@@ -69,7 +69,7 @@ class Watcher:
         """When to look again at the latest; None: nobody has looked yet."""
 
     def look(
-        self, living: Mapping[Slot, int], marks: Mapping[Slot, Mark], now: float
+        self, living: Mapping[Slot, int], marks: Mapping[Slot, ProgressRecord], now: float
     ) -> list[Verdict]:
         """Judge everybody.
 
@@ -92,7 +92,7 @@ class Watcher:
         return verdicts
 
     def _take(
-        self, living: Mapping[Slot, int], marks: Mapping[Slot, Mark], now: float
+        self, living: Mapping[Slot, int], marks: Mapping[Slot, ProgressRecord], now: float
     ) -> list[Verdict]:
         """Replace what is no longer so; whoever has moved on is free of suspicion."""
         verdicts = []

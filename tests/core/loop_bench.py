@@ -30,10 +30,10 @@ from protocol.core_worker import (
     WorkerHello,
 )
 from protocol.core_worker import decode_from_core as decode_step
+from protocol.frame_sequence import Flag
 from protocol.lifecycle import Role, Suspect
 from protocol.message import Message, encode
 from protocol.sampling import SamplingParams
-from protocol.sequence import Flag
 from tests.core.fake_worker import FakeWorker
 from tests.played_child import PlayedChild
 

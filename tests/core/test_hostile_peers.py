@@ -22,8 +22,8 @@ from protocol.core_worker import (
     WorkerHello,
     decode_from_worker,
 )
+from protocol.frame_sequence import Flag
 from protocol.message import ProtocolError, encode, pack_header
-from protocol.sequence import Flag
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
 from tests.protocol.wire_corpus import DIRECTIONS, harmed
 

@@ -23,8 +23,8 @@ from protocol.channel import (
     lifecycle_address,
     worker_address,
 )
+from protocol.frame_sequence import Flag
 from protocol.message import PROTOCOL_VERSION, pack_header
-from protocol.sequence import Flag
 from tests.protocol.relay import Relay
 from tests.timing import any_of
 

@@ -61,18 +61,18 @@ def test_acts_at_its_hit_and_no_other() -> None:
     """Only what counts as a hit is counted."""
     reach = configured(f"{NAME}=exc@3")
     for when in (True, False, True, False):
-        reach(NAME, when)
-        reach(OTHER)
+        failpoint(NAME, when)
+        failpoint(OTHER)
     with pytest.raises(FailpointError):
-        reach(NAME)
-    reach(NAME)
+        failpoint(NAME)
+    failpoint(NAME)
 
 
 def test_star_acts_every_time() -> None:
     reach = configured(f"{NAME}=enospc@*")
     for _ in range(3):
         with pytest.raises(OSError, match="No space left") as caught:
-            reach(NAME)
+            failpoint(NAME)
         assert caught.value.errno == errno.ENOSPC
 
 
@@ -80,10 +80,10 @@ def test_off_unless_configured() -> None:
     for value in (None, ""):
         reach = configured(value)
         for name in FAILPOINTS:
-            reach(name)
+            failpoint(name)
 
 
-SCRIPT = f"from protocol.failpoints import reach; reach({NAME!r}); reach({NAME!r})"
+SCRIPT = f"from protocol.failpoints import failpoint; failpoint({NAME!r}); failpoint({NAME!r})"
 
 
 def command(value: str) -> tuple[list[str], dict[str, str]]:
@@ -121,27 +121,27 @@ def test_wrong_value_ends_the_process_at_once() -> None:
 def test_directory_counts_from_arming_and_fires_once(tmp_path: Path) -> None:
     """However often it was reached before, and whichever process gets there."""
     first, second = FailpointDirectory(tmp_path), FailpointDirectory(tmp_path)
-    first.reach(NAME)
-    first.reach(NAME)
+    first.failpoint(NAME)
+    first.failpoint(NAME)
     arm(tmp_path, NAME, "exc@2")
-    first.reach(NAME)
-    second.reach(NAME)
+    first.failpoint(NAME)
+    second.failpoint(NAME)
     with pytest.raises(FailpointError):
-        first.reach(NAME)
-    second.reach(NAME)
+        first.failpoint(NAME)
+    second.failpoint(NAME)
     assert not (tmp_path / NAME).exists()
     (line,) = (tmp_path / LOG_FILE).read_text().splitlines()
     assert line.split()[1:] == [NAME, str(os.getpid()), "exc"]
     arm(tmp_path, NAME, "exc@1")  # armed again, it counts again
     with pytest.raises(FailpointError):
-        first.reach(NAME)
+        first.failpoint(NAME)
 
 
 def test_disarmed_failpoints_do_nothing(tmp_path: Path) -> None:
     reached = FailpointDirectory(tmp_path)
     arm(tmp_path, NAME, "exc@1")
     disarm(tmp_path)
-    reached.reach(NAME)
+    reached.failpoint(NAME)
     assert (tmp_path / f"{REACHED_PREFIX}{NAME}").exists()
     assert not (tmp_path / f"{REACHED_PREFIX}{OTHER}").exists()
 
@@ -171,4 +171,4 @@ def test_each_failpoint_has_its_place_and_a_description() -> None:
 def test_costs_next_to_nothing_where_it_is_off() -> None:
     """A call of an empty function: 0.05 µs measured, and a turn of the core takes hundreds."""
     reach, number = configured(None), 100_000
-    assert min(timeit.repeat(lambda: reach(NAME), number=number, repeat=3)) / number < 0.5e-6
+    assert min(timeit.repeat(lambda: failpoint(NAME), number=number, repeat=3)) / number < 0.5e-6

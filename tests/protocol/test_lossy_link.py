@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.channel import HighWaterMark
+from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import Header, pack_header
-from protocol.sequence import Flag, FrameSequence, Verdict
 from tests.protocol.test_channel import Link, eventually
 
 

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import pytest
 
 from protocol.config import RecoveryConfig
+from protocol.progress import ProgressReporter
 from protocol.progress_page import (
     MAX_FINGERPRINTS,
     NUM_STEP_SLOTS,
     PAGE_BYTES,
     Death,
-    Mark,
     Phase,
     ProgressPage,
+    ProgressRecord,
     StepInFlight,
 )
-from protocol.pulse import Pulse
 from tests.system.conftest import ROOT
 from tests.timing import any_of
 
@@ -43,7 +43,7 @@ def page(shared: tuple[ProgressPage, int]) -> ProgressPage:
 
 
 def test_new_page_is_empty(page: ProgressPage) -> None:
-    assert page.read() == Mark(0, Phase.NONE, None, 0, 0)
+    assert page.read() == ProgressRecord(0, Phase.NONE, None, 0, 0)
     assert page.read_in_flight() == []
     assert page.read_death() is None
 
@@ -53,9 +53,9 @@ def test_what_is_written_is_read_on_the_other_side(shared: tuple[ProgressPage, i
     page, fd = shared
     other = ProgressPage(fd)
     page.write(EPOCH, Phase.STEP, 0, 5, 2**62)
-    assert other.read() == Mark(EPOCH, Phase.STEP, 0, 5, 2**62)
+    assert other.read() == ProgressRecord(EPOCH, Phase.STEP, 0, 5, 2**62)
     page.write(EPOCH, Phase.IDLE, None, 6, 7)
-    assert other.read() == Mark(EPOCH, Phase.IDLE, None, 6, 7)
+    assert other.read() == ProgressRecord(EPOCH, Phase.IDLE, None, 6, 7)
     other.close()
 
 
@@ -66,7 +66,7 @@ def test_torn_write_is_not_read_and_the_next_writer_repairs_it(page: ProgressPag
     page._words[11] = 12345
     assert page.read() is None
     page.write(EPOCH + 1, Phase.NONE, None, 0, 0)
-    assert page.read() == Mark(EPOCH + 1, Phase.NONE, None, 0, 0)
+    assert page.read() == ProgressRecord(EPOCH + 1, Phase.NONE, None, 0, 0)
 
 
 def test_nonsense_in_a_page_is_not_read_and_harms_no_reader(
@@ -83,7 +83,7 @@ def test_nonsense_in_a_page_is_not_read_and_harms_no_reader(
         assert mark is None or mark.phase in Phase, number
         page.read_in_flight()
     page.write(EPOCH, Phase.IDLE, None, 6, 7)
-    assert page.read() == Mark(EPOCH, Phase.IDLE, None, 6, 7)
+    assert page.read() == ProgressRecord(EPOCH, Phase.IDLE, None, 6, 7)
 
 
 def test_reader_never_sees_two_writes_mixed() -> None:
@@ -161,7 +161,7 @@ def test_descriptor_of_something_else_is_refused() -> None:
 def test_each_phase_has_its_time(shared: tuple[ProgressPage, int]) -> None:
     """A step its own, a turn the setting's, a load half of the start's."""
     page, fd = shared
-    pulse = Pulse(fd, EPOCH, RECOVERY)
+    reporter = ProgressReporter(fd, EPOCH, RECOVERY)
 
     def last() -> tuple[Phase, float, int | None]:
         mark = page.read()
@@ -171,50 +171,50 @@ def test_each_phase_has_its_time(shared: tuple[ProgressPage, int]) -> None:
         return mark.phase, mark.limit_s, mark.step_id
 
     assert last() == (Phase.STARTING, 50.0, None)
-    pulse.load("weights", 1)
+    reporter.load("weights", 1)
     assert last() == (Phase.LOAD, 50.0, None)
-    pulse.idle()
+    reporter.idle()
     assert last() == (Phase.IDLE, 2.0, None)
-    pulse.turn()
+    reporter.turn()
     assert last() == (Phase.TURN, 2.0, None)
-    pulse.step(8, 3.5)
+    reporter.step(8, 3.5)
     assert last() == (Phase.STEP, 3.5, 8)
-    assert pulse.tick_ms == 500
-    assert pulse.page is not None
-    pulse.page.close()
+    assert reporter.tick_ms == 500
+    assert reporter.page is not None
+    reporter.page.close()
 
 
 def test_only_visible_progress_extends_a_load(shared: tuple[ProgressPage, int]) -> None:
     page, fd = shared
-    pulse = Pulse(fd, EPOCH, RECOVERY)
+    reporter = ProgressReporter(fd, EPOCH, RECOVERY)
     began = []
     for phase, done in (("weights", 1), ("weights", 1), ("weights", 2), ("pack", 2)):
-        pulse.load(phase, done)
+        reporter.load(phase, done)
         mark = page.read()
         assert mark is not None
         began.append(mark.began_ns)
     assert began[0] == began[1] < began[2] < began[3]
-    assert pulse.page is not None
-    pulse.page.close()
+    assert reporter.page is not None
+    reporter.page.close()
 
 
 def test_without_a_page_nothing_is_written_and_polls_may_last() -> None:
-    pulse = Pulse(None, EPOCH, RECOVERY)
-    pulse.idle()
-    pulse.step(1, 1.0)
-    pulse.load("weights", 1)
-    assert pulse.tick_ms is None
+    reporter = ProgressReporter(None, EPOCH, RECOVERY)
+    reporter.idle()
+    reporter.step(1, 1.0)
+    reporter.load("weights", 1)
+    assert reporter.tick_ms is None
 
 
 @any_of(5)
 def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int]) -> None:
-    pulse = Pulse(shared[1], EPOCH, RECOVERY)
+    reporter = ProgressReporter(shared[1], EPOCH, RECOVERY)
     began = time.thread_time()
     for step_id in range(20_000):
-        pulse.step(step_id, 2.0)
+        reporter.step(step_id, 2.0)
     cost_s = (time.thread_time() - began) / 20_000
-    assert pulse.page is not None
-    pulse.page.close()
+    assert reporter.page is not None
+    reporter.page.close()
     assert cost_s < 2e-6, cost_s
 
 
@@ -235,6 +235,6 @@ def test_successor_with_another_page_inherits_what_was_left(
     assert other.read_in_flight() == page.read_in_flight()
     assert [step.step_id for step in other.read_in_flight()] == [2]
     assert other.read_death() == Death(EPOCH - 1, 2, 3)
-    assert other.read() == Mark(EPOCH, Phase.IDLE, None, 5, 6)
+    assert other.read() == ProgressRecord(EPOCH, Phase.IDLE, None, 5, 6)
     other.close()
     os.close(fd)

@@ -15,8 +15,8 @@ import zmq
 
 from protocol import multipart
 from protocol.channel import HighWaterMark, RouterChannel, client_address
+from protocol.frame_sequence import Flag
 from protocol.message import Message, ProtocolError, encode, pack_header
-from protocol.sequence import Flag
 from tests.protocol.wire_corpus import DIRECTIONS, Direction, harmed
 from tests.timing import any_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol import child
-from protocol.child import Child
+from protocol.child_handle import Child
 from protocol.settings import configure
 from scripts.chaos.processes import is_alive
 from tests.system.conftest import eventually

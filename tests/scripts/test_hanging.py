@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from protocol.lifecycle import DeathCause, Fatal, ProcessState, Ready, Role, Suspect, WorkerDied
-from protocol.progress_page import Mark, Phase
+from protocol.progress_page import Phase, ProgressRecord
 from scripts.supervisor.death_causes import Evidence
 from scripts.supervisor.supervised import (
     Action,
@@ -23,15 +23,17 @@ from tests.scripts.drill import API, CORE, WORKER, Drill
 LIMIT_S = 2.0
 
 
-def mark(drill: Drill, slot: Slot, began: float, step_id: int | None = 7) -> dict[Slot, Mark]:
+def mark(
+    drill: Drill, slot: Slot, began: float, step_id: int | None = 7
+) -> dict[Slot, ProgressRecord]:
     """A step that began then."""
     began_ns = int(began * 1e9)
     phase = Phase.IDLE if step_id is None else Phase.STEP
     deadline_ns = began_ns + int(LIMIT_S * 1e9)
-    return {slot: Mark(drill.living[slot], phase, step_id, began_ns, deadline_ns)}
+    return {slot: ProgressRecord(drill.living[slot], phase, step_id, began_ns, deadline_ns)}
 
 
-def look(drill: Drill, marks: dict[Slot, Mark], now: float) -> list[Action]:
+def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Action]:
     """Let time pass until then, looking whenever it is due."""
     actions: list[Action] = []
     while True:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from protocol.child import Child
+from protocol.child_handle import Child
 from protocol.config import EngineConfig, ParallelConfig
 from protocol.lifecycle import Role
 from protocol.settings import configure

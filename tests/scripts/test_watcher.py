@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.lifecycle import Role
-from protocol.progress_page import Mark, Phase
+from protocol.progress_page import Phase, ProgressRecord
 from scripts.supervisor.supervised import Slot
 from scripts.supervisor.watcher import Judgement, Watcher
 
@@ -13,10 +13,12 @@ LIVING = {CORE: 1, WORKER: 2}
 LONGEST_LOOK_S = 1.0
 
 
-def mark(slot: Slot, began: float, limit_s: float = 2.0, epoch: int | None = None) -> Mark:
+def mark(
+    slot: Slot, began: float, limit_s: float = 2.0, epoch: int | None = None
+) -> ProgressRecord:
     began_ns = int(began * 1e9)
     epoch = LIVING[slot] if epoch is None else epoch
-    return Mark(epoch, Phase.TURN, None, began_ns, began_ns + int(limit_s * 1e9))
+    return ProgressRecord(epoch, Phase.TURN, None, began_ns, began_ns + int(limit_s * 1e9))
 
 
 class Night:
@@ -72,7 +74,7 @@ def test_whoever_moves_on_is_free_of_suspicion() -> None:
 
 def test_phase_without_a_deadline_is_not_watched() -> None:
     night = Night()
-    night.marks = {WORKER: Mark(2, Phase.NONE, None, 0, 0)}
+    night.marks = {WORKER: ProgressRecord(2, Phase.NONE, None, 0, 0)}
     assert night.until(1000.0) == []
 
 

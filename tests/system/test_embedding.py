@@ -169,7 +169,7 @@ def test_orphans_leave() -> None:
     """The parent pipe: its EOF ends a process, whatever it is doing."""
     read, write = os.pipe()
     script = (
-        "import sys\nfrom protocol.process import watch_parent\nimport time\n"
+        "import sys\nfrom protocol.child_runtime import watch_parent\nimport time\n"
         "watch_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, str(read)]

@@ -8,7 +8,7 @@ import pytest
 
 from protocol import process
 from protocol.core_worker import Adopt, ModelRunnerOutput, SchedulerOutput
-from protocol.progress_page import Mark, Phase, ProgressPage
+from protocol.progress_page import Phase, ProgressPage, ProgressRecord
 from tests.played_child import PlayedChild
 from tests.worker import test_shim
 from tests.worker.test_shim import OWN_EPOCH, Bench, FakeRunner, step

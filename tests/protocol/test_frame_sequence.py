@@ -1,7 +1,7 @@
 """The numbers of frames: what is next, comes again or is missing, and who is out of step."""
 
+from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import Header
-from protocol.sequence import Flag, FrameSequence, Verdict
 
 NEXT, REPEATED, GAP = Verdict.NEXT, Verdict.REPEATED, Verdict.AFTER_A_GAP
 

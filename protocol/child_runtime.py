@@ -47,7 +47,7 @@ from protocol.lifecycle import (
 )
 from protocol.message import MAX_TEXT
 from protocol.prctl import die_with_parent
-from protocol.pulse import Pulse
+from protocol.progress import ProgressReporter
 from protocol.run_dir import make_run_dir
 from protocol.supervisor_link import SupervisorLink
 
@@ -83,7 +83,7 @@ class ChildProcess:
             show_stacks()
         # A client's text may hold up the API for a while; nobody else has such work.
         turn_s = config.recovery.api_hang_timeout_s if role is Role.API else None
-        self.pulse = Pulse(progress_fd, self.epoch, config.recovery, turn_s)
+        self.reporter = ProgressReporter(progress_fd, self.epoch, config.recovery, turn_s)
         self._lifecycle: DealerChannel | None = None
         self._supervisor: SupervisorLink | None = None
         self._is_terminated = False
@@ -144,12 +144,12 @@ class ChildProcess:
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Report a step of the start; extends its deadline."""
-        self.pulse.load(phase, done)
+        self.reporter.load(phase, done)
         self._tell(Progress(phase, done, total))
 
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
         """Report that the start is over, and how many KV blocks successors are to have, too."""
-        self.pulse.turn()  # from now on it is watched like all that serve, under its present epoch
+        self.reporter.turn()  # from now on it is watched like all that serve, under its present epoch
         self._hold(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:
@@ -189,12 +189,12 @@ class ChildProcess:
         assert self.lifecycle_socket is not None
         assert self._supervisor is not None
         while True:
-            self.pulse.idle()
-            self.lifecycle_socket.poll(self.pulse.tick_ms)
-            self.pulse.turn()
+            self.reporter.idle()
+            self.lifecycle_socket.poll(self.reporter.tick_ms)
+            self.reporter.turn()
             for message in self.messages():
                 if isinstance(message, Promote):
-                    self.epoch = self.pulse.epoch = message.epoch
+                    self.epoch = self.reporter.epoch = message.epoch
                     self._supervisor.promoted(message.epoch)
                     return True
                 if isinstance(message, Stop):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.child_runtime import DUMP_SIGNAL
 from protocol.config import EngineConfig
-from protocol.process import DUMP_SIGNAL
 
 _MAX_CONFIG_BYTES = 32 * 1024
 """Fits into a pipe's buffer, so that writing it never waits for the child."""

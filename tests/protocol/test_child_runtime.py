@@ -14,9 +14,9 @@ import zmq
 
 from protocol import process, supervisor_link
 from protocol.channel import HighWaterMark, Received, RouterChannel, lifecycle_address
+from protocol.child_runtime import ChildProcess
 from protocol.lifecycle import Drain, Hello, Ready, Role, Stop, decode_to_supervisor
 from protocol.message import Message, encode
-from protocol.process import ChildProcess
 from protocol.progress_page import ProgressPage
 from protocol.settings import configure
 
@@ -95,14 +95,14 @@ def test_whoever_says_that_it_is_ready_is_watched_from_then_on(tmp_path: Path) -
     )
     config = configure(model="null", run_dir=str(tmp_path))
     child = ChildProcess(Role.CORE, arguments, config)
-    child.pulse.idle()
-    child.epoch = child.pulse.epoch = EPOCH + 1  # promoted
+    child.reporter.idle()
+    child.epoch = child.reporter.epoch = EPOCH + 1  # promoted
     child.ready()
     mark = page.read()
     assert mark is not None
     assert mark.epoch == EPOCH + 1
     assert mark.limit_s == config.recovery.hang_timeout_s
-    child.pulse.close()
+    child.reporter.close()
     child.context.term()
     page.close()
     os.close(fd)
@@ -220,7 +220,7 @@ LEAVER = """
 import sys, types, zmq
 from protocol import process
 from protocol.channel import DealerChannel, HighWaterMark
-from protocol.process import ChildProcess
+from protocol.child_runtime import ChildProcess
 
 process.FLUSH_MS = 20_000  # on a busy machine the reader may be slow
 

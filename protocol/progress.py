@@ -13,7 +13,7 @@ _TICKS_PER_TIMEOUT = 4
 _LONGEST_TICK_S = 0.5
 
 
-class Pulse:
+class ProgressReporter:
     """The writing side of a progress page, or nothing."""
 
     def __init__(
