@@ -148,7 +148,7 @@ class EngineCore:
             add.sampling_params,
             output_token_ids=add.output_token_ids,
             priority=add.priority,
-            arrival_time=add.arrival_time,
+            arrival_time=self.now - add.age_s,
             cache_salt=add.cache_salt,
             tenant=add.tenant,
             owner=Owner(client, add.request_id),

@@ -21,7 +21,7 @@ from protocol.api_core import EngineState, PauseMode
 from protocol.channel import HighWaterMark, RouterChannel
 from protocol.child_runtime import ChildProcess
 from protocol.failpoints import failpoint
-from protocol.lifecycle import DeathCause, Drain, Stop, Suspect, WorkerDied
+from protocol.lifecycle import Drain, Stop, Suspect, WorkerDied
 
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
@@ -92,9 +92,8 @@ class CoreLoop:
         death = None if page is None else page.read_death()
         if page is None or death is None:
             return
-        steps = page.read_in_flight()
         self._has_predecessor = True
-        self._workers.on_core_death(death.epoch, list(DeathCause)[death.cause], steps)
+        self._workers.on_core_death(death, page.read_marks())
 
     def turn(self, timeout_ms: int) -> None:
         """Wait for something to happen, at most so long, and do what follows from it."""

@@ -40,13 +40,14 @@ class Policy:
 
 
 class Fcfs(Policy):
-    """First come, first served: the order is that of arrival at the scheduler.
+    """First come, first served: earlier arrival at the client, then at the scheduler, is first.
 
-    Whoever runs arrived before whoever waits, so a preempted request returns to the front.
+    A running request usually arrived before all waiting ones, so a preempted one returns to the
+    front. Only requests that a client sends again can have arrived earlier.
     """
 
     def order(self, request: Request) -> Key:
-        return (request.arrival_index,)
+        return (request.arrival_time, request.arrival_index)
 
     def victim(self, request: Request) -> Key:
         return (request.admission_index,)
@@ -86,7 +87,8 @@ class ShortestPrefill(Policy):
         swapped_out = request.swapped_out
         num_computed = swapped_out.num_computed_tokens if swapped_out else 0
         num_left = request.num_tokens - num_computed
-        return (num_left + self.AGEING * request.arrival_clock, request.arrival_index)
+        key = num_left + self.AGEING * request.arrival_clock
+        return (key, request.arrival_time, request.arrival_index)
 
     def victim(self, request: Request) -> Key:
         return (request.num_tokens - request.num_computed_tokens, request.admission_index)
@@ -134,7 +136,7 @@ class Fair(Policy):
         self._charge(request.tenant, end, num_due)
 
     def order(self, request: Request) -> Key:
-        return (request.virtual_start, request.arrival_index)
+        return (request.virtual_start, request.arrival_time, request.arrival_index)
 
     def victim(self, request: Request) -> Key:
         return (request.virtual_start, request.admission_index)

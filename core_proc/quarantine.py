@@ -39,24 +39,23 @@ INHERITED_FOR_S = 120.0
 log = logging.getLogger("troika.core")
 
 
-class Stage(enum.Enum):
-    """How far the search is."""
+class Stage(enum.IntEnum):
+    """How far the search is; the number is the first of the marks."""
 
-    QUIET = "quiet"
-    GROUP = "group"
+    QUIET = 0
+    GROUP = 1
     """Some suspects compute; the others wait."""
-    ALONE = "alone"
+    ALONE = 2
     """One suspect computes, and nobody else."""
-    CANARY = "canary"
+    CANARY = 3
     """A harmless request computes alone, to see whether workers live at all."""
-    RETRIAL = "retrial"
+    RETRIAL = 4
     """Workers live; the suspect computes alone again."""
 
 
 _CANARY_TRIALS = 4
 """So that workers which die some steps after their start are not taken for victims."""
 _LONELY = frozenset({Stage.ALONE, Stage.CANARY, Stage.RETRIAL})
-_STAGES = list(Stage)
 
 
 class Quarantine:
@@ -220,13 +219,13 @@ class Quarantine:
             return []
         suspects = [r for r in running if r in self._on_trial]
         suspects = suspects or [r for r in running if r not in self._cleared]
-        return [_STAGES.index(self._stage), *map(_fingerprint_of, suspects)]
+        return [self._stage, *map(_fingerprint_of, suspects)]
 
     def inherit(self, marks: Sequence[int], now: float) -> None:
         """A core has died of what it was doing, and left these marks."""
         if not marks:
             return
-        self._inherited_stage = _STAGES[marks[0] % len(_STAGES)]
+        self._inherited_stage = Stage(marks[0] % len(Stage))
         if self._inherited_stage is Stage.CANARY:
             self._systemic_until = now + SYSTEMIC_FOR_S
             return
@@ -330,7 +329,9 @@ class Quarantine:
         return 1 + options.max_steps_in_flight * (1 + options.num_speculative_tokens)
 
     def _try(self, group: list[Request], stage: Stage) -> None:
-        log.warning("looking for a request that kills workers: %s of %d", stage.value, len(group))
+        log.warning(
+            "looking for a request that kills workers: %s of %d", stage.name.lower(), len(group)
+        )
         self._stage = stage
         self._num_trials += 1
         ends = {r: min(r.num_tokens + self._num_ahead, r.max_num_tokens) for r in group}

@@ -156,6 +156,7 @@ class Request:
         self.sampling_params = sampling_params
         self.priority = priority
         self.arrival_time = arrival_time
+        """Seconds, on the core's clock: when its client accepted it."""
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
         """Weights that its KV depends on, beside the model's own; 0: none."""

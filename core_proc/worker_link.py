@@ -27,13 +27,11 @@ from protocol.core_worker import (
 from protocol.failpoints import failpoint
 from protocol.lifecycle import DeathCause, Suspect, WorkerDied
 from protocol.message import ProtocolError, encode
-from protocol.progress_page import ProgressPage, StepInFlight
+from protocol.progress_page import CoreMarks, Death, ProgressPage
 
 DRAIN_LIMIT = 16
 FAULTS = frozenset({DeathCause.SIGNAL, DeathCause.EXCEPTION, DeathCause.OOM, DeathCause.DEADLINE})
 """Causes of death for which what was computed may be to blame."""
-_MARKS_SLOT = 0
-"""Of the page: who is in the steps under way, all together."""
 
 log = logging.getLogger("troika.core")
 
@@ -194,13 +192,11 @@ class WorkerLink:
         if is_first and is_fault:
             self._engine.blame_requests()
 
-    def on_core_death(self, epoch: int, cause: DeathCause, steps: list[StepInFlight]) -> None:
-        """The last core's death, with what it had dispatched then, or a core before it."""
-        own = [step for step in steps if step.epoch == epoch]
-        numbers = ", ".join(str(step.step_id) for step in own) or "none"
-        log.warning("core of epoch %d died: %s; steps under way: %s", epoch, cause, numbers)
-        if cause in FAULTS and own:
-            self._engine.inherit_marks(own[-1].fingerprints)
+    def on_core_death(self, death: Death, marks: CoreMarks | None) -> None:
+        """Take over the marks of the last core; those of a core before it do not count."""
+        log.warning("core of epoch %d died: %s", death.epoch, death.cause)
+        if death.cause in FAULTS and marks is not None and marks.epoch == death.epoch:
+            self._engine.inherit_marks(marks.marks)
 
     def dispatch(self) -> None:
         """Send all steps that can be decided now."""
@@ -222,7 +218,7 @@ class WorkerLink:
         """Who is in the steps under way, where it survives this process."""
         marks = None if self._page is None else self._engine.take_marks()
         if marks is not None and self._page is not None:
-            self._page.write_in_flight(self._core_epoch, _MARKS_SLOT, marks)
+            self._page.write_marks(self._core_epoch, marks)
 
     def _tell_all(self, message: CoreToWorker) -> bool:
         """The same bytes to every rank. A rank that cannot take them is lost, and so the group."""

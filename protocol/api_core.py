@@ -1,4 +1,4 @@
-"""Link 1, clients and core: requests in, tokens out, exactly once by index.
+"""The link between clients and core: requests in, tokens out, exactly once by index.
 
 A client (the API process or an embedding host) keeps every open request in its ledger. The core is
 a cache of it: after a restart the client adds its open requests again, outputs included.
@@ -25,30 +25,30 @@ Tenant = Annotated[str, Meta(max_length=256)]
 
 
 class EngineState(enum.StrEnum):
-    """Where the core stands, as its clients see it."""
+    """The state of the core, as its clients see it."""
 
     STARTING = "starting"
     """No worker has been adopted yet."""
     READY = "ready"
     RECOVERING = "recovering"
-    """A worker was lost; accepted requests wait for its successor."""
+    """A worker was lost; requests wait for its successor."""
     DRAINING = "draining"
-    """Accepted requests are finished, new ones refused."""
+    """Open requests are finished, new ones refused."""
 
 
 class PauseMode(enum.StrEnum):
-    """How much of the scheduling stands still."""
+    """How much of the scheduling is paused."""
 
     RUNNING = "running"
     PAUSED_NEW = "paused_new"
-    """Nobody is admitted who has not run before: who has, or comes with outputs, goes on, also
-    after a preemption, a lost worker or a new core."""
+    """Only requests that have run before, or have outputs, are admitted: they continue also after
+    a preemption, a lost worker or a new core."""
     PAUSED_ALL = "paused_all"
     """Nothing is computed."""
 
 
 class ErrorCode(enum.StrEnum):
-    """What went wrong with one request; the API turns it into an HTTP status."""
+    """Why one request failed; the API maps it to an HTTP status."""
 
     INVALID = "invalid_value"
     TOO_LONG = "context_length_exceeded"
@@ -57,9 +57,9 @@ class ErrorCode(enum.StrEnum):
     DRAINING = "draining"
     INTERNAL = "internal_error"
     QUARANTINED = "request_quarantined"
-    """It has killed workers, again and again, and is not tried any more."""
+    """It has killed workers repeatedly."""
     ENGINE_FAILED = "engine_failed"
-    """No engine has served for longer than a client waits."""
+    """No engine has served for longer than the client waits."""
 
 
 class RequestError(Record):
@@ -71,88 +71,89 @@ class RequestError(Record):
 
 
 class Connect(Message):
-    """Client → core, first on every connection and whenever the core's epoch is unknown."""
+    """Client → core: the first message, also whenever the core's epoch is unknown."""
 
     pid: Annotated[int, Meta(ge=0, lt=2**31)]
-    """The client's process on this host, watched for its death; 0 for a client on another host."""
+    """The client's process, watched for its death; 0 for a client on another host."""
 
 
 class AddRequest(Message):
     """Client → core: a request, new or sent again from the ledger.
 
-    An open request with the same id is replaced: that is how a client repairs what it has missed.
+    It replaces an open request with the same id: in this way a client repairs missed outputs.
     """
 
     request_id: RequestId
-    """The client's own number, never reused within one incarnation of it."""
+    """Chosen by the client, never reused within one incarnation of it."""
     prompt_token_ids: TokenIds
     sampling_params: SamplingParams
     output_token_ids: TokenIds = []
-    """Tokens the client already has; they stay outputs, and the next event starts after them."""
+    """Tokens that the client already has; the next output starts after them."""
     priority: Priority = 0
     """Lower is sooner."""
     arrival_time: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Seconds since the Unix epoch at which the client accepted it; orders equal priorities."""
+    """Seconds since the Unix epoch at which the client accepted it, for the client's own journal.
+    The core does not read it: clocks of two processes are not compared."""
     cache_salt: CacheSalt = ""
     """Requests share cached prefixes only with requests of the same salt."""
     resent: bool = False
-    """It was accepted before: neither a full queue nor draining is a reason to refuse it."""
+    """It was accepted before, so it is not refused for a full queue or draining."""
     tenant: Tenant = ""
-    """On whose account it runs: the fair policy shares the engine among tenants."""
+    """Its account: the fair policy shares the engine among tenants."""
+    age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
+    """Seconds since the client accepted it, when the client sent it. The core subtracts them from
+    its own clock, so that the order of arrival survives reconnects and restarts."""
 
 
 class AbortRequests(Message):
-    """Client → core: nobody waits for these any more. Unknown ids are ignored."""
+    """Client → core: end these requests. Unknown ids are ignored."""
 
     request_ids: RequestIds
 
 
 class ControlAction(enum.StrEnum):
-    """What a client may ask of the engine as a whole."""
+    """A request that concerns the whole engine."""
 
     PAUSE = "pause"
     """Enter `Control.pause_mode`. Requests are accepted and wait."""
     RESUME = "resume"
     """End a pause or a sleep."""
     SLEEP = "sleep"
-    """Pause everything, forget the prefix cache, and have the workers give its memory back.
+    """Pause everything, drop the prefix cache, and let the workers release its memory.
 
-    Answered when they were told, and done when they have come to that."""
+    Answered when the workers were told; they do it after all steps sent before."""
     RESET_PREFIX_CACHE = "reset_prefix_cache"
-    """Forget the prefix cache; refused while any of its blocks is in use."""
+    """Drop the prefix cache; refused while any of its blocks is in use."""
 
 
 class Control(Message):
-    """Client → core: answered by one `ControlDone`. Asking for what holds already is no error."""
+    """Client → core: answered by one `ControlDone`; a control without effect is not an error."""
 
     number: RequestId
-    """The client's own, to know the answer by."""
+    """Chosen by the client, to match the answer."""
     action: ControlAction
     pause_mode: PauseMode = PauseMode.PAUSED_ALL
     """For PAUSE."""
     reset_running_requests: bool = False
-    """For RESET_PREFIX_CACHE: whoever runs is preempted, so that no block is in use."""
+    """For RESET_PREFIX_CACHE: preempt running requests, so that no block is in use."""
     restores: bool = False
-    """What was in force with a former core is said to the next one: not obeyed where that was asked
-    to pause, sleep or resume meanwhile, or stands stiller already."""
+    """It was in force in a former core. A core that has got another pause, sleep or resume
+    meanwhile, or is paused more already, ignores it."""
 
 
 class ControlDone(Message):
-    """Core → client: a `Control` was obeyed, or not."""
+    """Core → client: the answer to a `Control`."""
 
     number: RequestId
     ok: bool
-    """False: not while the engine starts or drains; blocks are in use; the sleep was ended before
-    it began; or what was to be restored is out of date."""
+    """False: the engine starts or drains, blocks are in use, the sleep was ended before it began,
+    or what was to be restored is out of date."""
     pause_mode: PauseMode
     """In force from now on."""
 
 
 class KVEventsTaken(Message):
-    """Client → core: one `KVEventBatch` was read, or dropped; there is room for another.
-
-    So a reader is never sent more than it can hold, and one that is slow is told less, not late.
-    """
+    """Client → core: one `KVEventBatch` was read, or dropped; there is room for another."""
 
 
 class RequestOutput(Record):
@@ -160,11 +161,11 @@ class RequestOutput(Record):
 
     request_id: RequestId
     first_index: Count
-    """Position of `token_ids[0]` among the request's outputs."""
+    """Index of `token_ids[0]` among the request's outputs."""
     token_ids: TokenIds
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The id of `stop_token_ids` that ended it; None for EOS and all other reasons."""
+    """The id of `stop_token_ids` that ended it; None for EOS and other reasons."""
     num_cached_tokens: Count | None = None
     """Prompt tokens found in the prefix cache; with the first output only."""
     logprobs: list[TokenLogprobs] | None = None
@@ -174,16 +175,16 @@ class RequestOutput(Record):
 
 
 class StepOutputs(Message):
-    """Core → client: what one step brought to this client's requests."""
+    """Core → client: the outputs of one step for this client's requests."""
 
     outputs: list[RequestOutput]
 
 
 class Refused(Message):
-    """Core → client: this request is not, or no longer, served. Nothing else comes for it."""
+    """Core → client: this request is refused, or has failed. It gets no further outputs."""
 
     request_id: RequestId | None
-    """None where the frame was unreadable; `seq` then tells which frame it was."""
+    """None if the frame could not be decoded; `seq` is then the number of that frame."""
     error: RequestError
     seq: Count = 0
 
@@ -211,13 +212,11 @@ class EngineStats(Record):
     """Iterations of the core's loop by duration, not cumulative; bounds: `LOOP_BUCKETS_S`."""
     loop_seconds_sum: float = 0.0
     spec_decode_num_drafts: Count = 0
-    """Times that guessed tokens of a request were verified."""
+    """Verifications, each of one request in one step."""
     spec_decode_num_draft_tokens: Count = 0
-    """Tokens verified."""
     spec_decode_num_accepted_tokens: Count = 0
-    """Tokens that were right."""
     spec_decode_num_accepted_tokens_per_pos: list[int] = []
-    """How often the first, second, ... guess was right."""
+    """How often the first, second, ... draft token was accepted."""
     num_quarantined: Count = 0
     """Requests that were found to kill workers."""
 
@@ -229,7 +228,7 @@ LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.
 class Status(Message):
     """Core → client: answer to Connect, on every change of state, and about once a second.
 
-    The header's epoch is the core's. A client that sees it for the first time sends its ledger.
+    The header's epoch is the core's. At a new epoch the client sends everything open.
     """
 
     state: EngineState
@@ -238,8 +237,8 @@ class Status(Message):
     stats: EngineStats
     pause_mode: PauseMode = PauseMode.RUNNING
     is_sleeping: bool = False
-    """SLEEP was asked for, and nobody has resumed. The workers give the memory of the KV cache back
-    as soon as they have done what was sent to them before."""
+    """From a SLEEP until the next RESUME. The workers release the memory after all steps that were
+    sent to them before."""
 
 
 ClientToCore = (
@@ -305,7 +304,7 @@ def _validate_params(params: SamplingParams, facts: ModelFacts) -> RequestError 
 
 
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:
-    """A request that could not run even alone is refused, instead of blocking all others."""
+    """Refuse a request that could not run even alone: it would block all others."""
     total = min(len(add.prompt_token_ids) + add.sampling_params.max_tokens, facts.max_model_len)
     needed = facts.num_blocks_for(total - 1)  # the last sampled token never needs a slot
     usable = facts.num_gpu_blocks - 1

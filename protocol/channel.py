@@ -1,11 +1,26 @@
 """Sockets: the only file that knows ZMQ options, addresses and frames.
 
-Binding sides are ROUTERs, connecting sides DEALERs with a random identity per incarnation. Every
-socket has LINGER 0, a high-water mark and a largest message; nothing here ever blocks.
+Theory of operation. Binding sides are ROUTERs, connecting sides DEALERs with a random identity per
+incarnation. Every socket has LINGER 0, a high-water mark and a largest message; no call blocks.
 
-What arrives is checked: frames that were harmed on the way, or come again, or after one that is
-missing, are dropped here (protocol/frame_sequence.py), and the connecting end is told by `take_loss` that
-it must begin anew. Frames on the lifecycle link stand for themselves: there a gap is passed over.
+A connection is in one of two states. *In step*: each frame that arrives has the next number, and
+is delivered. *Lost*: a frame was damaged or is missing; every later one is dropped until a frame
+with the flag BEGINS. `FrameSequence` (frame_sequence.py) keeps the numbers, one per peer. Only the
+connecting side can leave the lost state, because it knows what has to be sent again:
+
+1. The binding side finds a loss: it sends LOST. The connecting side finds one, or receives LOST:
+   `take_loss` returns True once. A loss of the last frame shows with the next BEAT.
+2. The caller of `take_loss` sends its first message with `begins=True` (Connect, WorkerHello).
+3. The binding side accepts that frame whatever its number, and its next frame has BEGINS too.
+
+Invariants: a frame is delivered at most once and in order; between two BEGINS no frame is missing;
+numbers that a connecting side sends never go back. On the lifecycle link each message is complete
+in itself and repeated by its sender, so gaps are ignored there and only damaged and repeated
+frames are dropped.
+
+Callers rely on this order: `link_events` before `drain` after a wake-up, since a reconnection
+discards what is unread; `drain` after every send, since the descriptor is edge-triggered and a send
+may consume the event of an arrival; `beat` about once a second on binding sides.
 """
 
 import contextlib
@@ -24,12 +39,13 @@ from protocol.message import DamagedFrame, Header, ProtocolError, pack_header, u
 
 MAX_FRAME_BYTES = 16 * 2**20
 _RECONNECT_MS = 10
-"""And up to as much again. Not more after many tries: a new core would wait for its worker."""
+"""Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
 _NO_EPOCH = 0
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)
-_MARKS = int(Flag.BEAT | Flag.LOST)
+_EMPTY = int(Flag.BEAT | Flag.LOST)
+"""Flags of frames without a message."""
 _READABLE = int(zmq.POLLIN)
 _MONITOR_EVENT = struct.Struct("=Hi")
 """Event and value, as libzmq's monitor sockets send them."""
@@ -44,34 +60,31 @@ class HighWaterMark(enum.IntEnum):
 
 
 class PeerGone(Exception):
-    """The peer addressed is not connected any more."""
+    """The peer is not connected."""
 
 
 class FrameTooLarge(Exception):
-    """A body of more than `MAX_FRAME_BYTES`: its receiver would close the connection for good."""
+    """A body has more than `MAX_FRAME_BYTES`: its receiver would close the connection for good."""
 
 
 class LinkEvent(enum.Enum):
-    """What happened to a connection."""
-
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
 
 
 class Received(NamedTuple):
-    """One message as it came from the wire."""
+    """One message from the wire."""
 
     peer: bytes
-    """Identity of the sender; empty on connecting sockets, which have one peer."""
+    """Identity of the sender; empty on connecting sockets."""
     header: Header
     body: bytes
 
 
 class BadFrame(NamedTuple):
-    """A message that was dropped because it could not be read."""
+    """A message that was dropped because it could not be decoded."""
 
     peer: bytes
-    """Identity of the sender; empty on connecting sockets."""
     reason: str
 
 
@@ -100,7 +113,7 @@ def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
 
 @contextlib.contextmanager
 def _closed_on_error(socket: zmq.Socket[bytes]) -> Iterator[None]:
-    """What was opened halfway is not left to the garbage collector."""
+    """Close a socket whose setup fails."""
     try:
         yield
     except BaseException:
@@ -114,20 +127,20 @@ def _check_size(body: bytes) -> None:
 
 
 class _Channel:
-    """What both kinds of sockets share: polling, bounded draining, closing."""
+    """Common part of both kinds of sockets: polling, bounded draining, closing."""
 
     _names_peers: bool
-    """Whether each message comes with its sender's identity in front."""
+    """Whether each message begins with its sender's identity."""
 
     def __init__(self, socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
         self.socket = socket
-        self._takes_gaps = hwm is HighWaterMark.LIFECYCLE_LINK
+        self._ignores_gaps = hwm is HighWaterMark.LIFECYCLE_LINK
         self.num_read = 0
-        """Frames that have come, whatever became of them."""
+        """Frames that have arrived, dropped ones included."""
         self.num_dropped_frames = 0
-        """Those that were harmed on the way, came again, or came after a gap."""
+        """Frames that were damaged, repeated, or came after a gap."""
         self.num_bad_frames = 0
-        """Messages dropped because they could not be read."""
+        """Messages that could not be decoded."""
         self.last_bad_frame: BadFrame | None = None
 
     @property
@@ -136,7 +149,7 @@ class _Channel:
         return int(self.socket.getsockopt(zmq.FD))
 
     def drain(self, limit: int) -> Iterator[Received]:
-        """Yield the messages that have arrived, at most `limit`; unreadable ones are counted."""
+        """Yield the messages that have arrived, at most `limit`; bad ones are only counted."""
         for _ in range(limit):
             parts = multipart.receive(self.socket)
             if parts is None:
@@ -155,21 +168,21 @@ class _Channel:
                     yield received
 
     def _is_due(self, received: Received) -> bool:
-        """Whether it is a message, and neither comes again nor after a gap."""
+        """Whether a frame carries a message, and is neither repeated nor after a gap."""
         verdict = self._sequence(received.peer).judge(received.header)
         if verdict is Verdict.NEXT:
-            return not received.header.flags or self._is_message(received.header)
+            return not received.header.flags or self._handle_flags(received.header)
         self.num_dropped_frames += 1
         if verdict is Verdict.AFTER_A_GAP:
             self._on_loss(received.peer)
         return False
 
-    def _is_message(self, header: Header) -> bool:
-        """Heed the flags of a frame that has some."""
+    def _handle_flags(self, header: Header) -> bool:
+        """Returns whether the frame carries a message."""
         if header.flags & _BEGINS:
             self._on_beginning()
-        if header.flags & _MARKS:
-            self._on_mark(header)
+        if header.flags & _EMPTY:
+            self._on_empty(header)
             return False
         return True
 
@@ -177,17 +190,17 @@ class _Channel:
         raise NotImplementedError
 
     def _on_loss(self, peer: bytes) -> None:
-        """A frame was harmed, or is missing."""
+        """A frame was damaged, or is missing."""
         raise NotImplementedError
 
     def _on_beginning(self) -> None:
-        """The other end waits for nothing before this frame, and neither does this one."""
+        """A frame with BEGINS has arrived."""
 
-    def _on_mark(self, header: Header) -> None:
-        """A frame without a message has come."""
+    def _on_empty(self, header: Header) -> None:
+        """A frame without a message has arrived."""
 
     def count_bad_frame(self, peer: bytes, reason: str) -> None:
-        """Count a message that was dropped: by `drain`, or by whoever could not decode its body."""
+        """Count a dropped message; callers whose decoder rejects a body count it here too."""
         self.num_bad_frames += 1
         self.last_bad_frame = BadFrame(peer, reason)
 
@@ -213,17 +226,17 @@ class RouterChannel(_Channel):
         with _closed_on_error(socket):
             _configure(socket, hwm)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # A peer that connects anew before its lost connection was read to the end would not be
-            # heard again, ever. Nobody else knows its random identity, and so can take its place.
+            # Without this, a peer that reconnects before its lost connection was read to the end
+            # stays unreachable for good. Its identity is random, so no other peer can take it over.
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
             socket.bind(address)
         super().__init__(socket, hwm)
         self._sequences: dict[bytes, FrameSequence] = {}
         self._num_peers_looked_over = _FEW_PEERS
-        """So many have to be known before it is asked again who of them is gone."""
+        """Number of peers at which dead ones are looked for again."""
         self._first_seq = 0
-        """Of a new sequence: what goes to a peer that was forgotten does not look repeated."""
+        """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
     def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
         """Send one message.
@@ -257,12 +270,12 @@ class RouterChannel(_Channel):
         return True
 
     def beat(self) -> None:
-        """To be called about once a second: what was lost last on a link shows in the answers."""
+        """Send a BEAT to every peer: the answers reveal whether the last frames were lost."""
         for peer in list(self._sequences):
-            self._send_mark(peer, Flag.BEAT)
+            self._send_empty(peer, Flag.BEAT)
 
     def forget(self, peer: bytes) -> None:
-        """Drop what is counted for a peer that is gone."""
+        """Drop the sequence of a peer that is gone."""
         if peer in self._sequences:
             self._first_seq = max(self._first_seq, self._sequences.pop(peer).next_seq)
 
@@ -270,28 +283,28 @@ class RouterChannel(_Channel):
         sequence = self._sequences.get(peer)
         if sequence is None:
             if len(self._sequences) >= self._num_peers_looked_over:
-                self.beat()  # who is gone is forgotten
+                self.beat()  # peers that are gone are forgotten
                 self._num_peers_looked_over = 2 * len(self._sequences) + _FEW_PEERS
-            sequence = FrameSequence(takes_gaps=self._takes_gaps, first_seq=self._first_seq)
+            sequence = FrameSequence(ignores_gaps=self._ignores_gaps, first_seq=self._first_seq)
             self._sequences[peer] = sequence
         return sequence
 
     def _on_loss(self, peer: bytes) -> None:
-        if not self._takes_gaps:
-            self._send_mark(peer, Flag.LOST)
+        if not self._ignores_gaps:
+            self._send_empty(peer, Flag.LOST)
 
-    def _send_mark(self, peer: bytes, flag: Flag) -> None:
+    def _send_empty(self, peer: bytes, flag: Flag) -> None:
         with contextlib.suppress(PeerGone):
             self._send(peer, _NO_EPOCH, b"", flag)
 
 
 class DealerChannel(_Channel):
-    """The connecting side of a link; it reconnects by itself and says when."""
+    """The connecting side of a link; it reconnects by itself and reports when."""
 
     _names_peers = False
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
-        """Start connecting to `address`; nobody needs to listen there yet."""
+        """Start connecting to `address`; the binding side may come later."""
         socket = context.socket(zmq.DEALER)
         with _closed_on_error(socket):
             _configure(socket, hwm)
@@ -304,7 +317,7 @@ class DealerChannel(_Channel):
             with _closed_on_error(self.monitor):
                 socket.connect(address)
         super().__init__(socket, hwm)
-        self._frames = FrameSequence(takes_gaps=self._takes_gaps)
+        self._frames = FrameSequence(ignores_gaps=self._ignores_gaps)
         self._has_lost = False
         self._is_new = True
 
@@ -319,7 +332,7 @@ class DealerChannel(_Channel):
         return events
 
     def _leave_connection(self) -> None:
-        """What is unread came over the last connection: over a new one nobody speaks unasked."""
+        """Discard unread frames of the last connection: over a new one the peer only answers."""
         while multipart.receive(self.socket) is not None:
             self.num_read += 1
             self.num_dropped_frames += 1
@@ -328,19 +341,19 @@ class DealerChannel(_Channel):
         self._is_new = True
 
     def send(self, epoch: int, body: bytes, *, begins: bool = False) -> bool:
-        """Send one message; False if nobody is connected or the queue is full.
+        """Send one message; False if there is no connection or the queue is full.
 
         Args:
-            begins: nothing before it is waited for any more, neither there nor here. The first
-                message of a connection always begins.
+            begins: set BEGINS, which ends the lost state. The first message of a connection
+                always has it.
 
         Raises:
-            FrameTooLarge: the other side could not receive it; nothing was sent.
+            FrameTooLarge: the peer could not receive it; nothing was sent.
         """
         return self._send(epoch, body, _BEGINS if begins else 0)
 
     def take_loss(self) -> bool:
-        """Whether a frame of either direction was lost since the last call: begin anew then."""
+        """Whether a frame of either direction was lost since the last call."""
         has_lost, self._has_lost = self._has_lost, False
         return has_lost
 
@@ -361,12 +374,12 @@ class DealerChannel(_Channel):
         return self._frames
 
     def _on_loss(self, peer: bytes) -> None:
-        self._has_lost = not self._takes_gaps
+        self._has_lost = not self._ignores_gaps
 
     def _on_beginning(self) -> None:
-        self._has_lost = False  # what was lost, or said to be, came before
+        self._has_lost = False  # losses, and LOST, came before it
 
-    def _on_mark(self, header: Header) -> None:
+    def _on_empty(self, header: Header) -> None:
         if header.flags & Flag.LOST:
             self._has_lost = True
         else:

@@ -1,4 +1,4 @@
-"""The parent's side of a process: start by command, death by pidfd, stop with a deadline."""
+"""The parent's side of a child process: start by command, death by pidfd, stop with a deadline."""
 
 import contextlib
 import errno
@@ -21,10 +21,99 @@ _MAX_CONFIG_BYTES = 32 * 1024
 """Fits into a pipe's buffer, so that writing it never waits for the child."""
 _DEATH_TIMEOUT_S = 1.0
 """From SIGKILL to the end; longer only in uninterruptible sleep, as on a broken disk."""
+_UNKNOWN_STATUS = 127
 
 
-class Child:
-    """One running process. Descriptors are closed with `close`, after its death."""
+class ChildHandle:
+    """A child process, alive or dead. After its death `close` closes the descriptors."""
+
+    def __init__(self, pid: int, epoch: int, parent_write: int) -> None:
+        """Watch a process that is a child of this one.
+
+        Args:
+            pid: of the child.
+            epoch: its incarnation.
+            parent_write: write end of its parent pipe; belongs to this object from now on.
+
+        Raises:
+            OSError: it cannot be watched; the pipe is closed, which ends the child.
+        """
+        try:
+            self.pidfd = os.pidfd_open(pid)
+            """Readable as soon as the process is dead."""
+        except OSError:
+            os.close(parent_write)
+            raise
+        self.pid = pid
+        self.epoch = epoch
+        self.started_at = time.monotonic()
+        self._parent_write = parent_write
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs. Reaps the dead process."""
+        if self._status is None:
+            try:
+                info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
+            except ChildProcessError:  # reaped by other code, as where SIGCHLD is ignored
+                self._status = _UNKNOWN_STATUS
+            else:
+                if info is not None:
+                    has_exited = info.si_code == os.CLD_EXITED
+                    self._status = info.si_status if has_exited else -info.si_status
+        return self._status
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end, at most `timeout_s`; returns as `poll`."""
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        return self.poll()
+
+    def kill(self) -> None:
+        """Send SIGKILL; the pidfd makes sure that it hits this process and no other."""
+        self._send_signal(signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        """Have it print its stacks; only for a process that has written to its progress page."""
+        self._send_signal(DUMP_SIGNAL)
+
+    def _send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def stop(self, grace_s: float) -> int | None:
+        """End it: close its parent pipe, wait for `grace_s`, then kill.
+
+        Returns:
+            The exit status; None if the process still exists 1 s after SIGKILL.
+        """
+        self.release()
+        status = self.wait(grace_s)
+        if status is None:
+            self.kill()
+            status = self.wait(_DEATH_TIMEOUT_S)
+        self.close()
+        return status
+
+    def release(self) -> None:
+        """Close the parent pipe, which asks the child to exit."""
+        if self._parent_write >= 0:
+            with contextlib.suppress(OSError):  # a fork of this process may keep EOF from it
+                os.write(self._parent_write, b"\0")
+            os.close(self._parent_write)
+            self._parent_write = -1
+
+    def close(self) -> None:
+        """Close all descriptors; only after the end of the process."""
+        self.release()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class Child(ChildHandle):
+    """A child that is started by command."""
 
     def __init__(
         self,
@@ -48,83 +137,31 @@ class Child:
             parent_read, parent_write = os.pipe()
             theirs.callback(os.close, parent_read)
             ours.callback(os.close, parent_write)
-            inherited = [config_read, parent_read]
+            fds = {
+                "--config-fd": config_read,
+                "--parent-fd": parent_read,
+                "--listen-fd": listen_fd,
+                "--progress-fd": progress_fd,
+            }
+            inherited = {flag: fd for flag, fd in fds.items() if fd is not None}
             command = [sys.executable, "-P", "-m", module, *arguments]
-            command += ["--config-fd", str(config_read), "--parent-fd", str(parent_read)]
-            command += ["--epoch", str(epoch), "--rank", str(rank)]
-            for flag, fd in (("--listen-fd", listen_fd), ("--progress-fd", progress_fd)):
-                if fd is not None:
-                    inherited.append(fd)
-                    command += [flag, str(fd)]
-            self._process = subprocess.Popen(
+            for flag, number in {**inherited, "--epoch": epoch, "--rank": rank}.items():
+                command += [flag, str(number)]
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
+                pass_fds=list(inherited.values()),
                 env=_environment(),
                 start_new_session=True,
             )
-            ours.callback(_end, self._process)
-            self.pid = self._process.pid
-            self.pidfd = os.pidfd_open(self.pid)
-            """Readable as soon as the process is dead."""
             ours.pop_all()
-        self._parent_write = parent_write
-        self.epoch = epoch
-        self.started_at = time.monotonic()
-
-    def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
-        return self._process.poll()
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end, at most so long."""
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        poller.poll(timeout_s * 1000)
-        return self.poll()
-
-    def kill(self) -> None:
-        """Send SIGKILL; the pidfd makes sure that it hits this process and no other."""
-        if self.poll() is None:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def dump_stacks(self) -> None:
-        """Have it print its stacks; only for a process that has reported in its progress page."""
-        if self.poll() is None:
-            signal.pidfd_send_signal(self.pidfd, DUMP_SIGNAL)
-
-    def stop(self, grace_s: float) -> int | None:
-        """End it: close its parent pipe, wait for `grace_s`, then kill.
-
-        Returns:
-            The exit status; None if the system has not let go of it 1 s after SIGKILL.
-        """
-        self.release()
-        status = self.wait(grace_s)
-        if status is None:
-            self.kill()
-            status = self.wait(_DEATH_TIMEOUT_S)
-        self.close()
-        return status
-
-    def release(self) -> None:
-        """Let the child see the end of its parent pipe."""
-        if self._parent_write >= 0:
-            with contextlib.suppress(OSError):  # a fork of this process may keep EOF from it
-                os.write(self._parent_write, b"\0")
-            os.close(self._parent_write)
-            self._parent_write = -1
-
-    def close(self) -> None:
-        """Close all descriptors; only after the end of the process."""
-        self.release()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
-    def rss_bytes(self) -> int:
-        """Resident memory; 0 if the process is gone."""
-        return rss_bytes(self.pid)
+        try:
+            super().__init__(process.pid, epoch, parent_write)
+        except OSError:
+            process.kill()
+            process.wait(_DEATH_TIMEOUT_S)
+            raise
+        process.returncode = _UNKNOWN_STATUS  # from here on only `poll` reaps it
 
 
 def rss_bytes(pid: int) -> int:
@@ -137,7 +174,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def _config_pipe(config: EngineConfig) -> int:
-    """The read end of a pipe that holds the configuration; nobody has its write end."""
+    """Return the read end of a pipe that holds the configuration; its write end is closed."""
     body = msgspec.msgpack.encode(config)
     assert len(body) <= _MAX_CONFIG_BYTES, "configuration too large for a pipe"
     read_fd, write_fd = os.pipe()
@@ -153,14 +190,8 @@ def _config_pipe(config: EngineConfig) -> int:
     return read_fd
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """For a process that was started but cannot be watched."""
-    process.kill()
-    process.wait(_DEATH_TIMEOUT_S)
-
-
 def _environment() -> dict[str, str]:
-    """The caller's environment, with this package importable and no settings of its own."""
+    """The caller's environment, with this package importable and without its settings."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, environment.get("PYTHONPATH", "")]

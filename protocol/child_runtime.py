@@ -149,7 +149,7 @@ class ChildProcess:
 
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
         """Report that the start is over, and how many KV blocks successors are to have, too."""
-        self.reporter.turn()  # from now on it is watched like all that serve, under its present epoch
+        self.reporter.turn()  # watched from now on like all that serve, under its present epoch
         self._hold(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:

@@ -6,12 +6,13 @@
             print(output.token_ids)
 
 It survives restarts of the core and of the workers: open requests are sent again from the ledger,
-and their streams go on. It touches no signals, environment, logging or foreign event loop.
+and their streams continue. It changes no signal handlers, environment, logging or event loops.
 """
 
 import asyncio
 import itertools
 import time
+from typing import Unpack
 
 import msgspec
 
@@ -35,7 +36,7 @@ from protocol.core_worker import ModelFacts
 from protocol.errors import failure_of
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.kv_feed import KVEventFeed
-from protocol.ledger import Ledger, check_request
+from protocol.ledger import Ledger, RequestOptions, check_request
 from protocol.message import ProtocolError, encode
 from protocol.open_requests import OpenRequests, Receiver
 from protocol.request_stream import RequestStream
@@ -45,6 +46,10 @@ MAX_OPEN_REQUESTS = 16384
 MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
+_RESEND_SLICE_S = 0.002
+"""Longest time for which a resend holds the host's event loop."""
+_RESEND_RETRY_S = 0.01
+"""Until the next slice while the socket is full."""
 _SERVING = (EngineState.READY, EngineState.DRAINING)
 _NOT_OPEN = RequestError(ErrorCode.INTERNAL, "the client is not open, or closed again")
 
@@ -63,9 +68,9 @@ class AsyncEngineClient:
         """Name the core's address (`protocol.channel.client_address`); nothing connects yet.
 
         Args:
-            max_open_requests: past it `submit` refuses.
+            max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
-            stall_timeout_s: without an engine that serves for so long, open requests fail.
+            stall_timeout_s: open requests fail after this time without a serving engine.
         """
         self._stall_timeout_s = stall_timeout_s
         self._stalled_s = 0.0
@@ -74,18 +79,20 @@ class AsyncEngineClient:
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
         self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
-        self._open = OpenRequests(Ledger(max_open_requests, max_open_tokens), self._link.send)
+        ledger = Ledger(max_open_requests, max_open_tokens, time.monotonic)
+        self._open = OpenRequests(ledger, self._link.send)
+        self._is_resending = False
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
-        """What is known of the model; stays known while the engine recovers."""
+        """Facts of the model; kept while the engine recovers."""
         self.status: Status | None = None
-        """The core's last word about itself."""
+        """The core's last status."""
         self.last_status_time = 0.0
-        """When it came, on the monotonic clock."""
+        """When it arrived, on the monotonic clock."""
 
     @property
     def connected(self) -> bool:
-        """Whether the core is heard and takes messages; it may be recovering nevertheless."""
+        """Whether messages reach the core; it may be recovering nevertheless."""
         return self._link.is_agreed
 
     @property
@@ -117,7 +124,7 @@ class AsyncEngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Disconnect; open streams fail, and the core aborts them. Harmless when repeated."""
+        """Disconnect; open streams fail, and the core aborts them. Idempotent."""
         if not self._link.is_open:
             return
         self._timer.cancel()
@@ -135,8 +142,8 @@ class AsyncEngineClient:
         """Wait until the engine serves: its state is READY.
 
         Raises:
-            TimeoutError: it does not within `timeout_s`.
-            RequestFailed: the client is not open, or closed meanwhile.
+            TimeoutError: it does not serve within `timeout_s`.
+            RequestFailed: the client is not open, or was closed meanwhile.
         """
         async with asyncio.timeout(timeout_s):
             while (facts := self._ready_facts()) is None:
@@ -154,26 +161,21 @@ class AsyncEngineClient:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Accept a request: from here on it survives restarts of everything but this process.
 
         Args:
             prompt_token_ids: may change afterwards.
             params: with an explicit seed.
-            priority: lower is sooner, under the priority policy.
-            cache_salt: prefixes are shared only within one salt.
-            tenant: on whose account, under the fair policy.
+            options: priority, cache_salt and tenant.
 
         Raises:
             InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
-            Overloaded: the engine takes none now.
+            Overloaded: the engine does not accept requests now.
             EngineFailed: no engine has served for longer than `stall_timeout_s`.
         """
-        add, body = self._check(prompt_token_ids, params, priority, cache_salt, tenant)
+        add, body = self._check(prompt_token_ids, params, options)
         stream = RequestStream(add.request_id, self.cancel)
         self._open.accept(add, body, stream)
         return stream
@@ -183,53 +185,40 @@ class AsyncEngineClient:
         receiver: Receiver,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AddRequest:
-        """As `submit`, for a receiver of one's own; returns the request as it was accepted."""
-        add, body = self._check(prompt_token_ids, params, priority, cache_salt, tenant)
+        """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
+        add, body = self._check(prompt_token_ids, params, options)
         self._open.accept(add, body, receiver)
         return add
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
-        """Go on with a request that an earlier incarnation of this client had accepted.
+        """Continue a request that an earlier incarnation of this client accepted.
 
         Args:
             add: as it was accepted, with the outputs that are known; its number is replaced.
-            receiver: told what comes after those outputs.
+            receiver: gets the outputs that follow.
 
         Returns:
             Its number, for `cancel`.
 
         Raises:
-            Overloaded: too much is open already.
+            Overloaded: too much is open.
         """
         request_id = self._open.ledger.next_request_id()
-        self._open.adopt(msgspec.structs.replace(add, request_id=request_id, resent=True), receiver)
+        add = msgspec.structs.replace(add, request_id=request_id, resent=True)
+        # The host's clock: monotonic clocks do not compare across reboots.
+        self._open.adopt(add, receiver, age_s=max(0.0, time.time() - add.arrival_time))
         return request_id
 
     def _check(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str,
-        tenant: str,
+        self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions
     ) -> tuple[AddRequest, bytes]:
         if (error := self._why_not()) is not None:
             raise failure_of(error)
         assert self.facts is not None
-        add = AddRequest(
-            self._open.ledger.next_request_id(),
-            prompt_token_ids,
-            params,
-            priority=priority,
-            arrival_time=time.time(),
-            cache_salt=cache_salt,
-            tenant=tenant,
-        )
+        request_id, now = self._open.ledger.next_request_id(), time.time()
+        add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)
         return check_request(add, self.facts)
 
     def _why_not(self) -> RequestError | None:
@@ -253,45 +242,45 @@ class AsyncEngineClient:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> bool:
-        """Let the engine stand still; it goes on to accept requests, and stays paused if it dies.
+        """Pause scheduling; requests are still accepted, and a restarted core is paused again.
 
         Returns:
-            Whether it obeys: not while it drains.
+            Whether the engine is paused: not while it drains.
 
         Raises:
-            TimeoutError: no answer within `timeout_s`; whether it was obeyed is not known.
+            TimeoutError: no answer within `timeout_s`; whether it was paused is not known.
             RequestFailed: the client is not open.
-            ValueError: `mode` is no pause.
+            ValueError: `mode` is not a pause.
         """
         if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
             raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
         return (await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """End any pause or sleep, whoever asked for it; errors as `pause`."""
+        """End any pause or sleep, also of other clients; errors as `pause`."""
         return (await self._control(timeout_s, ControlAction.RESUME)).ok
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """Pause everything and have the workers give back the KV cache's memory.
+        """Pause everything and let the workers release the KV cache's memory.
 
         Returns:
-            Whether they were told to, and the memory is free soon; not while the engine drains, and
-            not if someone has resumed before. Requests keep their tokens, and compute KV again.
+            Whether the workers were told to; the memory is free soon after. False while the engine
+            drains, or if it was resumed before. Requests keep their tokens and compute KV again.
         """
         return (await self._control(timeout_s, ControlAction.SLEEP)).ok
 
     async def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """The same as `resume`."""
+        """As `resume`."""
         return await self.resume(timeout_s=timeout_s)
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        """Forget all cached prefixes, as after a change of the weights.
+        """Drop all cached prefixes, as after a change of the weights.
 
         Returns:
-            Whether it was done: not while a block is in use, unless `reset_running_requests` has
-            the running requests give theirs up and compute them again.
+            Whether it was done: not while a block is in use, unless `reset_running_requests`
+            preempts the running requests, which then compute their KV again.
         """
         action = ControlAction.RESET_PREFIX_CACHE
         done = await self._control(timeout_s, action, reset_running_requests=reset_running_requests)
@@ -306,7 +295,7 @@ class AsyncEngineClient:
         reset_running_requests: bool = False,
     ) -> ControlDone:
         self._require_open()
-        reset = bool(reset_running_requests)  # whatever is sent again must be encodable
+        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
         control = self._controls.ask(action, mode, reset_running_requests=reset)
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
@@ -323,16 +312,16 @@ class AsyncEngineClient:
             raise failure_of(_NOT_OPEN)
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
-        """Follow what the prefix cache holds: iterate over (number, event); one feed at a time.
+        """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.
 
-        It begins with number `next_seq`, or with AllBlocksCleared and a snapshot, whose events have
-        no numbers; another snapshot comes whenever events were missed, as with a new core. It fails
-        with ConnectionError where no engine has served for `stall_timeout_s`.
+        The feed begins with number `next_seq`, or with AllBlocksCleared and a snapshot, whose
+        events have no numbers. Another snapshot follows when events were missed, as with a new
+        core. It fails with ConnectionError if no engine has served for `stall_timeout_s`.
 
         Raises:
-            ValueError: `next_seq` is no number of an event.
+            ValueError: `next_seq` is not a number of an event.
             RequestFailed: the client is not open.
-            RuntimeError: there is such a feed already.
+            RuntimeError: there is a feed already.
         """
         self._require_open()
         try:
@@ -358,15 +347,29 @@ class AsyncEngineClient:
         if status.state in _SERVING:
             self._stalled_s = 0.0
         self._open.ledger.allow_repairs()
-        if is_new_epoch:  # a core that knows nothing of this client gets everything open
+        if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
-            self._open.send_all()
+            self._open.begin_resend()
+            if not self._is_resending:
+                self._resend()
             if self._feed is not None:
                 self._feed.subscribe()
-        elif status.facts is not None:  # a core that only starts is not the one agreed with
+        elif status.facts is not None:  # else it is a successor that is starting
             self._controls.follow(status)
         self._status_event.set()
+
+    def _resend(self) -> None:
+        """Resend a slice of what the core does not know, and schedule the next slice."""
+        deadline = time.monotonic() + _RESEND_SLICE_S
+        # If the epoch is lost, the resend begins anew when the next one is agreed on.
+        self._is_resending = self.connected and self._open.resend(
+            deadline, lambda: self._link.has_room
+        )
+        if self._is_resending and self._link.has_room:
+            self._loop.call_soon(self._resend)
+        elif self._is_resending:
+            self._loop.call_later(_RESEND_RETRY_S, self._resend)
 
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
@@ -380,7 +383,7 @@ class AsyncEngineClient:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, KVEventBatch):
-            if self._feed is None:  # it was cancelled while this was on its way
+            if self._feed is None:  # cancelled meanwhile
                 self._link.send(encode(KVEventsTaken()))
             else:
                 self._feed.take(message)

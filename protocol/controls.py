@@ -1,25 +1,25 @@
-"""What a client has asked of the engine as a whole: still unanswered, or in force.
+"""Controls of one client that are unanswered, or in force.
 
-No sockets here, as in the ledger. A pause belongs to whoever asked for it: a core that starts anew
-knows nothing of it, and is asked again before it is sent any request. As long as the core lives its
-word is the truth: a pause that another client has ended or changed is not this client's any more.
+No sockets here, as in the ledger. A pause belongs to the client that requested it: a new core does
+not know it, so the client sends it before any request. While a core lives, its status is the truth:
+a pause that another client has ended or changed no longer belongs to this one.
 """
 
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode, Status
 
 
 class Controls:
-    """The controls of one client, in the order in which they were asked for."""
+    """The controls of one client, in the order in which they were requested."""
 
     def __init__(self) -> None:
         self._next_number = 0
         self._unanswered: dict[int, Control] = {}
         self._in_force: Control | None = None
-        """The pause or sleep that this client answers for."""
+        """The pause or sleep that belongs to this client."""
         self._repeated = 0
-        """Number under which that was sent to the newest core, if it is not the first."""
+        """Number of the control that restores it in a new core."""
         self._epoch = 0
-        """Of the core that this is about."""
+        """Of the core that last received the controls."""
 
     def ask(
         self,
@@ -28,14 +28,14 @@ class Controls:
         *,
         reset_running_requests: bool = False,
     ) -> Control:
-        """Note a control, to be sent now and to every new core until it is answered."""
+        """Enter a control, to be sent now and to every new core until it is answered."""
         self._next_number += 1
         control = Control(self._next_number, action, pause_mode, reset_running_requests)
         self._unanswered[control.number] = control
         return control
 
     def give_up(self, number: int) -> None:
-        """Nobody waits for this answer any more; whether the core obeyed is not known."""
+        """Stop waiting for an answer; whether the core has carried it out is not known."""
         self._unanswered.pop(number, None)
 
     def take(self, done: ControlDone) -> None:
@@ -49,9 +49,9 @@ class Controls:
             self._in_force = control
 
     def follow(self, status: Status) -> None:
-        """Learn from a later word of the same core whose the pause is by now.
+        """Drop the pause if a later status of the same core shows that it no longer holds.
 
-        A word from before an answer does no harm: what was asked is in force from its answer on.
+        A status from before an answer is harmless: a control is in force only from its answer on.
         """
         if self._in_force is not None and not self._holds(status):
             self._in_force = None
@@ -63,11 +63,11 @@ class Controls:
         return status.is_sleeping or status.pause_mode is self._in_force.pause_mode
 
     def begin(self, epoch: int, status: Status) -> list[Control]:
-        """Return what to send on a new connection, before anything else.
+        """Return the controls to send first on a new connection.
 
         Args:
-            epoch: of the core; another one than before is a core that knows nothing.
-            status: its first word.
+            epoch: of the core; another one than before is a new core.
+            status: its first status.
         """
         if epoch == self._epoch:
             self.follow(status)

@@ -1,9 +1,9 @@
-"""A client's end of the wire to the core: it connects, agrees on an epoch, and notices silence.
+"""A client's end of the link to the core: it connects, agrees on an epoch, and detects silence.
 
-Nothing is sent before a `Status` has told the core's epoch, and what was not sent then is not kept:
-whoever uses the link sends everything open as soon as a new epoch is agreed on. So every doubt (a
-lost connection, a core that says nothing, a queue that does not empty) is resolved in one way:
-forget the epoch, send `Connect`, and begin anew with the answer.
+Messages are sent only after a `Status` with the core's epoch, and earlier ones are not kept: the
+user of the link sends everything open again when a new epoch is agreed on. So every failure (a lost
+connection, a silent core, a queue that does not empty) has one remedy: forget the epoch, send
+`Connect`, and begin anew with the answer.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from protocol.message import ProtocolError, encode
 TICK_S = 1.0
 """Between two calls of `CoreLink.tick`."""
 STATUS_TIMEOUT_S = 5.0
-"""A core reports each second. One silent for so long may have dropped this client as too slow."""
+"""Silence after which to connect again: a core reports each second, and drops slow clients."""
 RELINK_TIMEOUT_S = 2.0
-"""A socket without a connection for so long is replaced: after some errors it never reconnects."""
+"""Time without a connection after which a socket is replaced: some errors end its reconnecting."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
 _UNKNOWN_EPOCH = 0
 
 News = StepOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
-"""All that a core tells but its status."""
+"""All messages of a core but its status."""
 
 
 class CoreLink:
@@ -54,8 +54,8 @@ class CoreLink:
         Args:
             address: `protocol.channel.client_address`.
             outbox_limit: messages kept while the socket's queue is full; past it begin anew.
-            on_status: told every status, and whether it begins an epoch, so that all is to be sent.
-            on_message: told everything else that belongs to the epoch agreed on.
+            on_status: gets every status, and whether it begins an epoch: then send everything.
+            on_message: gets all other messages of the agreed epoch.
         """
         self._address = address
         self._outbox_limit = outbox_limit
@@ -67,7 +67,7 @@ class CoreLink:
         self._is_look_due = False
         self._is_linked = False
         self._awaits_status = False
-        # Counted in ticks: time in which this loop itself stood still says nothing about the core.
+        # Counted in ticks: time in which this loop was blocked is not the core's silence.
         self._silent_s = 0.0
         self._unlinked_s = 0.0
         self.is_open = False
@@ -78,8 +78,13 @@ class CoreLink:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the core's epoch is known, so that what is sent arrives."""
+        """Whether the core's epoch is known: otherwise messages are dropped."""
         return self._epoch != _UNKNOWN_EPOCH
+
+    @property
+    def has_room(self) -> bool:
+        """Whether everything that was sent before has left the outbox."""
+        return not self._outbox
 
     @property
     def epoch(self) -> int:
@@ -106,7 +111,7 @@ class CoreLink:
         self._context.term()
 
     def send(self, body: bytes) -> None:
-        """Send a message, or keep it until there is room; dropped where no epoch is agreed on."""
+        """Send a message, or keep it until there is room; dropped if no epoch is agreed on."""
         if not self.is_agreed:
             return
         if not self._outbox and self._try_send(body):
@@ -119,7 +124,7 @@ class CoreLink:
             self._loop.call_later(_RETRY_S, self._flush)
 
     def tick(self) -> None:
-        """To be called every `TICK_S`: repeat what was not answered, replace what is dead."""
+        """Called every `TICK_S`: repeat an unanswered Connect, replace a dead socket."""
         self._silent_s += TICK_S
         if not self._is_linked:
             self._unlinked_s += TICK_S
@@ -129,7 +134,7 @@ class CoreLink:
             self._greet()
 
     def _replace_channel(self) -> None:
-        """The old one stays where the system has no room for another; the next tick tries again."""
+        """Replace the socket; if the system has no room for one, the next tick tries again."""
         try:
             channel = DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK)
         except (OSError, zmq.ZMQError):
@@ -155,18 +160,18 @@ class CoreLink:
         self._epoch = _UNKNOWN_EPOCH
 
     def _greet(self) -> None:
-        """Begin anew: the core drops what it has of this client, and answers with its epoch."""
+        """Begin anew: the core drops this client's requests and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
         self._try_send(encode(Connect(os.getpid())), begins=True)
 
     def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
-        # The descriptor is edge-triggered: trying to send may swallow the sign of an arrival.
+        # The descriptor is edge-triggered: a send may consume the event of an arrival.
         self._look_soon()
         return self._channel.send(self._epoch, body, begins=begins)
 
     def _look_soon(self) -> None:
-        """Once for all that is sent in one turn of the loop."""
+        """Schedule one read for all sends in this turn of the loop."""
         if not self._is_look_due:
             self._is_look_due = True
             self._loop.call_soon(self._look)

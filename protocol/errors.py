@@ -1,13 +1,13 @@
-"""How requests fail, as exceptions: one base class, and one class for each thing to do about it."""
+"""How requests fail, as exceptions: one base class, and a subclass for each remedy."""
 
 from protocol.api_core import ErrorCode, RequestError
 
 RETRY_AFTER_S = 1.0
-"""What a client that was refused should wait where nobody knows better."""
+"""Default wait before a refused request is sent again."""
 
 
 class RequestFailed(Exception):
-    """One request was refused or cannot go on; `error` has the code, the text and the field."""
+    """One request was refused or has failed; `error` has the code, the text and the field."""
 
     def __init__(self, error: RequestError) -> None:
         super().__init__(f"{error.code}: {error.message}")
@@ -15,11 +15,11 @@ class RequestFailed(Exception):
 
 
 class InvalidRequest(RequestFailed):
-    """A value is out of its bounds, or the model cannot serve it: it would fail again."""
+    """A value is out of its bounds, or the model cannot serve it: the request would fail again."""
 
 
 class Overloaded(RequestFailed):
-    """Nothing is wrong with it, but it is not taken now: send it again after `retry_after_s`."""
+    """The request is valid, but not accepted now: send it again after `retry_after_s`."""
 
     def __init__(self, error: RequestError, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(error)
@@ -27,11 +27,11 @@ class Overloaded(RequestFailed):
 
 
 class RequestQuarantined(RequestFailed):
-    """It has killed workers whenever it ran; it is refused until the engine has forgotten it."""
+    """The request has killed workers whenever it ran; it is refused for some time."""
 
 
 class EngineFailed(RequestFailed):
-    """No engine has served for so long that waiting was given up, or an error of the engine."""
+    """No engine has served for longer than the client waits, or the engine had an error."""
 
 
 _KINDS: dict[ErrorCode, type[RequestFailed]] = {
@@ -44,5 +44,5 @@ _KINDS: dict[ErrorCode, type[RequestFailed]] = {
 
 
 def failure_of(error: RequestError) -> RequestFailed:
-    """Make the exception for an error; whatever else is wrong lies in the request."""
+    """Make the exception for an error; codes without a class of their own are InvalidRequest."""
     return _KINDS.get(error.code, InvalidRequest)(error)

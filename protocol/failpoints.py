@@ -62,8 +62,8 @@ class FailpointError(Exception):
     """Raised where the action `exc` was asked for."""
 
 
-class Reach(Protocol):
-    """Says that a failpoint was reached."""
+class Failpoint(Protocol):
+    """Marks a place in the code as a failpoint."""
 
     def __call__(self, name: str, when: bool = True) -> None: ...
 
@@ -141,7 +141,7 @@ class Failpoints:
         self._orders = orders
         self._hits = dict.fromkeys(orders, 0)
 
-    def failpoint(self, name: str, when: bool = True) -> None:
+    def hit(self, name: str, when: bool = True) -> None:
         """Count, and act if this is the hit."""
         order = self._orders.get(name)
         if order is None or not when:
@@ -167,7 +167,7 @@ class FailpointDirectory:
         self._reached: set[str] = set()
         self._armed: dict[str, ArmedFile] = {}
 
-    def failpoint(self, name: str, when: bool = True) -> None:
+    def hit(self, name: str, when: bool = True) -> None:
         """Count since the order was put there, and act if this is the hit."""
         if not when:
             return
@@ -246,7 +246,7 @@ def _hold(duration_s: float) -> None:
         library.usleep(int(left_s * 1e6))
 
 
-def configured(value: str | None) -> Reach:
+def configured(value: str | None) -> Failpoint:
     """What a process calls, according to the environment variable's value.
 
     Raises:
@@ -255,14 +255,14 @@ def configured(value: str | None) -> Reach:
     if not value:
         return _pass
     if value.startswith("/"):
-        return FailpointDirectory(Path(value)).reach
-    return Failpoints(parse_orders(value)).reach
+        return FailpointDirectory(Path(value)).hit
+    return Failpoints(parse_orders(value)).hit
 
 
 def _pass(name: str, when: bool = True) -> None:
     """Failpoints are off."""
 
 
-reach = configured(os.environ.get(VARIABLE))
+failpoint = configured(os.environ.get(VARIABLE))
 """Called with its name wherever a failpoint is: `when` says whether it is one this time. Bound once
 in the life of a process, so that a failpoint costs an empty call where they are off."""

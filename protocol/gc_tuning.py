@@ -1,14 +1,14 @@
-"""How processes that must not pause use Python's garbage collector."""
+"""Garbage collection in processes that must not pause."""
 
 import gc
 
 _YOUNG_OBJECTS = 50_000
-"""Reference counts free nearly all that a step makes; the collector is for cycles, which are rare.
-At the default of 700 it would look through the lists of a large step again and again."""
+"""Threshold of the collector. Reference counts free nearly all objects of a step, and cycles are
+rare; at the default of 700 the collector would traverse the lists of a large step many times."""
 
 
-def settle() -> None:
-    """Call when all that stays is there: it is not looked at any more, and the rest seldom."""
+def freeze() -> None:
+    """Exempt all present objects from collection, and collect rarely from now on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)

@@ -1,6 +1,6 @@
-"""What happens to the contents of the prefix cache, told in order to whoever routes requests.
+"""Changes of the prefix cache's contents, in order, for routers of requests.
 
-A subscriber keeps the set of known hashes: it adds those of BlocksStored, takes out those of
+A subscriber keeps the set of known hashes: it adds those of BlocksStored, removes those of
 BlocksRemoved, and empties it on AllBlocksCleared. docs/protocol.md says how hashes are computed.
 """
 
@@ -12,12 +12,11 @@ from protocol.message import Message, Record, Text
 
 BlockHash = Annotated[bytes, Meta(min_length=1, max_length=64)]
 EventSeq = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""Number of an event. Each life of the core begins at another one, so that a number of an earlier
-life is never mistaken for one of this."""
+"""Number of an event. Each incarnation of the core begins at another one, so that numbers never
+mean two events."""
 
 Subscription = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""Number of a subscription, chosen by the client: what was on its way when it began another one, or
-lost the wish for any, is known by it."""
+"""Number of a subscription, chosen by the client, which identifies batches of an earlier one."""
 
 
 class BlocksStored(Record, tag="stored", frozen=True):
@@ -30,38 +29,38 @@ class BlocksStored(Record, tag="stored", frozen=True):
     """Of all these blocks, in order."""
     block_size: int
     group: int
-    """Index of the KV group."""
+    """Index in `ModelFacts.kv_groups`."""
     cache_salt: str
     adapter_id: int
 
 
 class BlocksRemoved(Record, tag="removed", frozen=True):
-    """Contents were forgotten: no block with one of these hashes is left."""
+    """Contents were dropped: no block with one of these hashes is left."""
 
     block_hashes: list[BlockHash]
     group: int
 
 
 class AllBlocksCleared(Record, tag="cleared", frozen=True):
-    """The cache is empty now."""
+    """The cache is empty."""
 
 
 KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 class SubscribeKVEvents(Message, frozen=True):
-    """Client → core: tell me all events, until I unsubscribe or the connection ends.
+    """Client → core: send all events until `UnsubscribeKVEvents` or the end of the connection.
 
-    ZygoteMessage again it replaces the subscription of this connection.
+    A second one replaces the subscription of this connection.
     """
 
     subscription: Subscription
     next_seq: EventSeq | None = None
-    """Go on with this number. None, or a number that is not kept: begin with a snapshot."""
+    """First number wanted. None, or a number that is not kept: begin with a snapshot."""
 
 
 class UnsubscribeKVEvents(Message, frozen=True):
-    """Client → core: no more events."""
+    """Client → core: end the subscription."""
 
 
 class KVEventBatch(Message, frozen=True):
@@ -69,14 +68,14 @@ class KVEventBatch(Message, frozen=True):
 
     subscription: Subscription
     first_seq: EventSeq | None
-    """Number of the first, each has one more than that before it; the next batch begins after the
-    last. None: a part of a snapshot, whose events have no numbers. A snapshot begins with
-    AllBlocksCleared and ends where a batch with a number comes, be that empty."""
+    """Number of the first event; the next batch begins after the last. None: a part of a snapshot,
+    whose events have no numbers. A snapshot begins with AllBlocksCleared and ends with the next
+    batch that has a number, which may be empty."""
     events: list[KVEvent]
 
 
 class KVEventsRefused(Message, frozen=True):
-    """Core → client: there will be no events; the text says why."""
+    """Core → client: the subscription is refused; the text says why."""
 
     subscription: Subscription
     message: Text

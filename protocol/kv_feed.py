@@ -1,7 +1,7 @@
-"""A client's subscription to the core's KV events: no event twice, none missed, or a new beginning.
+"""A client's subscription to the core's KV events: each event once and in order, or a new snapshot.
 
 No sockets here: batches go in; events to read and messages to send come out. The core sends few
-batches ahead of the reader, so that one who lags is bounded here, and keeps its place there.
+batches ahead of the reader, so that a slow reader is bounded and keeps its position.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ Send = Callable[[SubscribeKVEvents | UnsubscribeKVEvents | KVEventsTaken], None]
 class KVEventFeed:
     """An asynchronous iterator of (number, event).
 
-    Events of a snapshot, which begins with AllBlocksCleared, have no number: None. After a restart
-    of the core, or where events were missed for good, a snapshot comes by itself. It raises
-    ValueError where the engine records no events, and ConnectionError when the client is closed.
+    Events of a snapshot, which begins with AllBlocksCleared, have the number None. A snapshot
+    follows after a restart of the core, or if events were missed. The iterator raises ValueError
+    if the engine records no events, and ConnectionError when the client is closed.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class KVEventFeed:
         """Begin to subscribe.
 
         Args:
-            next_seq: number of the first event to tell; None: a snapshot first.
+            next_seq: number of the first event; None: a snapshot first.
             numbers: for subscriptions, each of them new to this connection.
-            send: sends to the core, if one is agreed on.
-            end: called once, when nothing more is wanted or will come.
+            send: sends to the core, if an epoch is agreed on.
+            end: called once, when the feed is cancelled or fails.
         """
         self._next_seq = next_seq
         self._numbers = numbers
@@ -46,7 +46,7 @@ class KVEventFeed:
         self._end = end
         self._unread: deque[tuple[int | None, KVEvent]] = deque()
         self._num_untaken = 0
-        """Batches that the core has not been asked to follow up."""
+        """Batches that arrived and were not acknowledged by KVEventsTaken."""
         self._in_snapshot = False
         self._is_cancelled = False
         self._error: Exception | None = None
@@ -54,7 +54,7 @@ class KVEventFeed:
         self.subscribe()
 
     def subscribe(self) -> None:
-        """Ask for what comes next; to be called again on every new connection."""
+        """Send the subscription; to be called again on every new connection."""
         self._in_snapshot = False
         self._subscription = next(self._numbers)
         self._send(SubscribeKVEvents(self._subscription, self._next_seq))
@@ -76,11 +76,11 @@ class KVEventFeed:
 
     @property
     def num_unread(self) -> int:
-        """Events that have arrived and were not iterated over yet."""
+        """Events that have arrived and were not read yet."""
         return len(self._unread)
 
     def cancel(self) -> None:
-        """End the subscription; iteration ends. Harmless at any time, also repeatedly."""
+        """End the subscription and the iteration. Idempotent."""
         if not self._is_cancelled and self._error is None:
             self._is_cancelled = True
             self._unread.clear()
@@ -97,7 +97,7 @@ class KVEventFeed:
             self._waiter = None
 
     def take(self, batch: KVEventBatch) -> None:
-        """Enter a batch, if it is the one that is due."""
+        """Enter a batch, if it is the expected one."""
         self._num_untaken += 1
         if self._is_due(batch):
             if batch.first_seq is None:
@@ -115,8 +115,8 @@ class KVEventFeed:
         self._num_untaken = 0
 
     def _is_due(self, batch: KVEventBatch) -> bool:
-        """Compare with what was expected; a gap is asked for again, under a new number."""
-        if batch.subscription != self._subscription:  # it was on its way, to this feed or another
+        """Whether a batch is the expected one; after a gap, subscribe again under a new number."""
+        if batch.subscription != self._subscription:  # an earlier one, of this feed or another
             return False
         if batch.first_seq is None:
             if batch.events and isinstance(batch.events[0], AllBlocksCleared):
@@ -130,14 +130,14 @@ class KVEventFeed:
         return False
 
     def refuse(self, refused: KVEventsRefused) -> None:
-        """There are no events, if it is what was asked for last that is refused."""
+        """Fail if the current subscription is refused."""
         if refused.subscription == self._subscription:
             self.fail(ValueError(refused.message))
 
     def fail(self, error: Exception) -> None:
-        """Nothing more will come; what is unread is still told."""
+        """End the feed with an error, which is raised after the unread events."""
         self._error = error
-        self._ask_for_more()  # for a feed that may follow
+        self._ask_for_more()  # for the next feed of this connection
         self._end()
         self._wake()
 

@@ -13,7 +13,6 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -117,12 +116,7 @@ class EngineProcesses:
     def __enter__(self) -> "EngineProcesses":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _clear(self) -> None:

@@ -1,14 +1,29 @@
-"""The client's ledger: the truth about every request that it has accepted.
+"""The client's ledger: the source of truth about every request that it has accepted.
 
-No sockets here: outputs of the core go in, news to deliver and messages to send come out. Core and
-workers are caches of the ledger, so every repair is the same: add the request again, with the
-tokens that are already known. Exactly once by index: an output that starts too low is compared and
-dropped, one that starts too high is asked for again. Prompt logprobs go by position likewise.
+Theory of operation. A request enters by `accept` and leaves by `fail`, or by the output of `take`
+that has a finish reason. In between the ledger holds what cannot be computed again: the prompt, the
+resolved parameters, the tokens that were delivered, and when it was accepted. Core and workers
+are caches of this, so every repair is the same message: `resumed`, the request with the tokens that
+are known, under which the core replaces what it has.
+
+Exactly once, by index: with n tokens known, an output that starts at n is new; one that starts
+lower is a repetition, compared with the known tokens and cut; one that starts higher shows a gap.
+Prompt logprobs are compared by position in the same way.
+
+Invariants: known tokens only grow, and a caller gets each of them once, in order; a contradiction
+(other tokens at a known index) fails the request and changes no token. A gap asks for one repair:
+further outputs behind the same gap are ignored until `allow_repairs`, which runs about once a
+second, and after `REPAIR_MESSAGES_MAX` repairs without an output that fits the request fails.
+Entries are in order of acceptance, and a resend goes through them in this order. Ages are
+differences of this process's clock, so that the core can order requests of all its clients
+without comparing clocks.
 """
 
 import re
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypedDict
 
 import msgspec
 
@@ -27,19 +42,29 @@ from protocol.message import MAX_TEXT, ProtocolError, encode
 from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
-"""A request whose outputs still do not fit after so many repairs in a row fails."""
+"""Repairs in a row after which a request fails."""
 _PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
-"""Where in a body the decoder found fault: the place of a field, and of a field within that."""
+"""Where a decoding error lies: the index of a field, and of a field within that."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `submit` takes beside the prompt and its sampling parameters."""
+
+    priority: int
+    """Lower is sooner, under the priority policy; 0 by default."""
+    cache_salt: str
+    """Requests share cached prefixes only with requests of the same salt."""
+    tenant: str
+    """The account of the request: the fair policy shares the engine among tenants."""
 
 
 def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
-    """Check a request as the core will, before anybody takes responsibility for it.
+    """Check a request as the core will, before it is accepted.
 
-    Structs check nothing when they are built, so the bounds are checked by decoding what would be
-    sent.
+    Structs check no bounds when they are built, so the encoded request is decoded again.
 
     Returns:
-        The request, sharing nothing with the caller's, and its body for the wire.
+        The request, sharing no objects with the caller's, and its body for the wire.
 
     Raises:
         RequestFailed: the error names the field and the bound.
@@ -61,7 +86,7 @@ def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes
 
 
 def _out_of_bounds(problem: str) -> RequestError:
-    """Translate the decoder's complaint: places in arrays become names of fields."""
+    """Replace the indices in a decoding error by names of fields."""
     match = _PATH.search(problem)
     if match is None:
         return RequestError(ErrorCode.INVALID, problem[:MAX_TEXT])
@@ -74,23 +99,27 @@ def _out_of_bounds(problem: str) -> RequestError:
 
 
 class _Entry:
-    __slots__ = ("add", "next_prompt_position", "num_repairs", "output_token_ids")
+    __slots__ = ("accepted_at", "add", "next_prompt_position", "num_repairs", "output_token_ids")
 
-    def __init__(self, add: AddRequest) -> None:
+    def __init__(self, add: AddRequest, accepted_at: float) -> None:
         self.add = add
+        self.accepted_at = accepted_at
         self.output_token_ids = array("i", add.output_token_ids)
         self.num_repairs = 0
-        """Since the last output that fitted."""
+        """Since the last output without a gap."""
         self.next_prompt_position = 0
 
-    def resumed(self) -> AddRequest:
-        """The request as a core must see it that knows nothing of it."""
+    def resumed(self, now: float) -> AddRequest:
+        """The request for a core that does not know it."""
         return msgspec.structs.replace(
-            self.add, output_token_ids=list(self.output_token_ids), resent=True
+            self.add,
+            output_token_ids=list(self.output_token_ids),
+            resent=True,
+            age_s=max(0.0, now - self.accepted_at),
         )
 
     def new_prompt_logprobs(self, parts: list[PromptLogprobs]) -> list[PromptLogprobs] | None:
-        """Cut off what came before: a prompt computed again brings its logprobs again."""
+        """Remove repetitions: a prompt that is computed again returns its logprobs again."""
         news = []
         for part in parts:
             num_again = max(0, self.next_prompt_position - part.first_position)
@@ -104,15 +133,27 @@ class _Entry:
 class Ledger:
     """All open requests of one client, in the order in which they were accepted."""
 
-    def __init__(self, max_open: int, max_open_tokens: int | None = None) -> None:
-        """Take at most so many requests, and prompts of so many tokens together; None: any."""
+    def __init__(
+        self,
+        max_open: int,
+        max_open_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            max_open: most requests.
+            max_open_tokens: most tokens of their prompts together; None: no limit.
+            clock: monotonic seconds, for the ages of requests.
+        """
         self._max_open = max_open
         self._max_open_tokens = max_open_tokens
+        self.clock = clock
         self.num_prompt_tokens = 0
-        """Of everything open."""
+        """Of all open requests."""
         self._entries: dict[int, _Entry] = {}
         self._repairing: set[int] = set()
-        """Requests sent again for a gap since the last `allow_repairs`."""
+        """Requests repaired since the last `allow_repairs`."""
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -122,15 +163,15 @@ class Ledger:
         return request_id in self._entries
 
     def next_request_id(self) -> int:
-        """A number that this incarnation has not used yet."""
+        """Return an unused number."""
         self._next_id += 1
         return self._next_id
 
-    def accept(self, add: AddRequest) -> None:
-        """Take responsibility for a request.
+    def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
+        """Enter a request that was accepted `age_s` seconds ago.
 
         Raises:
-            Overloaded: too many are open already, or too many tokens.
+            Overloaded: too many requests or prompt tokens are open.
         """
         assert add.request_id not in self._entries
         if len(self._entries) >= self._max_open:
@@ -142,40 +183,44 @@ class Ledger:
             message = f"prompts of {limit} tokens are open, the most this client takes"
             raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
         self.num_prompt_tokens = num_tokens
-        self._entries[add.request_id] = _Entry(add)
+        self._entries[add.request_id] = _Entry(add, self.clock() - age_s)
 
     def cancel(self, request_id: int) -> AbortRequests | None:
-        """Forget a request; returns what to tell the core, if it was open."""
+        """Remove a request; returns the message for the core if it was open."""
         if not self.fail(request_id):
             return None
         return AbortRequests([request_id])
 
     def fail(self, request_id: int) -> bool:
-        """Forget a request that is not served; whether it was open."""
+        """Remove a request; returns whether it was open."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
         self.num_prompt_tokens -= len(entry.add.prompt_token_ids)
         return True
 
-    def open_requests(self) -> Iterator[AddRequest]:
-        """Everything open as a new core must see it, oldest first."""
-        for entry in self._entries.values():
-            yield entry.resumed()
+    def __iter__(self) -> Iterator[int]:
+        """Ids of everything open, oldest first."""
+        return iter(self._entries)
+
+    def resumed(self, request_id: int, now: float) -> AddRequest | None:
+        """An open request for a core that does not know it, with its age at `now`."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.resumed(now)
 
     def allow_repairs(self) -> None:
-        """Called about once a second: a gap that has not closed yet may be asked for again."""
+        """Let gaps that are still open be repaired again; called about once a second."""
         self._repairing.clear()
 
     def take(self, output: RequestOutput) -> RequestOutput | AddRequest | None:
         """Enter one output of the core.
 
         Returns:
-            What is new in it, to be delivered; or the request to be sent again because tokens are
-            missing before this output; or None where nothing is new.
+            The new part of it, to be delivered; the request to be sent again if tokens are missing
+            before it; None if nothing in it is new.
 
         Raises:
-            RequestFailed: the output contradicts the ledger; the request is forgotten.
+            RequestFailed: the output contradicts the ledger; the request is removed.
         """
         entry = self._entries.get(output.request_id)
         if entry is None:
@@ -206,7 +251,7 @@ class Ledger:
         first = output.first_index
         if entry.output_token_ids[first : first + len(again)].tolist() != again:
             self.fail(output.request_id)
-            message = f"output {output.first_index} came again with other tokens"
+            message = f"output {output.first_index} was repeated with other tokens"
             raise failure_of(RequestError(ErrorCode.INTERNAL, message))
         if len(output.token_ids) < num_again or (
             len(output.token_ids) == num_again and output.finish_reason is None
@@ -223,7 +268,7 @@ class Ledger:
         )
 
     def _repair(self, request_id: int, entry: _Entry) -> AddRequest | None:
-        """One repair at a time: outputs that were under way already are no further gaps."""
+        """Start a repair, unless one is under way: outputs sent before it show the same gap."""
         if request_id in self._repairing:
             return None
         if entry.num_repairs == REPAIR_MESSAGES_MAX:
@@ -232,4 +277,4 @@ class Ledger:
             raise failure_of(RequestError(ErrorCode.INTERNAL, message))
         entry.num_repairs += 1
         self._repairing.add(request_id)
-        return entry.resumed()
+        return entry.resumed(self.clock())

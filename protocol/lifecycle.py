@@ -1,7 +1,7 @@
-"""The lifecycle link: every process and its supervisor, and whoever asks how they are.
+"""The lifecycle link: every process and its supervisor, and the queries of other programs.
 
-The supervisor binds; children and the status command connect. Beside it each child inherits a pipe
-whose EOF means that its parent is gone (protocol/child_runtime.py).
+The supervisor binds; children and the status command connect. Besides, each child inherits a pipe
+whose EOF means that its parent is gone (child_runtime.py).
 """
 
 import enum
@@ -12,26 +12,24 @@ from msgspec import Meta
 from protocol.message import Decoder, Message, Record, Text
 
 REPEAT_S = 2.0
-"""How often both ends of the link say again what holds: a frame may be lost with its connection."""
+"""How often both ends repeat their state: a frame may be lost with its connection."""
 
 
 class Role(enum.StrEnum):
-    """What a process does."""
-
     SUPERVISOR = "supervisor"
     API = "api"
     CORE = "core"
     WORKER = "worker"
     STANDBY = "standby"
-    """A worker that has loaded everything and waits for the death of another."""
+    """A loaded worker that replaces one that dies."""
     STANDBY_CORE = "standby_core"
-    """A core that has loaded everything and waits for the death of another."""
+    """A started core that replaces one that dies."""
     ZYGOTE = "zygote"
-    """ZygoteClient workers."""
+    """Forks workers."""
 
 
 class ProcessState(enum.StrEnum):
-    """Where a process stands, as its supervisor sees it."""
+    """The state of a process, as its supervisor sees it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -41,25 +39,28 @@ class ProcessState(enum.StrEnum):
     STOPPED = "stopped"
 
 
-class DeathCause(enum.StrEnum):
-    """Why a process ended, as its supervisor classes it."""
+class DeathCause(enum.IntEnum):
+    """Why a process ended, as its supervisor classifies it."""
 
-    SIGNAL = "signal"
-    """Its own doing: SIGSEGV, SIGABRT, SIGBUS, SIGILL and the like."""
-    EXCEPTION = "exception"
-    """It gave up by itself, after an error that it could not handle."""
-    OOM = "oom"
-    """The kernel killed it for want of memory."""
-    DEADLINE = "deadline"
+    SIGNAL = 0
+    """A signal that it caused itself: SIGSEGV, SIGABRT, SIGBUS, SIGILL and the like."""
+    EXCEPTION = 1
+    """It exited after an error that it could not handle."""
+    OOM = 2
+    """The kernel killed it for lack of memory."""
+    DEADLINE = 3
     """It hung, and its supervisor killed it."""
-    KILLED = "killed"
-    """A signal from outside; that says nothing about what it computed."""
-    ENDED = "ended"
-    """It left in order, although nobody had asked it to, or could not be started."""
+    KILLED = 4
+    """A signal from outside, which does not depend on what it computed."""
+    ENDED = 5
+    """It exited in order without a request to do so, or it could not be started."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 class Hello(Message):
-    """Child → supervisor, first on the link. The header's epoch is the child's."""
+    """Child → supervisor: the first message. The header's epoch is the child's."""
 
     role: Role
     rank: Annotated[int, Meta(ge=0, lt=1024)]
@@ -67,7 +68,7 @@ class Hello(Message):
 
 
 class Progress(Message):
-    """Child → supervisor: a phase of the start goes on. Extends the start's deadline."""
+    """Child → supervisor: a phase of the start continues. Extends the start's deadline."""
 
     phase: Text
     done: Annotated[int, Meta(ge=0)] = 0
@@ -76,15 +77,16 @@ class Progress(Message):
 
 
 class Ready(Message):
-    """Child → supervisor: the start is over; `detail` is one line for the console."""
+    """Child → supervisor: the start is over."""
 
     detail: Text = ""
+    """One line for the console."""
     num_gpu_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """KV blocks that its successors are to have as well; 0: they find out by themselves."""
+    """KV blocks that its successors must have too; 0: they measure memory."""
 
 
 class Fatal(Message):
-    """Child → supervisor: why the child is about to exit."""
+    """Child → supervisor: the child is about to exit because of an error."""
 
     phase: Text
     error: Text
@@ -94,14 +96,14 @@ class Fatal(Message):
 
 
 class Drained(Message):
-    """Child → supervisor: nothing is running here any more."""
+    """Child → supervisor: no request is open."""
 
 
 class Drain(Message):
-    """Supervisor → child: take no new work, finish what runs, say `Drained`."""
+    """Supervisor → child: accept no new requests, finish the open ones, send `Drained`."""
 
     is_replaced: bool = False
-    """A successor takes the new work already, from the same listening socket."""
+    """A successor already accepts requests from the same listening socket."""
 
 
 class Stop(Message):
@@ -109,10 +111,7 @@ class Stop(Message):
 
 
 class Promote(Message):
-    """Supervisor → standby: be the worker, or the core, under this epoch.
-
-    Answered with `Ready` under it.
-    """
+    """Supervisor → standby: become the worker, or the core, under this epoch; answer `Ready`."""
 
     epoch: Annotated[int, Meta(ge=1, lt=2**32)]
 
@@ -121,57 +120,56 @@ MAX_SUSPICION_S = 86_400.0
 
 
 class Suspect(Message):
-    """Supervisor → core: a process shows no progress, so it gets no work; or it does again."""
+    """Supervisor → core: dispatch no steps to a process without progress, or do so again."""
 
     role: Role
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     epoch: Annotated[int, Meta(ge=0, lt=2**32)]
     """The suspect's own."""
     for_s: Annotated[float, Meta(ge=0.0, le=MAX_SUSPICION_S)]
-    """How long it holds; 0: it goes on. By then it is dead, or the word of its end was lost."""
+    """Seconds; 0 ends it. It has a limit because the message that ends it may be lost."""
 
 
 class WorkerDied(Message):
-    """Supervisor → core: a worker is dead and reaped. Those killed with it are not reported."""
+    """Supervisor → core: a worker is dead and reaped; ranks killed with it are not reported."""
 
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     epoch: Annotated[int, Meta(ge=0, lt=2**32)]
     """The worker's own."""
     cause: DeathCause
     step_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
-    """The step that it was computing; None: none, or nobody knows."""
+    """The step that it was computing; None: none, or unknown."""
 
 
 HEALTH_HOLDS_S = 5.0
 
 
 class Health(Message):
-    """Supervisor → API: whether processes of the engine die again and again.
+    """Supervisor → API: whether processes of the engine die repeatedly.
 
-    While they do it is said every `REPEAT_S`, and believed for `HEALTH_HOLDS_S`.
+    While they do it is sent every `REPEAT_S`, and valid for `HEALTH_HOLDS_S`.
     """
 
     is_degraded: bool
     retry_after_s: Annotated[float, Meta(ge=0.0)] = 0.0
-    """When to ask again."""
 
 
 class StatusQuery(Message):
-    """Anyone → supervisor: how are the processes?"""
+    """Any program → supervisor: return the status of all processes."""
 
 
 class RestartQuery(Message):
-    """Anyone → supervisor: replace the processes of a role without losing anything."""
+    """Any program → supervisor: replace the processes of a role without losing requests."""
 
     role: Role
 
 
 class RestartReply(Message):
-    """Supervisor → whoever asked."""
+    """Supervisor → sender of the query."""
 
     accepted: bool
     reason: Text = ""
-    """Why not."""
+    """Why the restart was refused."""
 
 
 class ProcessStatus(Record):
@@ -180,7 +178,6 @@ class ProcessStatus(Record):
     role: Role
     rank: int
     pid: int | None
-    """None while there is no process."""
     epoch: int
     state: ProcessState
     rss_bytes: int
@@ -188,11 +185,11 @@ class ProcessStatus(Record):
 
 
 class StatusReply(Message):
-    """Supervisor → whoever asked."""
+    """Supervisor → sender of the query."""
 
     processes: list[ProcessStatus]
     ready: bool
-    """Whether every process is."""
+    """Whether every process is ready."""
     url: str | None
     """Address of the HTTP server, if one runs."""
     failure: str | None = None

@@ -1,4 +1,4 @@
-"""The ground of the wire: base structs, frame header, typed encoding and decoding.
+"""The base of the wire: structs, frame header, typed encoding and decoding.
 
 A message on any link is two ZMQ frames: a fixed header (magic, version, epoch, sequence number,
 flags, checksum) and a msgpack body. Bodies are positional (`array_like`) tagged structs: append
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 4
-"""Goes up with every change that an older peer cannot read."""
+PROTOCOL_VERSION = 5
+"""Incremented with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54
 """The bytes `TK`, little-endian."""
@@ -24,29 +24,28 @@ MAGIC = 0x4B54
 _FIELDS = struct.Struct("<HHIQI")
 _CHECKSUM = struct.Struct("<I")
 _HEADER = struct.Struct("<HHIQII")
-"""Both."""
 HEADER_BYTES = _HEADER.size
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=2**21)]
 PackedTokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 2**21)]
-"""Ids as unsigned 32-bit numbers, lowest byte first: nothing is spent on each of a long prompt."""
+"""Ids as unsigned 32-bit little-endian numbers: encoding a long prompt is one copy."""
 
 
 def pack_token_ids(token_ids: Iterable[int]) -> bytes:
-    """Put ids together; an array of type "I" is copied as it is."""
+    """Pack ids; an array of type "I" is copied as it is."""
     ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
     return _little_endian(ids).tobytes()
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """Take ids apart.
+    """Unpack ids.
 
     Raises:
-        ProtocolError: there is a rest.
+        ProtocolError: the length is not a multiple of 4 bytes.
     """
     if len(packed) % 4:
-        raise ProtocolError(f"packed token ids have {len(packed)} bytes, no multiple of 4")
+        raise ProtocolError(f"packed token ids have {len(packed)} bytes, not a multiple of 4")
     return _little_endian(array("I", packed)).tolist()
 
 
@@ -59,14 +58,14 @@ def _little_endian(ids: "array[int]") -> "array[int]":
 
 RequestId = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 MAX_TEXT = 4096
-"""Characters of a `Text`; whoever sends a longer one cuts it."""
+"""Characters of a `Text`; senders cut longer ones."""
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Message(
     msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False, forbid_unknown_fields=True
 ):
-    """A message that travels on its own: its class name is the tag in front of its fields."""
+    """A message: the class name is the tag in front of its fields."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -78,28 +77,28 @@ class ProtocolError(Exception):
 
 
 class DamagedFrame(ProtocolError):
-    """A frame that is not as it was sent: its length or its checksum is wrong."""
+    """A frame was damaged on the way: its length or its checksum is wrong."""
 
 
 class Header(NamedTuple):
-    """What stands in front of every body."""
+    """The header of a frame."""
 
     epoch: int
-    """Incarnation the sender believes in; receivers drop frames of any other."""
+    """Incarnation that the sender has agreed on; receivers drop frames of any other."""
     seq: int
-    """Counts the sender's frames on this link, from 0."""
+    """Number of the frame among the sender's on this link, from 0."""
     flags: int = 0
     """Of `protocol.frame_sequence.Flag`."""
 
 
 def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:
-    """Return the 24 header bytes that belong to `body`."""
+    """Return the header bytes that belong to `body`."""
     fields = _FIELDS.pack(MAGIC, PROTOCOL_VERSION, epoch, seq, flags)
     return fields + _CHECKSUM.pack(crc32(body, crc32(fields)))
 
 
 def unpack_header(frame: bytes, body: bytes) -> Header:
-    """Read a header frame, and make sure that both parts are as they were sent.
+    """Decode a header frame and verify the checksum of both parts.
 
     Raises:
         DamagedFrame: wrong length or checksum.
@@ -109,7 +108,7 @@ def unpack_header(frame: bytes, body: bytes) -> Header:
         raise DamagedFrame(f"header has {len(frame)} bytes instead of {HEADER_BYTES}")
     magic, version, epoch, seq, flags, checksum = _HEADER.unpack(frame)
     if crc32(body, crc32(frame[: _FIELDS.size])) != checksum:
-        raise DamagedFrame("frame does not have the checksum that its header tells")
+        raise DamagedFrame("frame does not have the checksum of its header")
     if magic != MAGIC:
         raise ProtocolError(f"header starts with {magic:#06x} instead of {MAGIC:#06x}")
     if version != PROTOCOL_VERSION:
@@ -124,7 +123,7 @@ T = TypeVar("T")
 
 
 class Decoder(Generic[T]):
-    """Decodes the bodies of one direction of one link into its union of messages."""
+    """Decodes the messages of one direction of one link."""
 
     def __init__(self, union: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
@@ -133,7 +132,7 @@ class Decoder(Generic[T]):
         """Decode one body.
 
         Raises:
-            ProtocolError: the body is no message of this direction; the text names the place.
+            ProtocolError: the body is not a message of this direction; the text names the place.
         """
         try:
             return self._decoder.decode(body)  # type: ignore[no-any-return]

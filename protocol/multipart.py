@@ -1,7 +1,7 @@
 """ZMQ messages of several parts, read and written without waiting. One thread at a time per socket.
 
-What pyzmq offers for this costs several times as much: it combines flags as enums for each part,
-and raises an exception for each look at a socket on which nothing has arrived.
+pyzmq's own functions cost several times as much: they combine flags as enums for each part, and
+raise an exception for each read of an empty socket.
 """
 
 from collections.abc import Sequence
@@ -9,22 +9,19 @@ from collections.abc import Sequence
 import zmq
 
 MAX_PARTS = 4
-"""Identity, header, body, and one that is too many."""
+"""Identity, header, body, and one more, which marks an invalid message."""
 _READABLE = int(zmq.POLLIN)
 _NOBLOCK = int(zmq.NOBLOCK)
 _AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """Read the parts of one message; None if there is none.
-
-    However many there are, no more than `MAX_PARTS` are kept.
-    """
+    """Read one message, None if there is none; parts after the first `MAX_PARTS` are dropped."""
     if not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
         return None
     try:
         part = socket.recv(_NOBLOCK, copy=False)
-    except zmq.Again:  # its connection has broken since
+    except zmq.Again:  # its connection has broken meanwhile
         return None
     parts = [part.bytes]
     num_parts = 1
@@ -41,7 +38,7 @@ def send(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
 
     Raises:
         zmq.Again: there is no room; nothing was sent.
-        zmq.ZMQError: errno EHOSTUNREACH: the first part names nobody who is connected.
+        zmq.ZMQError: with errno EHOSTUNREACH, the peer named by the first part is not connected.
     """
     for part in parts[:-1]:
         socket.send(part, _AND_MORE)

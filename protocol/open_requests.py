@@ -1,11 +1,14 @@
-"""What a client has open: the ledger, whoever reads each request, and what follows from messages.
+"""A client's open requests: the ledger, each request's receiver, and the effects of messages.
 
-No sockets here: `send` takes what is to go to the core, and may drop it, since a core that is new
-to this client gets everything again.
+No sockets here: `send` takes messages for the core. It may drop them, since everything open is sent
+again as soon as the core's next epoch is agreed on.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+import msgspec
 
 from protocol.api_core import (
     AbortRequests,
@@ -23,68 +26,94 @@ from protocol.message import encode
 
 
 class Receiver(Protocol):
-    """Whoever is told what one request brings."""
+    """Receives the outputs of one request."""
 
     def deliver(self, output: RequestOutput) -> None:
-        """Take what is new; with a `finish_reason`, the last of it."""
+        """Take new tokens; an output with a `finish_reason` is the last."""
 
     def fail(self, error: RequestFailed) -> None:
-        """Nothing more will come."""
+        """The request has ended with an error."""
 
 
 class OpenRequests:
-    """Every request that was accepted and has not ended."""
+    """All requests that were accepted and have not ended."""
 
     def __init__(self, ledger: Ledger, send: Callable[[bytes], None]) -> None:
         self.ledger = ledger
         self._send = send
         self._receivers: dict[int, Receiver] = {}
+        self._unsent: deque[int] = deque()
+        """Open requests that the core does not know yet, oldest first."""
+        self._ages_at = 0.0
+        """When ages are taken in a resend: at one time for all, so that their order is exact."""
 
     def __len__(self) -> int:
         return len(self._receivers)
 
     def accept(self, add: AddRequest, body: bytes, receiver: Receiver) -> None:
-        """Take responsibility for a request and send it.
+        """Enter a request and send it.
 
         Args:
-            body: `add` for the wire.
+            add: the request, checked.
+            body: the same, encoded.
+            receiver: gets its outputs.
 
         Raises:
-            RequestFailed: too much is open already.
+            Overloaded: too much is open.
         """
-        self.ledger.accept(add)
-        self._receivers[add.request_id] = receiver
-        failpoint("ledger.after_accept")
-        self._send(body)
+        if self._enter(add, receiver, 0.0):
+            self._send(body)
 
-    def adopt(self, add: AddRequest, receiver: Receiver) -> None:
-        """Go on with a request that an earlier incarnation of this client had accepted.
+    def adopt(self, add: AddRequest, receiver: Receiver, age_s: float) -> None:
+        """Continue a request that an earlier incarnation of this client accepted.
 
         Args:
             add: under a number of this incarnation, with the outputs that are known.
+            age_s: seconds since then.
 
         Raises:
-            RequestFailed: too much is open already.
+            Overloaded: too much is open.
         """
-        self.ledger.accept(add)
+        if self._enter(add, receiver, age_s):
+            self._send_again(msgspec.structs.replace(add, age_s=age_s))
+
+    def _enter(self, add: AddRequest, receiver: Receiver, age_s: float) -> bool:
+        """Returns whether it may be sent now: during a resend, older requests come first."""
+        self.ledger.accept(add, age_s)
         self._receivers[add.request_id] = receiver
         failpoint("ledger.after_accept")
-        self._send_again(add)
+        if self._unsent:
+            self._unsent.append(add.request_id)
+        return not self._unsent
 
     def cancel(self, request_id: int) -> None:
-        """Forget a request, if it is open, and have the core forget it."""
+        """End a request here and in the core, if it is open."""
         self._receivers.pop(request_id, None)
         abort = self.ledger.cancel(request_id)
         if abort is not None:
             self._send(encode(abort))
 
-    def send_all(self) -> None:
-        """Tell a core that knows nothing of this client, oldest first."""
-        for add in list(self.ledger.open_requests()):
-            self._send_again(add)
+    def begin_resend(self) -> None:
+        """Mark everything open as unknown to the core; `resend` sends it, oldest first."""
+        self._unsent = deque(self.ledger)
+        self._ages_at = self.ledger.clock()
+
+    def resend(self, deadline: float, has_room: Callable[[], bool]) -> bool:
+        """Resend requests until `deadline`, at least one, as long as the link has room.
+
+        Returns:
+            Whether requests are left.
+        """
+        while self._unsent and has_room():
+            add = self.ledger.resumed(self._unsent.popleft(), self._ages_at)
+            if add is not None:
+                self._send_again(add)
+            if self.ledger.clock() >= deadline:
+                break
+        return bool(self._unsent)
 
     def take(self, output: RequestOutput) -> None:
-        """Enter one output of the core: deliver what is new, repair what is missing."""
+        """Deliver what is new in an output of the core, or repair what is missing before it."""
         try:
             news = self.ledger.take(output)
         except RequestFailed as failure:
@@ -102,7 +131,7 @@ class OpenRequests:
     def refuse(self, message: Refused) -> None:
         """Enter a refusal by the core."""
         if message.request_id is None:
-            # What was sent obeys the bounds of this side's protocol, so the core has another one.
+            # All that was sent is within this side's bounds, so the core's protocol differs.
             self.fail_all(message.error)
         elif self.ledger.fail(message.request_id):
             self._receivers.pop(message.request_id).fail(failure_of(message.error))
@@ -125,7 +154,7 @@ class OpenRequests:
         self._give_up(add.request_id, failure_of(RequestError(ErrorCode.TOO_LONG, message)))
 
     def _give_up(self, request_id: int, failure: RequestFailed) -> None:
-        """Fail one request here and end it in the core."""
+        """Fail a request here and end it in the core."""
         self.ledger.fail(request_id)
         self._receivers.pop(request_id).fail(failure)
         self._send(encode(AbortRequests([request_id])))

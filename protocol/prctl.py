@@ -1,4 +1,4 @@
-"""What Linux lets a process say about itself and its children, beyond Python's `os`."""
+"""Linux's prctl, for what Python's `os` lacks."""
 
 import ctypes
 import os
@@ -10,27 +10,27 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_subreaper(is_one: bool) -> None:
-    """Whether orphaned descendants become children of this process, which then has to reap them.
+    """Choose whether orphaned descendants become children of this process, which must reap them.
 
     Raises:
-        OSError: the system does not know how.
+        OSError: the system does not support it.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(is_one))
 
 
 def die_with_parent() -> None:
-    """Get SIGKILL when the thread that started this process ends. Forked children do not.
+    """Let this process get SIGKILL when the thread that started it ends.
 
-    A parent that is dead already sends none.
+    Forked children do not inherit this. A parent that is already dead sends no signal.
 
     Raises:
-        OSError: the system does not know how.
+        OSError: the system does not support it.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_name(name: str) -> None:
-    """What `ps -o comm` and `top` show: the first 15 bytes."""
+    """Set the name that `ps -o comm` and `top` show: the first 15 bytes."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 

@@ -1,7 +1,7 @@
-"""What a process says of its progress, in its page: each phase with the time that it may take.
+"""Reports a process's progress in its page: each phase with the time that it may take.
 
-Called by the thread that works, between one thing and the next; a thread of its own would only
-prove that it is alive itself. Without a page nothing is written and nothing is watched.
+Called by the thread that works, between two pieces of work: a thread of its own would only prove
+that it is itself alive. Without a page nothing is written and nothing is watched.
 """
 
 import time
@@ -26,33 +26,30 @@ class ProgressReporter:
         """Begin with the phase STARTING.
 
         Args:
-            page_fd: of the page; None: there is none.
+            page_fd: of the page, if there is one.
             epoch: of this incarnation.
-            recovery: how long phases may take.
-            turn_timeout_s: how long a poll or a turn may take; None: `hang_timeout_s`.
+            recovery: limits of the phases.
+            turn_timeout_s: limit of a poll and of a turn; None: `hang_timeout_s`.
 
         Raises:
             OSError: the page cannot be mapped.
-            ValueError: the descriptor holds no page.
+            ValueError: the descriptor does not hold a page.
         """
         self.page = None if page_fd is None else ProgressPage(page_fd)
-        """For what else a process reads and writes there."""
         self.epoch = epoch
-        """What the next marks carry."""
+        """Of the next records."""
         turn_s = recovery.hang_timeout_s if turn_timeout_s is None else turn_timeout_s
         self._turn_ns = int(turn_s * 1e9)
-        # Suspected at half of it, so that it is killed when all of it is over.
+        # A process is suspected at this limit and killed at twice the limit.
         self._load_ns = int(recovery.startup_timeout_s / 2 * 1e9)
         tick_s = min(_LONGEST_TICK_S, turn_s / _TICKS_PER_TIMEOUT)
         self.tick_ms = None if self.page is None else max(1, int(tick_s * 1000))
-        """How long a poll may last, so that a process at rest is seen to be alive; None: for ever.
-
-        A process that was stopped by a signal is found out by that."""
+        """Longest poll, so that an idle process shows that it was not stopped; None: no limit."""
         self._loaded: tuple[str, int] | None = None
         self._write(Phase.STARTING, self._load_ns)
 
     def load(self, phase: str, done: int) -> None:
-        """A phase of the start goes on; only what was not said before begins its time anew."""
+        """A phase of the start continues; its limit begins anew only if something has changed."""
         if (phase, done) != self._loaded:
             self._loaded = (phase, done)
             self._write(Phase.LOAD, self._load_ns)
@@ -62,15 +59,15 @@ class ProgressReporter:
         self._write(Phase.IDLE, self._turn_ns)
 
     def turn(self) -> None:
-        """Something is handled that takes no long time."""
+        """Short work begins, such as handling what a poll returned."""
         self._write(Phase.TURN, self._turn_ns)
 
     def step(self, step_id: int, limit_s: float) -> None:
-        """A step is computed, which should be over in `limit_s`."""
+        """A step begins, which should end within `limit_s`."""
         self._write(Phase.STEP, int(limit_s * 1e9), step_id)
 
     def close(self) -> None:
-        """Unmap the page; nothing more is written."""
+        """Unmap the page; later reports do nothing."""
         if self.page is not None:
             self.page.close()
             self.page = None

@@ -2,15 +2,14 @@
 
 There is one page per slot, whose descriptor each incarnation inherits. It has three parts:
 
-- progress, written by the thread that works: what it does since when, and until when it should be
-  done. It is guarded by a sequence number, odd while it is written; nobody ever waits for a lock;
-- steps in flight, written by the core before it dispatches: a number for each request in a step, so
-  that its successor knows who was being computed when both of them died;
+- progress, written by the thread that works: its phase, since when, and until when it should end;
+- the marks of a core, written before it dispatches a step: which requests are being computed, so
+  that its successor knows them when both the core and its workers have died;
 - the death of the last incarnation, written by the supervisor before it starts the next.
 
-Whoever dies in the middle of a write leaves that part unreadable, not wrong.
-
-Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
+The first two are guarded by a sequence number, which is odd during a write. No reader waits for a
+lock: a part whose writer died during a write is unreadable, not wrong. Times are nanoseconds of
+CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 import enum
@@ -21,23 +20,24 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_FINGERPRINTS = 4096
-"""Of one step; those past it are counted, not kept."""
-NUM_STEP_SLOTS = 8
-"""Steps in flight that are kept; as many as `max_steps_in_flight` can be."""
+from protocol.lifecycle import DeathCause
+
+MAX_MARKS = 4096
+"""Further ones are counted, not kept."""
 NO_STEP = 2**64 - 1
 
-_MAGIC = 0x3150_4B54
+_MAGIC = 0x3250_4B54
+"""The bytes `TKP2`, little-endian; the digit is the version of this layout."""
 _WORD = 8
 _PROGRESS = 8
 """Index of the sequence number; then epoch, phase, step, began, deadline."""
 _DEATH = 16
 """Index of the epoch; then the cause and the step."""
-_STEPS = 64
-"""Index of the first step's sequence number; then step, epoch, number of requests, and theirs."""
-_STEP_HEAD = 4
-_STEP_WORDS = _STEP_HEAD + MAX_FINGERPRINTS
-PAGE_BYTES = -(-(_STEPS + NUM_STEP_SLOTS * _STEP_WORDS) * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+_MARKS = 64
+"""Index of the sequence number; then the core's epoch, the number of marks, and the marks."""
+_MARKS_HEAD = 3
+_END = _MARKS + _MARKS_HEAD + MAX_MARKS
+PAGE_BYTES = -(-_END * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
 _NUM_TRIES = 4
 _PROGRESS_STRUCT = struct.Struct("=5Q")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -50,17 +50,17 @@ class Phase(enum.IntEnum):
     """The process has not reported yet."""
     STARTING = 1
     LOAD = 2
-    """A long phase of the start; visible progress begins it anew."""
+    """A long phase of the start; progress resets its deadline."""
     IDLE = 3
-    """Waiting in a poll, which it leaves for a moment every now and then."""
+    """Waiting in a poll, which returns regularly even if nothing happens."""
     TURN = 4
-    """Handling what the poll has found."""
+    """Handling what the poll returned."""
     STEP = 5
     """Computing a step."""
 
 
 class ProgressRecord(NamedTuple):
-    """What a process has last said of itself."""
+    """What a process last wrote about its progress."""
 
     epoch: int
     phase: Phase
@@ -71,39 +71,36 @@ class ProgressRecord(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """How long this may take."""
+        """Longest duration of the phase before the process counts as hanging."""
         return (self.deadline_ns - self.began_ns) / 1e9
 
 
-class StepInFlight(NamedTuple):
-    """A step that the core was about to dispatch, or had dispatched."""
+class CoreMarks(NamedTuple):
+    """What a core was computing; `core_proc.quarantine` defines the numbers."""
 
     epoch: int
     """Of the core."""
-    step_id: int
-    fingerprints: list[int]
-    num_requests: int
-    """More than there are fingerprints, if some had no room."""
+    marks: list[int]
+    """The first `MAX_MARKS` of them, of 64 bits each."""
 
 
 class Death(NamedTuple):
     """How an incarnation ended."""
 
     epoch: int
-    cause: int
-    """Place in `protocol.lifecycle.DeathCause`, counted from 0."""
+    cause: DeathCause
     step_id: int | None
 
 
 class ProgressPage:
-    """One page, seen from either side. One thread of one process writes each part."""
+    """One page, used by both sides. One thread of one process writes each part."""
 
     def __init__(self, fd: int) -> None:
         """Map a page that `create` has made; the descriptor stays the caller's.
 
         Raises:
             OSError: it cannot be mapped.
-            ValueError: it is too small, or no page.
+            ValueError: it is too small, or it is not a page of this version.
         """
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("Q")
@@ -115,7 +112,7 @@ class ProgressPage:
     def create(cls, name: str) -> "tuple[ProgressPage, int]":
         """Make an empty page; returns it with the descriptor to hand on.
 
-        Its size is sealed, so that nobody can take the memory from under another.
+        Its size is sealed: a process that shrank it would kill the readers with SIGBUS.
 
         Raises:
             OSError: there is no descriptor or memory left.
@@ -133,7 +130,7 @@ class ProgressPage:
             raise
 
     def close(self) -> None:
-        """Unmap it."""
+        """Unmap the page."""
         self._words.release()
         self._map.close()
 
@@ -142,7 +139,7 @@ class ProgressPage:
     def write(
         self, epoch: int, phase: Phase, step_id: int | None, began_ns: int, deadline_ns: int
     ) -> None:
-        """Say what goes on from now on."""
+        """Write the phase that begins now."""
         words = self._words
         seq = words[_PROGRESS] | 1  # odd already if a predecessor died while it wrote
         words[_PROGRESS] = seq
@@ -152,11 +149,8 @@ class ProgressPage:
         )
         words[_PROGRESS] = seq + 1
 
-    def read(self) -> Mark | None:
-        """What was said last.
-
-        None if it is being written, its writer died over it, or somebody wrote nonsense there.
-        """
+    def read(self) -> ProgressRecord | None:
+        """Return the last progress; None during a write, after a torn one, or if it is invalid."""
         words = self._words
         for _ in range(_NUM_TRIES):
             seq = words[_PROGRESS]
@@ -169,54 +163,37 @@ class ProgressPage:
                 return ProgressRecord(epoch, Phase(phase), step_id, began_ns, deadline_ns)
         return None
 
-    # Steps in flight ----------------------------------------------------------------------------
+    # Marks --------------------------------------------------------------------------------------
 
-    def write_in_flight(self, epoch: int, step_id: int, fingerprints: Sequence[int]) -> None:
-        """Keep who is in a step, each a number of 64 bits, before it is dispatched.
-
-        Without numbers it counts as ended.
-        """
-        words, first = self._words, _step_index(step_id)
-        kept = fingerprints[:MAX_FINGERPRINTS]
-        words[first] |= 1
+    def write_marks(self, epoch: int, marks: Sequence[int]) -> None:
+        """Keep what a core is about to compute, before it dispatches it; empty: nothing."""
+        kept = marks[:MAX_MARKS]
+        self._words[_MARKS] |= 1
         struct.pack_into(
-            f"={3 + len(kept)}Q",
-            self._map,
-            (first + 1) * _WORD,
-            step_id,
-            epoch,
-            len(fingerprints),
-            *kept,
+            f"={2 + len(kept)}Q", self._map, (_MARKS + 1) * _WORD, epoch, len(marks), *kept
         )
-        words[first] += 1
+        self._words[_MARKS] += 1
 
-    def read_in_flight(self) -> list[StepInFlight]:
-        """Steps that were written with numbers, in order.
+    def read_marks(self) -> CoreMarks | None:
+        """Return the marks that were written last.
 
-        One that its writer died over is left out: it was not dispatched.
+        None if they are empty or their write was torn: that step was not dispatched.
         """
-        found = []
-        for number in range(NUM_STEP_SLOTS):
-            first = _step_index(number)
-            seq, step_id, epoch, total = self._words[first : first + _STEP_HEAD]
-            if seq % 2 == 0 and total > 0:
-                rows = first + _STEP_HEAD
-                kept = list(self._words[rows : rows + min(total, MAX_FINGERPRINTS)])
-                found.append(StepInFlight(epoch, step_id, kept, total))
-        return sorted(found, key=lambda step: (step.epoch, step.step_id))
+        seq, epoch, total = self._words[_MARKS : _MARKS + _MARKS_HEAD]
+        if seq % 2 or total == 0:
+            return None
+        first = _MARKS + _MARKS_HEAD
+        return CoreMarks(epoch, list(self._words[first : first + min(total, MAX_MARKS)]))
 
     def inherit(self, other: "ProgressPage") -> None:
-        """Take over from another slot's page what its last incarnation has left for the next.
-
-        Only while nobody writes either of them.
-        """
-        first, end = _DEATH * _WORD, (_STEPS + NUM_STEP_SLOTS * _STEP_WORDS) * _WORD
+        """Copy the death and the marks from another slot's page, while nothing writes to either."""
+        first, end = _DEATH * _WORD, _END * _WORD
         self._map[first:end] = other._map[first:end]
 
     # The last death -----------------------------------------------------------------------------
 
     def write_death(self, death: Death) -> None:
-        """Tell the next incarnation how the last one ended."""
+        """Leave word for the next incarnation of how the last one ended."""
         step = NO_STEP if death.step_id is None else death.step_id
         for offset, word in enumerate((death.epoch, death.cause, step)):
             self._words[_DEATH + offset] = word
@@ -224,8 +201,6 @@ class ProgressPage:
     def read_death(self) -> Death | None:
         """How the last incarnation ended; None if there was none."""
         epoch, cause, step = self._words[_DEATH : _DEATH + 3]
-        return None if epoch == 0 else Death(epoch, cause, None if step == NO_STEP else step)
-
-
-def _step_index(step_id: int) -> int:
-    return _STEPS + step_id % NUM_STEP_SLOTS * _STEP_WORDS
+        if epoch == 0:
+            return None
+        return Death(epoch, DeathCause(cause), None if step == NO_STEP else step)

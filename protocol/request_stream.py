@@ -1,4 +1,4 @@
-"""The tokens of one request, from the client that receives them to whoever reads them."""
+"""The tokens of one request, between the client that receives them and the task that reads them."""
 
 import asyncio
 from array import array
@@ -12,8 +12,7 @@ from protocol.api_core import RequestOutput
 from protocol.errors import RequestFailed
 
 _MERGED_PAST = 16
-"""Outputs that nobody reads are merged from here on: their tokens, 4 bytes each, and logprobs are
-all that grows."""
+"""Unread outputs past which they are merged: then only tokens (4 bytes each) and logprobs grow."""
 
 T = TypeVar("T")
 
@@ -21,17 +20,17 @@ T = TypeVar("T")
 class RequestStream:
     """The tokens of one request: an asynchronous iterator of `RequestOutput`.
 
-    What arrives while nobody reads is merged into one output: a slow reader gets fewer of them.
-    The last output carries `finish_reason`. A refused or failed request raises `RequestFailed`.
+    Unread outputs are merged: a slow reader gets fewer of them. The last output has a
+    `finish_reason`. A refused or failed request raises `RequestFailed`.
     """
 
     def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
-        """`cancel` is told the id when the reader gives up."""
+        """`cancel` is called with the id when the reader cancels."""
         self.request_id = request_id
         self._cancel = cancel
         self._pending: list[RequestOutput] = []
         self._packed = array("i")
-        """Tokens that come before those of the first of `_pending`, and belong to it."""
+        """Tokens in front of those of `_pending[0]`, which belong to it."""
         self._num_unread = 0
         self._error: RequestFailed | None = None
         self._finished = False
@@ -39,7 +38,7 @@ class RequestStream:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that have come and were not read yet."""
+        """Tokens that have arrived and were not read yet."""
         return self._num_unread
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -65,7 +64,7 @@ class RequestStream:
         return output
 
     def cancel(self) -> None:
-        """Abort the request; iteration ends. Harmless at any time, also repeatedly."""
+        """Abort the request and end the iteration. Idempotent."""
         self._finished = True
         self._pending, self._packed = [], array("i")
         self._num_unread = 0
@@ -73,7 +72,7 @@ class RequestStream:
         self._wake()
 
     def deliver(self, output: RequestOutput) -> None:
-        """Called by the client with what is new."""
+        """Called by the client with new tokens."""
         if not self._finished:
             self._pending.append(output)
             self._num_unread += len(output.token_ids)
@@ -84,7 +83,7 @@ class RequestStream:
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:
-        """Called by the client: nothing more will come."""
+        """Called by the client when the request has failed."""
         self._error = error
         self._wake()
 

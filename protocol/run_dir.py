@@ -1,6 +1,6 @@
-"""The directory in which an engine's sockets are: whoever may enter it may say anything to them.
+"""The directory of an engine's sockets: every process that can enter it is trusted.
 
-Its mode is the only gate: processes of the same user are trusted, and nobody else comes in.
+Its mode is the only access control, so only processes of the same user can connect.
 """
 
 import os
@@ -38,7 +38,7 @@ def make_run_dir(path: str | None) -> str:
     Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise ValueError(f"run_dir {path} must be a directory of this user, and no link")
+        raise ValueError(f"run_dir {path} must be a directory of this user, not a link")
     if info.st_mode & 0o077:
         raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
     return path

@@ -1,4 +1,4 @@
-"""Asks a supervisor how its processes are; for the status command and for embedding programs."""
+"""Queries a supervisor for the state of its processes, for the status command and for embedding."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ from protocol.message import Message, encode
 _ANY_EPOCH = 0
 _DRAIN_LIMIT = 16
 _SLICE_S = 0.05
-"""Longest wait without looking if the link is being closed."""
+"""Longest wait before `close` is noticed."""
 
 T = TypeVar("T", StatusReply, RestartReply)
 
@@ -29,12 +29,12 @@ T = TypeVar("T", StatusReply, RestartReply)
 class StatusLink:
     """A connection to the supervisor of one run directory.
 
-    Any thread may ask, one after the other, and any may close it meanwhile: a socket in the hands
-    of two threads would end the whole program.
+    Any thread may query, one after the other, and any may close it meanwhile: two threads that use
+    a socket at once would crash the program.
     """
 
     def __init__(self, run_dir: str) -> None:
-        """Begin to connect; nobody needs to listen there yet."""
+        """Start connecting; the supervisor may come later."""
         self._lock = threading.Lock()
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -43,30 +43,30 @@ class StatusLink:
         )
 
     def query(self, timeout_s: float, watch_fd: int | None = None) -> StatusReply | None:
-        """Ask once.
+        """Send one query.
 
         Args:
-            timeout_s: the longest wait.
-            watch_fd: descriptor, such as a pidfd, whose readability ends the wait early.
+            timeout_s: longest wait.
+            watch_fd: descriptor, such as a pidfd, which ends the wait when it is readable.
 
         Returns:
-            The answer; None if there was none in time, or the link is closed.
+            The reply; None if none came in time, or the link is closed.
         """
         return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
 
     def restart(self, role: Role, timeout_s: float) -> RestartReply | None:
-        """Ask for a planned restart; None if there was no answer in time."""
+        """Request a planned restart; None if no reply came in time."""
         return self._ask(RestartQuery(role), RestartReply, timeout_s, None)
 
     def close(self) -> None:
-        """Disconnect; whoever waits for an answer gets none. Harmless when repeated."""
+        """Disconnect; queries under way return None. Idempotent."""
         self._is_closing = True
         self._end()
 
     def _end(self) -> None:
-        """Close, unless somebody asks just now, perhaps this thread below a signal's handler.
+        """Close the socket, unless a query uses it: then that query closes it at its end.
 
-        Whoever asks does it then.
+        The query may even be this thread's, below a signal handler.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -96,7 +96,7 @@ class StatusLink:
         if self._is_closing:
             return None
         self._channel.link_events()
-        self._latest_reply(kind)  # an answer to an earlier question that came too late
+        self._latest_reply(kind)  # drops late replies to earlier queries
         if not self._wait(zmq.POLLOUT, deadline, watch_fd):
             return None
         if not self._channel.send(_ANY_EPOCH, encode(question)):

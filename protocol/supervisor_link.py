@@ -1,7 +1,7 @@
-"""A child's end of the lifecycle link: its words to the supervisor, and the commands it gets.
+"""A child's end of the lifecycle link: its messages to the supervisor, and the commands it gets.
 
-A frame may be lost with its connection, and nobody sends it again. So what holds is said again and
-again, by both ends: a child that is ready says so, and one that has nothing left to do.
+A frame may be lost with its connection, and gaps are ignored on this link. So both ends repeat
+their current state: a child that is ready, or drained, sends that every `REPEAT_S`.
 """
 
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger("troika.lifecycle")
 
 
 class SupervisorLink:
-    """One incarnation's; its owner closes the channel."""
+    """The link of one child; its owner closes the channel."""
 
     def __init__(self, channel: DealerChannel, epoch: int) -> None:
         self._channel = channel
@@ -39,32 +39,32 @@ class SupervisorLink:
         self._repeat_at = 0.0
 
     def say(self, message: ToSupervisor) -> bool:
-        """Say something once; False where there is no connection just now."""
+        """Send a message once; False if there is no connection."""
         return self._channel.send(self._epoch, encode(message))
 
     def hold(self, message: Ready | Drained) -> None:
-        """Say what is so from here on; who has drained has nothing else to say."""
+        """Send a state, and repeat it from now on; Drained is final."""
         if not isinstance(self._holds, Drained):
             self._holds = message
         self._say_what_holds()
 
     def ask_for_restart(self, wish: RestartQuery) -> None:
-        """Ask to be replaced, until there is an answer."""
+        """Request a replacement, and repeat it until there is an answer."""
         self._wish = wish
         self._say_what_holds()
 
     def promoted(self, epoch: int) -> None:
-        """Nothing that was said before holds under the new epoch."""
+        """Continue under a new epoch, with no state to repeat yet."""
         self._epoch = epoch
         self._holds = None
 
     def repeat(self) -> None:
-        """Say again what holds, if it is time."""
+        """Send the current state again, if it is time."""
         if time.monotonic() >= self._repeat_at:
             self._say_what_holds()
 
     def read(self) -> list[Command]:
-        """Commands that have arrived, a bounded number. To be called at least every `REPEAT_S`."""
+        """Return a bounded number of commands. To be called at least every `REPEAT_S`."""
         self.repeat()
         commands: list[Command] = []
         for received in self._channel.drain(_READ_LIMIT):

@@ -10,21 +10,21 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from protocol.api_core import ErrorCode, PauseMode, RequestError, RequestOutput, Status
 from protocol.client import CONTROL_TIMEOUT_S, AsyncEngineClient
 from protocol.core_worker import ModelFacts
 from protocol.errors import RequestFailed, failure_of
+from protocol.ledger import RequestOptions
 from protocol.request_stream import RequestStream, merge
 from protocol.sampling import SamplingParams
 
 _CALL_TIMEOUT_S = 5.0
-"""For what the loop does at once."""
+"""For calls that the loop answers at once."""
 _CLOSE_TIMEOUT_S = 3.0
 _JOIN_TIMEOUT_S = 1.0
-"""Together less than the 5 s in which everything closes."""
+"""With the above, less than the 5 s in which everything closes."""
 
 T = TypeVar("T")
 
@@ -47,17 +47,17 @@ class SyncStream:
             raise StopIteration from None
 
     def result(self, timeout_s: float) -> RequestOutput:
-        """All tokens in one output, those that were iterated over included.
+        """Wait for the end and return all tokens in one output, also those read before.
 
         Raises:
-            TimeoutError: the request has not ended within `timeout_s`; it goes on, and `result`
+            TimeoutError: the request has not ended within `timeout_s`; it continues, and `result`
                 may be called again.
-            RequestFailed: as the iterator, or the request was cancelled.
+            RequestFailed: it has failed, or was cancelled.
         """
         return self._client.run(self._collect(), timeout_s)
 
     def cancel(self) -> None:
-        """Abort the request; harmless at any time."""
+        """Abort the request. Idempotent."""
         self._client.call(self._stream.cancel)
 
     async def _next(self) -> RequestOutput:
@@ -84,7 +84,7 @@ class EngineClient:
         self._is_open = True
         try:
             self._thread.start()
-        except RuntimeError:  # the system lets no thread begin
+        except RuntimeError:  # the system has no room for a thread
             self._loop.close()
             raise
         self._client = AsyncEngineClient(address)
@@ -97,12 +97,7 @@ class EngineClient:
     def __enter__(self) -> "EngineClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def wait_ready(self, timeout_s: float) -> ModelFacts:
@@ -113,17 +108,12 @@ class EngineClient:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> SyncStream:
         """As `AsyncEngineClient.submit`."""
 
         async def submit() -> RequestStream:
-            return self._client.submit(
-                prompt_token_ids, params, priority=priority, cache_salt=cache_salt, tenant=tenant
-            )
+            return self._client.submit(prompt_token_ids, params, **options)
 
         return SyncStream(self, self.run(submit(), _CALL_TIMEOUT_S))
 
@@ -160,14 +150,14 @@ class EngineClient:
 
     @property
     def status(self) -> Status | None:
-        """The core's last word about itself."""
+        """The core's last status."""
         return self._client.status
 
     def close(self) -> None:
-        """Disconnect and end the thread; what other threads wait for fails. Harmless repeated.
+        """Disconnect and end the thread; calls of other threads fail. Idempotent.
 
         Raises:
-            TimeoutError: something holds the client's loop; its thread ends when that is over.
+            TimeoutError: the client's loop is blocked; its thread ends when that is over.
         """
         with self._lock:
             if not self._is_open:
@@ -185,7 +175,7 @@ class EngineClient:
             TimeoutError: it has not ended within `timeout_s`, and is cancelled.
             RequestFailed: the client is closed.
         """
-        with self._lock:  # what enters the loop before its shutdown is ended by it
+        with self._lock:  # work that enters the loop before its shutdown is cancelled by it
             if not self._is_open:
                 work.close()
                 raise _failure("the client is closed")
@@ -199,7 +189,7 @@ class EngineClient:
             raise
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have the loop call a function soon; nothing where the client is closed."""
+        """Let the loop call a function soon; does nothing if the client is closed."""
         with self._lock:
             if self._is_open:
                 self._loop.call_soon_threadsafe(function)
@@ -212,7 +202,7 @@ class EngineClient:
 
     async def _shut_down(self) -> None:
         await self._client.close()
-        # Streams end by themselves now, in the tasks that read them; nobody may be left waiting.
+        # Tasks that read streams end by themselves now; all others are cancelled.
         await asyncio.sleep(0)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:

@@ -10,6 +10,7 @@ between calls, and nothing survives a crash: use the processes for services.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 from core_proc.engine import EngineCore
 from protocol.api_core import (
@@ -26,7 +27,7 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.errors import RequestFailed
 from protocol.kv_events import KVEvent
-from protocol.ledger import Ledger, check_request
+from protocol.ledger import Ledger, RequestOptions, check_request
 from protocol.sampling import FinishReason, SamplingParams
 from worker_proc.start import make_runner
 
@@ -55,21 +56,11 @@ class InprocEngine:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> int:
         """Add a request and return its id; RequestFailed if it cannot be served, or not now."""
         request_id = self._ledger.next_request_id()
-        add = AddRequest(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-        )
+        add = AddRequest(request_id, prompt_token_ids, params, **options)
         add, _body = check_request(add, self.facts)
         self._ledger.accept(add)
         refused = self._core.add(_CLIENT, add)

@@ -92,6 +92,8 @@ class Replay:
         _check_keys("config", workload.get("config", {}), _CONFIG_DEFAULTS)
         config = _CONFIG_DEFAULTS | workload.get("config", {})
         self._max_model_len: int = config["max_model_len"]
+        # The other policies of the traces order by the step of arrival alone.
+        self._has_arrival_times = config["policy"] == "priority"
         num_blocks = config.pop("num_gpu_blocks")
         self._scheduler = Scheduler(
             SchedulerOptions(**config, num_blocks=num_blocks, eos_token_ids=(EOS_TOKEN_ID,))
@@ -158,7 +160,7 @@ class Replay:
                     prompt,
                     SamplingParams(max_tokens=spec["max_tokens"]),
                     priority=spec["priority"],
-                    arrival_time=spec["arrival_time"],
+                    arrival_time=spec["arrival_time"] if self._has_arrival_times else 0.0,
                     owner=spec,
                 )
             )

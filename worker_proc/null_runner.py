@@ -16,7 +16,7 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.failpoints import POISON_TOKEN_ID, reach
+from protocol.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.message import pack_token_ids
 from worker_proc.mirror import (
     Mirror,

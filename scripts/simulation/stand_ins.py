@@ -296,7 +296,7 @@ def _signals(world: World) -> types.SimpleNamespace:
 
 
 def _failpoints(world: World, wire: Wire) -> Callable[..., None]:
-    """In place of `reach`; the wire's rate ends with the faults."""
+    """In place of `failpoint`; the wire's rate ends with the faults."""
 
     def failpoint(name: str, when: bool = True) -> None:
         rate = wire.failpoint_rate
@@ -304,7 +304,7 @@ def _failpoints(world: World, wire: Wire) -> Callable[..., None]:
             world.counts[f"kill at {name}"] += 1
             raise KilledHere
 
-    return reach if wire.failpoint_rate else _pass_by
+    return failpoint if wire.failpoint_rate else _pass_by
 
 
 @contextlib.contextmanager
@@ -356,8 +356,8 @@ def stand_ins(
     ]
     if disk is not None:
         places += _journal_places(disk, time)
-    reach = _failpoints(world, wire)
-    places += [(module, {"reach": reach}) for module in FAILPOINT_MODULES]
+    failpoint = _failpoints(world, wire)
+    places += [(module, {"failpoint": failpoint}) for module in FAILPOINT_MODULES]
     before = [(module, {name: vars(module)[name] for name in names}) for module, names in places]
     try:
         for module, names in places:

@@ -8,35 +8,28 @@ from dataclasses import dataclass
 
 import zmq
 
-from protocol.child_handle import Child
+from protocol import zygote_link
+from protocol.child_handle import Child, ChildHandle
 from protocol.config import EngineConfig
-from protocol.forked_child import ForkedChild, ForkServer, reap_strangers
+from protocol.forked_child import ForkServer, reap_strangers
 from protocol.lifecycle import Fatal, Progress, Ready
 from protocol.message import ProtocolError
-from protocol.zygote_link import Forked, ForkFailed
+from protocol.zygote_link import ForkFailed
 
 _MAX_EARLY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A worker is there; `peer` is where its Hello came from, if it has come already."""
+    """A worker runs; `peer` is where its Hello came from, if it has come already."""
 
-    child: ForkedChild
+    child: ChildHandle
     peer: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
-class ForkFailed:
-    """A worker that was asked for does not come."""
-
-    epoch: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class ZygoteMessage:
-    """The zygote's own words."""
+    """A message about the zygote itself."""
 
     epoch: int
     message: Progress | Ready | Fatal
@@ -70,9 +63,9 @@ class ZygoteClient:
         server, self._server = self._server, None
         assert server is not None
         self._poller.unregister(server.link)
-        unborn = [ForkFailed(epoch, "the zygote has died") for epoch in server.asked]
+        failed = [ForkFailed(epoch, "the zygote has died") for epoch in server.asked]
         server.close()
-        return unborn
+        return failed
 
     def ask(self, epoch: int, rank: int, progress_fd: int | None, *, is_standby: bool) -> None:
         """Ask for a worker; `receive` tells what has become of it.
@@ -105,19 +98,15 @@ class ZygoteClient:
             return []
         return [self._event(server, message) for message in server.receive()]
 
-    def _event(
-        self, server: ForkServer, message: Progress | Ready | Fatal | Forked | ForkFailed
-    ) -> Event:
+    def _event(self, server: ForkServer, message: zygote_link.FromZygote) -> Event:
         if isinstance(message, ForkFailed):
             server.disown(message.epoch)
-            return ForkFailed(message.epoch, message.error)
-        if not isinstance(message, Forked):
+            return message
+        if not isinstance(message, zygote_link.Forked):
             return ZygoteMessage(server.child.epoch, message)
         try:
             child = server.claim(message)
-        except OSError as error:
-            return ForkFailed(message.epoch, str(error))
-        except ProtocolError as error:  # it was given up, and ends by itself
+        except (OSError, ProtocolError) as error:  # ProtocolError: it was given up, and ends
             return ForkFailed(message.epoch, str(error))
         pid, peer = self._early.pop(child.epoch, (0, b""))
         return Forked(child, peer if pid == child.pid else None)

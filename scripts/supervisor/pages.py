@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 
-from protocol.lifecycle import DeathCause, Role
+from protocol.lifecycle import Role
 from protocol.progress_page import Death, Phase, ProgressPage, ProgressRecord
 from scripts.supervisor.supervised import LeaveWord, Slot
 
@@ -76,5 +76,4 @@ class Pages:
         """Tell the next incarnation how the last one ended."""
         page = self._pages.get(word.slot)
         if page is not None:
-            cause = list(DeathCause).index(word.cause)
-            page.write_death(Death(word.epoch, cause, word.step_id))
+            page.write_death(Death(word.epoch, word.cause, word.step_id))

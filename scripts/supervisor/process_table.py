@@ -8,11 +8,12 @@ from collections.abc import Container, Sequence
 import msgspec
 import zmq
 
-from protocol.child_handle import Child, rss_bytes
+from protocol.child_handle import Child, ChildHandle, rss_bytes
 from protocol.config import EngineConfig
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
-from scripts.supervisor.forks import Event, Forked, ForkFailed, ZygoteClient
+from protocol.zygote_link import ForkFailed
+from scripts.supervisor.forks import Event, Forked, ZygoteClient
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import SUPERVISOR_EPOCH
 from scripts.supervisor.succession import HELPERS
@@ -51,7 +52,7 @@ class ProcessTable:
         self._poller = poller
         self._pages = pages
         self._listener = listener
-        self._children: dict[Slot, Child] = {}
+        self._children: dict[Slot, ChildHandle] = {}
         self._forks = ZygoteClient(poller)
         self._asked: dict[int, Slot] = {}
         """Slots of processes that are to be forked, by epoch."""
@@ -98,7 +99,7 @@ class ProcessTable:
             arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
         )
 
-    def _enter(self, slot: Slot, child: Child) -> None:
+    def _enter(self, slot: Slot, child: ChildHandle) -> None:
         self._children[slot] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
 
@@ -148,17 +149,17 @@ class ProcessTable:
         children = self._children
         children[one], children[other] = children[other], children[one]
 
-    def find(self, slot: Slot) -> Child | None:
+    def find(self, slot: Slot) -> ChildHandle | None:
         """The process of a slot; None for one that was never there or is buried."""
         return self._children.get(slot)
 
-    def dead(self, ready: Container[int]) -> list[Child]:
+    def dead(self, ready: Container[int]) -> list[ChildHandle]:
         """Whose pidfd is among what a poll has found; the burial of one may move another."""
         dead = [(slot, child) for slot, child in self._children.items() if child.pidfd in ready]
         # Helpers first, so that no dead standby is promoted.
         return [child for _, child in sorted(dead, key=lambda pair: pair[0].role not in HELPERS)]
 
-    def slot_of(self, child: Child) -> Slot:
+    def slot_of(self, child: ChildHandle) -> Slot:
         """Where it is now."""
         return next(slot for slot, other in self._children.items() if other is child)
 
@@ -209,7 +210,7 @@ class ProcessTable:
             None if child is None else child.pid,
             process.epoch,
             process.state,
-            0 if child is None else child.rss_bytes(),
+            0 if child is None else rss_bytes(child.pid),
             process.num_restarts,
         )
 

@@ -18,7 +18,7 @@ from protocol.channel import (
     client_address,
     lifecycle_address,
 )
-from protocol.child_handle import Child
+from protocol.child_handle import ChildHandle
 from protocol.child_runtime import EXIT_FATAL
 from protocol.config import EngineConfig
 from protocol.failpoints import failpoint
@@ -34,9 +34,10 @@ from protocol.lifecycle import (
     decode_to_supervisor,
 )
 from protocol.message import ProtocolError
+from protocol.zygote_link import ForkFailed
 from scripts.supervisor.console import Console
 from scripts.supervisor.death_causes import Evidence, OomCounter
-from scripts.supervisor.forks import Event, Forked, ForkFailed, ZygoteMessage
+from scripts.supervisor.forks import Event, Forked, ZygoteMessage
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import Peers
 from scripts.supervisor.process_table import (
@@ -253,7 +254,7 @@ class Supervisor:
             self._bury(child)
         self._table.reap_strangers()
 
-    def _bury(self, child: Child) -> None:
+    def _bury(self, child: ChildHandle) -> None:
         status = child.poll()
         assert status is not None, "a readable pidfd means a dead process"
         if status == EXIT_FATAL:

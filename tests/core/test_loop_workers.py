@@ -20,7 +20,7 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
-from protocol.progress_page import StepInFlight
+from protocol.progress_page import CoreMarks, Death
 from tests.core.loop_bench import Bench, FakeClient, WorkerEnd, all_tokens
 
 Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
@@ -289,5 +289,5 @@ def test_a_dead_core_is_blamed_for_its_own_steps_only(died: int, is_blamed: bool
     engine = RecordingEngine()
     nobody: Any = None
     link = WorkerLink(nobody, nobody, nobody, cast(EngineCore, engine), nobody, core_epoch=7)
-    link.on_core_death(died, DeathCause.DEADLINE, [StepInFlight(4, 0, [1, 11, 12], 3)])
+    link.on_core_death(Death(died, DeathCause.DEADLINE, None), CoreMarks(4, [1, 11, 12]))
     assert engine.inherited == ([[1, 11, 12]] if is_blamed else [])

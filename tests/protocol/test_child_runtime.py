@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol import process, supervisor_link
+from protocol import child_runtime, supervisor_link
 from protocol.channel import HighWaterMark, Received, RouterChannel, lifecycle_address
 from protocol.child_runtime import ChildProcess
 from protocol.lifecycle import Drain, Hello, Ready, Role, Stop, decode_to_supervisor
@@ -56,7 +56,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(process, "watch_parent", lambda parent_fd: None)
+    monkeypatch.setattr(child_runtime, "watch_parent", lambda parent_fd: None)
     running = Bench(str(tmp_path))
     yield running
     running.close()
@@ -69,7 +69,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]
     Nor does the child look by itself, but once.
     """
     made = asyncio.new_event_loop()
-    monkeypatch.setattr(process, "REPEAT_S", 3600.0)
+    monkeypatch.setattr(child_runtime, "REPEAT_S", 3600.0)
     monkeypatch.setattr(made, "add_reader", lambda fd, callback: None)
     yield made
     made.close()
@@ -130,7 +130,7 @@ def test_a_child_looks_by_itself_and_says_again_what_holds(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Now and then, whatever its loop is told of the descriptor, and after an exception too."""
-    monkeypatch.setattr(process, "REPEAT_S", 0.01)
+    monkeypatch.setattr(child_runtime, "REPEAT_S", 0.01)
     monkeypatch.setattr(supervisor_link, "REPEAT_S", 0.01)
     loop.set_exception_handler(lambda loop, context: None)
     heard: list[object] = []
@@ -218,11 +218,11 @@ def test_commands_to_another_incarnation_are_dropped_and_counted(bench: Bench) -
 
 LEAVER = """
 import sys, types, zmq
-from protocol import process
+from protocol import child_runtime
 from protocol.channel import DealerChannel, HighWaterMark
 from protocol.child_runtime import ChildProcess
 
-process.FLUSH_MS = 20_000  # on a busy machine the reader may be slow
+child_runtime.FLUSH_MS = 20_000  # on a busy machine the reader may be slow
 
 context = zmq.Context()
 link = DealerChannel(context, sys.argv[1], HighWaterMark.WORKER_LINK)

@@ -31,7 +31,7 @@ from tests.timing import any_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME, OTHER = "worker.mid_step", "core.after_drain"
-CALLS = {"reach", "failpoints.reach"}
+CALLS = {"failpoint", "failpoints.failpoint"}
 PACKAGES = ("protocol", "api_proc", "core_proc", "worker_proc", "scripts")
 
 
@@ -59,7 +59,7 @@ def test_unknown_names_are_refused_with_a_list(tmp_path: Path) -> None:
 
 def test_acts_at_its_hit_and_no_other() -> None:
     """Only what counts as a hit is counted."""
-    reach = configured(f"{NAME}=exc@3")
+    failpoint = configured(f"{NAME}=exc@3")
     for when in (True, False, True, False):
         failpoint(NAME, when)
         failpoint(OTHER)
@@ -69,7 +69,7 @@ def test_acts_at_its_hit_and_no_other() -> None:
 
 
 def test_star_acts_every_time() -> None:
-    reach = configured(f"{NAME}=enospc@*")
+    failpoint = configured(f"{NAME}=enospc@*")
     for _ in range(3):
         with pytest.raises(OSError, match="No space left") as caught:
             failpoint(NAME)
@@ -78,7 +78,7 @@ def test_star_acts_every_time() -> None:
 
 def test_off_unless_configured() -> None:
     for value in (None, ""):
-        reach = configured(value)
+        failpoint = configured(value)
         for name in FAILPOINTS:
             failpoint(name)
 
@@ -121,27 +121,27 @@ def test_wrong_value_ends_the_process_at_once() -> None:
 def test_directory_counts_from_arming_and_fires_once(tmp_path: Path) -> None:
     """However often it was reached before, and whichever process gets there."""
     first, second = FailpointDirectory(tmp_path), FailpointDirectory(tmp_path)
-    first.failpoint(NAME)
-    first.failpoint(NAME)
+    first.hit(NAME)
+    first.hit(NAME)
     arm(tmp_path, NAME, "exc@2")
-    first.failpoint(NAME)
-    second.failpoint(NAME)
+    first.hit(NAME)
+    second.hit(NAME)
     with pytest.raises(FailpointError):
-        first.failpoint(NAME)
-    second.failpoint(NAME)
+        first.hit(NAME)
+    second.hit(NAME)
     assert not (tmp_path / NAME).exists()
     (line,) = (tmp_path / LOG_FILE).read_text().splitlines()
     assert line.split()[1:] == [NAME, str(os.getpid()), "exc"]
     arm(tmp_path, NAME, "exc@1")  # armed again, it counts again
     with pytest.raises(FailpointError):
-        first.failpoint(NAME)
+        first.hit(NAME)
 
 
 def test_disarmed_failpoints_do_nothing(tmp_path: Path) -> None:
     reached = FailpointDirectory(tmp_path)
     arm(tmp_path, NAME, "exc@1")
     disarm(tmp_path)
-    reached.failpoint(NAME)
+    reached.hit(NAME)
     assert (tmp_path / f"{REACHED_PREFIX}{NAME}").exists()
     assert not (tmp_path / f"{REACHED_PREFIX}{OTHER}").exists()
 
@@ -170,5 +170,5 @@ def test_each_failpoint_has_its_place_and_a_description() -> None:
 @any_of(5)
 def test_costs_next_to_nothing_where_it_is_off() -> None:
     """A call of an empty function: 0.05 µs measured, and a turn of the core takes hundreds."""
-    reach, number = configured(None), 100_000
+    failpoint, number = configured(None), 100_000
     assert min(timeit.repeat(lambda: failpoint(NAME), number=number, repeat=3)) / number < 0.5e-6

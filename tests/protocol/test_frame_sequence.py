@@ -11,23 +11,23 @@ def judged(sequence: FrameSequence, *numbers: int, flags: int = 0) -> list[Verdi
 
 
 def test_frames_are_taken_in_order_and_once() -> None:
-    sequence = FrameSequence(takes_gaps=False)
+    sequence = FrameSequence(ignores_gaps=False)
     assert judged(sequence, 0, 1, 1, 2, 4, 3) == [NEXT, NEXT, REPEATED, NEXT, GAP, NEXT]
     assert judged(sequence, 9, flags=Flag.BEGINS) == [NEXT]
     assert judged(sequence, 10, 5) == [NEXT, REPEATED]
-    lossy = FrameSequence(takes_gaps=True)
+    lossy = FrameSequence(ignores_gaps=True)
     assert judged(lossy, 0, 7, 3, 8) == [NEXT, NEXT, REPEATED, NEXT]
 
 
 def test_frames_that_all_come_twice_are_no_gap() -> None:
-    sequence = FrameSequence(takes_gaps=False)
+    sequence = FrameSequence(ignores_gaps=False)
     numbers = [number for number in range(10) for _ in range(2)]
     assert judged(sequence, *numbers) == [NEXT, REPEATED] * 10
 
 
 def test_whoever_counts_on_below_is_right_and_is_followed_after_a_new_beginning() -> None:
     """A frame of a lost connection came late, and its number was believed."""
-    sequence = FrameSequence(takes_gaps=False)
+    sequence = FrameSequence(ignores_gaps=False)
     judged(sequence, 0, 1)
     assert judged(sequence, 40, flags=Flag.BEGINS) == [NEXT]
     assert judged(sequence, 2, 3, 4) == [REPEATED, REPEATED, GAP]

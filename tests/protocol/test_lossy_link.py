@@ -162,7 +162,7 @@ def test_what_is_taken_is_a_run_without_gaps_from_the_last_beginning_on(
         late += [frame] if fate == "late" else []
         if len(late) > 1:
             arriving.append(late.pop(0))
-    sequence = FrameSequence(takes_gaps=False)
+    sequence = FrameSequence(ignores_gaps=False)
     taken = [f.seq for f in arriving + late if sequence.judge(f) is Verdict.NEXT]
     before = [seq for seq in taken if seq < begins_at]
     after = [seq for seq in taken if seq >= begins_at]

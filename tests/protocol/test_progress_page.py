@@ -10,16 +10,16 @@ from collections.abc import Iterator
 import pytest
 
 from protocol.config import RecoveryConfig
+from protocol.lifecycle import DeathCause
 from protocol.progress import ProgressReporter
 from protocol.progress_page import (
-    MAX_FINGERPRINTS,
-    NUM_STEP_SLOTS,
+    MAX_MARKS,
     PAGE_BYTES,
+    CoreMarks,
     Death,
     Phase,
     ProgressPage,
     ProgressRecord,
-    StepInFlight,
 )
 from tests.system.conftest import ROOT
 from tests.timing import any_of
@@ -44,7 +44,7 @@ def page(shared: tuple[ProgressPage, int]) -> ProgressPage:
 
 def test_new_page_is_empty(page: ProgressPage) -> None:
     assert page.read() == ProgressRecord(0, Phase.NONE, None, 0, 0)
-    assert page.read_in_flight() == []
+    assert page.read_marks() is None
     assert page.read_death() is None
 
 
@@ -81,7 +81,7 @@ def test_nonsense_in_a_page_is_not_read_and_harms_no_reader(
             )
         mark = page.read()
         assert mark is None or mark.phase in Phase, number
-        page.read_in_flight()
+        page.read_marks()
     page.write(EPOCH, Phase.IDLE, None, 6, 7)
     assert page.read() == ProgressRecord(EPOCH, Phase.IDLE, None, 6, 7)
 
@@ -109,39 +109,30 @@ def test_reader_never_sees_two_writes_mixed() -> None:
     os.close(fd)
 
 
-def test_steps_in_flight_survive_their_writer(page: ProgressPage) -> None:
-    """In order, each with its requests; those without any have ended."""
-    for step_id in (11, 12, 13):
-        page.write_in_flight(EPOCH, step_id, [step_id, 2**64 - step_id])
-    page.write_in_flight(EPOCH, 12, [])
-    assert page.read_in_flight() == [
-        StepInFlight(EPOCH, 11, [11, 2**64 - 11], 2),
-        StepInFlight(EPOCH, 13, [13, 2**64 - 13], 2),
-    ]
+def test_marks_survive_their_writer(page: ProgressPage) -> None:
+    page.write_marks(EPOCH, [11, 2**64 - 11])
+    assert page.read_marks() == CoreMarks(EPOCH, [11, 2**64 - 11])
+    page.write_marks(EPOCH, [])
+    assert page.read_marks() is None
 
 
-def test_step_that_was_not_written_whole_was_not_dispatched(page: ProgressPage) -> None:
-    page.write_in_flight(EPOCH, 3, [1])
-    page.write_in_flight(EPOCH, 4, [2])
-    page._words[64 + 4 * (4 + MAX_FINGERPRINTS)] += 1
-    assert [step.step_id for step in page.read_in_flight()] == [3]
-    page.write_in_flight(EPOCH + 1, 4, [2])
-    assert [step.step_id for step in page.read_in_flight()] == [3, 4]
+def test_marks_that_were_not_written_completely_do_not_count(page: ProgressPage) -> None:
+    page.write_marks(EPOCH, [1])
+    page._words[64] += 1
+    assert page.read_marks() is None
+    page.write_marks(EPOCH + 1, [2])
+    assert page.read_marks() == CoreMarks(EPOCH + 1, [2])
 
 
-def test_steps_have_room_for_all_that_fit_and_count_the_others(page: ProgressPage) -> None:
-    """Full slots do not touch each other."""
-    for step_id in range(NUM_STEP_SLOTS):
-        page.write_in_flight(EPOCH, step_id, list(range(MAX_FINGERPRINTS + step_id)))
-    steps = page.read_in_flight()
-    assert [step.num_requests - MAX_FINGERPRINTS for step in steps] == list(range(NUM_STEP_SLOTS))
-    assert all(step.fingerprints == list(range(MAX_FINGERPRINTS)) for step in steps)
+def test_marks_past_the_bound_are_cut(page: ProgressPage) -> None:
+    page.write_marks(EPOCH, range(MAX_MARKS + 3))
+    assert page.read_marks() == CoreMarks(EPOCH, list(range(MAX_MARKS)))
 
 
 @pytest.mark.parametrize("step_id", [None, 0, 5])
 def test_word_about_a_death(page: ProgressPage, step_id: int | None) -> None:
-    page.write_death(Death(3, 2, step_id))
-    assert page.read_death() == Death(3, 2, step_id)
+    page.write_death(Death(3, DeathCause.OOM, step_id))
+    assert page.read_death() == Death(3, DeathCause.OOM, step_id)
 
 
 def test_page_cannot_be_taken_from_under_its_readers(shared: tuple[ProgressPage, int]) -> None:
@@ -221,20 +212,17 @@ def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int
 def test_successor_with_another_page_inherits_what_was_left(
     shared: tuple[ProgressPage, int],
 ) -> None:
-    """The death and the steps, also one in the middle of a write; its own progress stays."""
+    """The death and the marks; its own progress stays."""
     page, _ = shared
     other, fd = ProgressPage.create("other")
-    other.write_in_flight(1, 5, [99])  # of the time when it was another's page
+    other.write_marks(1, [99])  # of the time when it was another's page
     other.write(EPOCH, Phase.IDLE, None, 5, 6)
     page.write(EPOCH - 1, Phase.STEP, 3, 1, 2)
-    page.write_in_flight(EPOCH - 1, 2, [11, 12])
-    page.write_in_flight(EPOCH - 1, 3, [13])
-    page._words[64 + 3 * (4 + MAX_FINGERPRINTS)] |= 1  # its writer died over it
-    page.write_death(Death(EPOCH - 1, 2, 3))
+    page.write_marks(EPOCH - 1, [11, 12])
+    page.write_death(Death(EPOCH - 1, DeathCause.OOM, 3))
     other.inherit(page)
-    assert other.read_in_flight() == page.read_in_flight()
-    assert [step.step_id for step in other.read_in_flight()] == [2]
-    assert other.read_death() == Death(EPOCH - 1, 2, 3)
+    assert other.read_marks() == CoreMarks(EPOCH - 1, [11, 12])
+    assert other.read_death() == Death(EPOCH - 1, DeathCause.OOM, 3)
     assert other.read() == ProgressRecord(EPOCH, Phase.IDLE, None, 5, 6)
     other.close()
     os.close(fd)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import process
+from protocol import child_runtime
 from protocol.core_worker import Adopt, ModelRunnerOutput, SchedulerOutput
 from protocol.progress_page import Phase, ProgressPage, ProgressRecord
 from tests.played_child import PlayedChild
@@ -21,7 +21,7 @@ class WatchedRunner(FakeRunner):
         super().__init__()
         self.page = page
         self.fd = fd
-        self.marks: list[Mark | None] = []
+        self.marks: list[ProgressRecord | None] = []
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.marks.append(self.page.read())
@@ -40,7 +40,7 @@ def runner() -> Iterator[WatchedRunner]:
 def bench(
     tmp_path: Path, runner: WatchedRunner, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bench]:
-    monkeypatch.setattr(process, "show_stacks", lambda: None)
+    monkeypatch.setattr(child_runtime, "show_stacks", lambda: None)
     monkeypatch.setattr(
         test_shim,
         "PlayedChild",

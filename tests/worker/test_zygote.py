@@ -18,8 +18,9 @@ import pytest
 import zmq
 
 from protocol.channel import HighWaterMark, RouterChannel, lifecycle_address
+from protocol.child_handle import ChildHandle
 from protocol.config import EngineConfig
-from protocol.forked_child import ForkedChild, ForkServer, reap_strangers
+from protocol.forked_child import ForkServer, reap_strangers
 from protocol.lifecycle import Fatal, Hello, Ready, Stop, decode_to_supervisor
 from protocol.message import encode
 from protocol.prctl import set_subreaper
@@ -80,7 +81,7 @@ class Nursery:
 
         return eventually(find, kind.__name__, START_TIMEOUT_S)
 
-    def fork(self, epoch: int) -> ForkedChild:
+    def fork(self, epoch: int) -> ChildHandle:
         """A forked worker that has said Ready."""
         self.server.fork(epoch, 0, is_standby=False)
         child = self.server.claim(self.await_zygote(Forked))
@@ -134,7 +135,7 @@ def num_threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
-def ends(child: ForkedChild, status: int) -> None:
+def ends(child: ChildHandle, status: int) -> None:
     """It dies with this status, reaped here."""
     assert child.wait(30.0) == status
     assert not Path(f"/proc/{child.pid}").exists()

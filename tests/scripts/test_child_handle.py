@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import child
+from protocol import child_handle
 from protocol.child_handle import Child
 from protocol.settings import configure
 from scripts.chaos.processes import is_alive
@@ -40,7 +40,7 @@ def no_descriptors_left() -> Iterator[None]:
 @pytest.fixture
 def sleeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A module that ignores everything but SIGKILL."""
-    monkeypatch.setattr(child, "_DEATH_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(child_handle, "_DEATH_TIMEOUT_S", 30.0)
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return "sleeper"
@@ -100,7 +100,7 @@ def test_stop_returns_although_the_process_cannot_be_killed(
     """As in uninterruptible sleep: no wait is without a deadline."""
     process = Child(sleeper, CONFIG, epoch=1)
     monkeypatch.setattr(process, "kill", lambda: None)
-    monkeypatch.setattr(child, "_DEATH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(child_handle, "_DEATH_TIMEOUT_S", 0.05)
     started = time.monotonic()
     assert process.stop(grace_s=0.0) is None
     assert time.monotonic() - started < 30.0, "it would sleep for a minute"

@@ -1,0 +1,151 @@
+"""Requests are resent in order, exactly once, with true ages, and in slices of bounded time."""
+
+import asyncio
+import gc
+import time
+
+from protocol.api_core import AddRequest, decode_from_client
+from protocol.client import AsyncEngineClient
+from protocol.ledger import Ledger
+from protocol.message import encode
+from protocol.open_requests import OpenRequests
+from protocol.sampling import SamplingParams
+from tests.protocol.fake_core import FakeCore, ServingThread, run_connected
+
+PARAMS = SamplingParams(max_tokens=1000)
+NUM_OPEN = 16_384
+LONGEST_TURN_S = 0.02
+"""Processor time of one turn of the host's loop; a slice takes a tenth of it."""
+
+
+class Reader:
+    def deliver(self, output: object) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        pass
+
+
+class Wire:
+    """Takes what is sent, each message for a tenth of a millisecond."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sent: list[AddRequest] = []
+        self.open = OpenRequests(Ledger(1000, clock=lambda: self.now), self._send)
+
+    def _send(self, body: bytes) -> None:
+        self.now += 0.0001
+        message = decode_from_client(body)
+        if isinstance(message, AddRequest):
+            self.sent.append(message)
+
+    def accept(self) -> int:
+        add = AddRequest(self.open.ledger.next_request_id(), [5], PARAMS)
+        self.open.accept(add, encode(add), Reader())
+        return add.request_id
+
+    def resend_slice(self) -> bool:
+        return self.open.resend(self.now + 0.002, lambda: True)
+
+
+def test_slices_are_short_and_keep_the_order_whatever_is_added_and_cancelled_between() -> None:
+    wire = Wire()
+    expected = [wire.accept() for _ in range(100)]
+    accepted_last_at = wire.now
+    wire.sent.clear()
+    wire.now += 50.0
+    wire.open.begin_resend()
+    num_slices = 0
+    while wire.resend_slice():
+        num_slices += 1
+        began = wire.now
+        expected.append(wire.accept())
+        wire.open.cancel(expected.pop(-3))
+        assert wire.now - began < 0.001
+        assert len(wire.sent) <= 21 * num_slices
+    assert num_slices >= 4
+    assert [add.request_id for add in wire.sent] == expected
+    ages = [add.age_s for add in wire.sent]
+    assert ages == sorted(ages, reverse=True)
+    assert ages[0] >= 50.0 + accepted_last_at - 0.0001
+    assert wire.accept() == wire.sent[-1].request_id, "nothing is held back after the resend"
+
+
+def test_nothing_is_sent_while_the_link_has_no_room() -> None:
+    wire = Wire()
+    expected = [wire.accept() for _ in range(10)]
+    wire.sent.clear()
+    wire.open.begin_resend()
+    room = iter([True] * 4 + [False])
+    assert wire.open.resend(wire.now + 1.0, lambda: next(room))
+    assert len(wire.sent) == 4
+    assert not wire.open.resend(wire.now + 1.0, lambda: True)
+    assert [add.request_id for add in wire.sent] == expected
+
+
+def test_a_new_core_is_sent_each_requests_age(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        before = time.monotonic()
+        client.submit([1], PARAMS)
+        await asyncio.sleep(0.1)
+        client.submit([2], PARAMS)
+        await core.until(lambda: core.num_added == 2)
+        assert [add.age_s for add in core.adds] == [0.0, 0.0]
+        await core.restart(2)
+        old, new = core.adds
+        assert (old.prompt_token_ids, new.prompt_token_ids) == ([1], [2])
+        assert old.age_s - new.age_s >= 0.1
+        assert 0.0 < new.age_s < old.age_s <= time.monotonic() - before
+
+    run_connected(core, play)
+
+
+def test_a_request_of_an_earlier_incarnation_keeps_its_age(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        add = AddRequest(7, [1], PARAMS, arrival_time=time.time() - 100.0)
+        client.adopt(add, Reader())
+        await core.until(lambda: core.num_added == 1)
+        await core.restart(1)
+        assert 100.0 <= core.adds[0].age_s < 110.0
+
+    run_connected(core, play)
+
+
+async def longest_turn(seconds: list[float]) -> None:
+    """Keep the longest processor time of a turn of this loop in `seconds`."""
+    while True:
+        began = time.thread_time()
+        await asyncio.sleep(0)
+        seconds[0] = max(seconds[0], time.thread_time() - began)
+
+
+def test_a_reconnect_of_16384_requests_leaves_the_loop_to_its_host(core: FakeCore) -> None:
+    seconds = [0.0]
+
+    async def main() -> None:
+        async with asyncio.timeout(60), AsyncEngineClient(core.address) as client:
+            await client.wait_ready(10)
+            for i in range(NUM_OPEN):
+                client.submit([i % 1000], PARAMS)
+                if i % 64 == 0:
+                    await asyncio.sleep(0)
+            while core.num_added < NUM_OPEN:
+                await asyncio.sleep(0.01)
+            core.adds.clear()
+            gc.collect()
+            gc.disable()  # a full collection of all that the tests hold takes longer than a slice
+            watch = asyncio.create_task(longest_turn(seconds))
+            core.epoch += 1  # and the next status says so
+            while core.num_added < NUM_OPEN:
+                await asyncio.sleep(0.01)
+            watch.cancel()
+
+    with ServingThread(core):
+        try:
+            asyncio.run(main())
+        finally:
+            gc.enable()
+    print(f"longest turn: {seconds[0] * 1000:.1f} ms")
+    assert [add.prompt_token_ids for add in core.adds] == [[i % 1000] for i in range(NUM_OPEN)]
+    assert seconds[0] < LONGEST_TURN_S
