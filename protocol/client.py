@@ -12,6 +12,7 @@ and their streams go on. It touches no signals, environment, logging or foreign 
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -39,6 +40,7 @@ from protocol.ledger import Ledger, check_request
 from protocol.message import ProtocolError, encode
 from protocol.open_requests import OpenRequests, Receiver
 from protocol.request_stream import RequestStream
+from protocol.runtime import Clock
 from protocol.sampling import SamplingParams
 
 MAX_OPEN_REQUESTS = 16384
@@ -59,6 +61,8 @@ class AsyncEngineClient:
         max_open_requests: int = MAX_OPEN_REQUESTS,
         max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        clock: Clock = time,
+        make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
         """Name the core's address (`protocol.channel.client_address`); nothing connects yet.
 
@@ -66,14 +70,17 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` refuses.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: without an engine that serves for so long, open requests fail.
+            clock: the clock of the recorded times.
+            make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
         self._stalled_s = 0.0
+        self._clock = clock
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
-        self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
+        self._link = make_link(address, 2 * max_open_requests, self._on_status, self._on_message)
         self._open = OpenRequests(Ledger(max_open_requests, max_open_tokens), self._link.send)
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
@@ -226,7 +233,7 @@ class AsyncEngineClient:
             prompt_token_ids,
             params,
             priority=priority,
-            arrival_time=time.time(),
+            arrival_time=self._clock.time(),
             cache_salt=cache_salt,
             tenant=tenant,
         )
@@ -352,7 +359,7 @@ class AsyncEngineClient:
 
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
         self.status = status
-        self.last_status_time = time.monotonic()
+        self.last_status_time = self._clock.monotonic()
         if status.facts is not None:
             self.facts = status.facts
         if status.state in _SERVING:

@@ -103,9 +103,8 @@ def test_nothing_unpickles_or_evaluates() -> None:
             assert not [word for word in banned if word in text], path
 
 
-def test_every_file_says_what_it_is_for_and_stays_short() -> None:
+def test_every_file_says_what_it_is_for() -> None:
     for package in [*ALLOWED, "scripts", "tests"]:
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text()
             assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-            assert text.count("\n") <= 400, f"{path} is too long"
