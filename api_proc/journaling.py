@@ -39,7 +39,12 @@ class Journaling:
     """One journal and everybody who waits for it."""
 
     def __init__(
-        self, directory: str, snapshot: Callable[[], Iterator[Message]], *, is_synced: bool = False
+        self,
+        directory: str,
+        snapshot: Callable[[], Iterator[Message]],
+        *,
+        is_synced: bool = False,
+        make_journal: Callable[..., Journal] = Journal,
     ) -> None:
         """Name the directory.
 
@@ -48,9 +53,11 @@ class Journaling:
             snapshot: iterates over records that tell of everything open; what comes meanwhile is
                 written between them.
             is_synced: whether written means on the medium.
+            make_journal: takes the arguments of `Journal`.
         """
         self._directory = directory
         self._snapshot = snapshot
+        self._make_journal = make_journal
         self._sync = os.fsync if is_synced else None
         self._rows: list[Row] = []
         self._flushing: asyncio.TimerHandle | None = None
@@ -79,7 +86,7 @@ class Journaling:
         """
         self._loop = asyncio.get_running_loop()
         self._restore = restore
-        self._journal = Journal(
+        self._journal = self._make_journal(
             self._directory,
             self._loop.call_soon_threadsafe,
             self._on_written,

@@ -31,7 +31,9 @@ from protocol.api_core import AddRequest, RequestOutput
 from protocol.client import AsyncEngineClient
 from protocol.config import ApiConfig
 from protocol.errors import RequestFailed
+from protocol.journal import Journal
 from protocol.message import Message, TokenIds
+from protocol.runtime import Clock
 from protocol.sampling import FinishReason, SamplingParams
 
 _COMMIT_TIMEOUT_S = 0.25
@@ -106,19 +108,26 @@ class Sessions:
         client: AsyncEngineClient,
         config: ApiConfig,
         on_end: Callable[[str], None] = lambda reason: None,
+        *,
+        clock: Clock = time,
+        make_journal: Callable[..., Journal] = Journal,
     ) -> None:
-        """`on_end` is told the finish reason of each sequence that ends unread."""
+        """`on_end` is called with the finish reason of each sequence that ends unread."""
         assert config.journal_dir is not None
         self._on_end = on_end
         self._client = client
+        self._clock = clock
         self._window_s = config.resume_window_s
         self._budget = Budget(config.max_open_requests, config.max_open_bytes)
         self._by_id: dict[str, Session] = {}
         # Greater than any of a predecessor's, also where its journal can be read only later.
-        self._next_number = int(time.time() * 1e6)
+        self._next_number = int(clock.time() * 1e6)
         self._rereaders: Rereaders = {}
         self.journaling = Journaling(
-            config.journal_dir, self._snapshot, is_synced=config.journal_sync
+            config.journal_dir,
+            self._snapshot,
+            is_synced=config.journal_sync,
+            make_journal=make_journal,
         )
         self.num_resumed = 0
 
@@ -167,7 +176,7 @@ class Sessions:
         """
         assert request_id not in self._by_id
         lease = self._lease(len(raw))
-        accepted = Accepted(self._next_number, request_id, path, raw, int(time.time()), [])
+        accepted = Accepted(self._next_number, request_id, path, raw, int(self._clock.time()), [])
         return self._enter(accepted, reread, lease)
 
     def _enter(self, accepted: Accepted, reread: Reread, lease: Lease) -> Session:
@@ -301,7 +310,7 @@ class Sessions:
     async def _restore(self, records: list[bytes]) -> None:
         """Send again what was open, and keep what was answered, until its client comes back."""
         replay = Replay()
-        await _in_slices(records, replay.take)
+        await _in_slices(records, replay.take, self._clock)
         remembered = replay.remembered()
         num_open = 0
 
@@ -312,7 +321,7 @@ class Sessions:
             except Exception as error:  # one request, of a version of ours that wrote it otherwise
                 log.warning("request %s is not resumed: %s", item.accepted.request_id, error)
 
-        await _in_slices(remembered, restore)
+        await _in_slices(remembered, restore, self._clock)
         if remembered:
             log.info("%d requests of the journal go on, of %d", num_open, len(remembered))
 
@@ -345,11 +354,11 @@ class Sessions:
             history.fail(failure)
 
 
-async def _in_slices(items: Iterable[T], act: Callable[[T], None]) -> None:
+async def _in_slices(items: Iterable[T], act: Callable[[T], None], clock: Clock) -> None:
     """Do something with many things; the rest of the event loop goes on in between."""
-    began = time.monotonic()
+    began = clock.monotonic()
     for item in items:
         act(item)
-        if time.monotonic() - began > _SLICE_S:
+        if clock.monotonic() - began > _SLICE_S:
             await asyncio.sleep(0)
-            began = time.monotonic()
+            began = clock.monotonic()

@@ -6,6 +6,9 @@ With `--standby` it has imported everything and waits, until the core has died w
 import contextlib
 import os
 import sys
+import time
+
+import zmq
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.loop import CoreLoop
@@ -13,6 +16,7 @@ from protocol import gc_tuning
 from protocol.child_runtime import ChildProcess
 from protocol.failpoints import failpoint
 from protocol.lifecycle import Role
+from protocol.runtime import SystemProcesses
 
 CORE_NICENESS = -10
 _STANDBY_FLAG = "--standby"
@@ -27,7 +31,13 @@ def main() -> None:
     failpoint("core.load")
     _raise_priority()
     child.restart_on_sigterm()
-    loop = CoreLoop(child, EngineCore(child.config))
+    loop = CoreLoop(
+        child,
+        EngineCore(child.config),
+        clock=time,
+        poller=zmq.Poller(),
+        processes=SystemProcesses(),
+    )
     child.ready()
     try:
         loop.run()

@@ -5,7 +5,6 @@ waits for a worker or a client: what cannot be sent now is kept, within bounds, 
 """
 
 import logging
-import time
 from collections.abc import Mapping
 
 import zmq
@@ -22,6 +21,7 @@ from protocol.channel import HighWaterMark, RouterChannel
 from protocol.child_runtime import ChildProcess
 from protocol.failpoints import failpoint
 from protocol.lifecycle import Drain, Stop, Suspect, WorkerDied
+from protocol.runtime import Clock, Poller, ProcessControl
 
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
@@ -36,11 +36,20 @@ log = logging.getLogger("troika.core")
 class CoreLoop:
     """Connects one EngineCore to its clients, its workers and its supervisor."""
 
-    def __init__(self, child: ChildProcess, engine: EngineCore) -> None:
+    def __init__(
+        self,
+        child: ChildProcess,
+        engine: EngineCore,
+        *,
+        clock: Clock,
+        poller: Poller,
+        processes: ProcessControl,
+    ) -> None:
         self._child = child
+        self._clock = clock
         self._reporter = child.reporter
         self._engine = engine
-        self._poller = zmq.Poller()
+        self._poller = poller
         clients_link = RouterChannel(
             child.context, child.core_client_address, HighWaterMark.CLIENT_LINK
         )
@@ -48,11 +57,11 @@ class CoreLoop:
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
         self._links = (clients_link, workers_link)
-        self._clients = Clients(clients_link, DeathWatch(self._poller), engine, child.epoch)
+        self._clients = Clients(clients_link, DeathWatch(poller, processes), engine, child.epoch)
         group = WorkerGroup(child.config.parallel.tensor_parallel_size, child.epoch)
         self._workers = WorkerLink(
             workers_link,
-            DeathWatch(self._poller),
+            DeathWatch(poller, processes),
             group,
             engine,
             self._clients.tell,
@@ -60,10 +69,10 @@ class CoreLoop:
             core_epoch=child.epoch,
         )
         for link in self._links:
-            self._poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.socket, zmq.POLLIN)
         if child.lifecycle_socket is not None:
-            self._poller.register(child.lifecycle_socket, zmq.POLLIN)
-        now = time.monotonic()
+            poller.register(child.lifecycle_socket, zmq.POLLIN)
+        now = clock.monotonic()
         self._stats_line = StatsLine(child.config.run.log_stats_interval_s, now)
         self._next_status = self._next_beat = now
         self._told_state: tuple[EngineState, PauseMode, bool] | None = None
@@ -84,7 +93,7 @@ class CoreLoop:
     def _has_left(self) -> bool:
         if self._leaves_at is None:
             return False
-        return not self._engine.is_computing or time.monotonic() >= self._leaves_at
+        return not self._engine.is_computing or self._clock.monotonic() >= self._leaves_at
 
     def _hear_of_predecessor(self) -> None:
         """How the last core ended, and which of its steps were under way."""
@@ -100,8 +109,7 @@ class CoreLoop:
         self._reporter.idle()
         ready = dict(self._poller.poll(timeout_ms))
         self._reporter.turn()
-        started = time.perf_counter()
-        self._engine.now = time.monotonic()
+        started = self._engine.now = self._clock.monotonic()
         self._reclaim(ready)
         self._drain()
         failpoint("core.after_drain")
@@ -109,12 +117,12 @@ class CoreLoop:
             self._workers.dispatch()
         self._report()  # first, so that who hears that a pause holds finds it in the status too
         self._clients.tell_news()
-        self._engine.loop_histogram.observe(time.perf_counter() - started)
+        self._engine.loop_histogram.observe(self._clock.monotonic() - started)
 
     def _poll_ms(self) -> int:
         if self._clients.is_behind:
             return _RETRY_MS
-        until_status_ms = max(0, int((self._next_status - time.monotonic()) * 1000) + 1)
+        until_status_ms = max(0, int((self._next_status - self._clock.monotonic()) * 1000) + 1)
         tick_ms = self._reporter.tick_ms
         return until_status_ms if tick_ms is None else min(until_status_ms, tick_ms)
 
@@ -131,7 +139,7 @@ class CoreLoop:
         self._clients.drain()
         for message in self._child.messages():
             if isinstance(message, Stop):
-                self._leaves_at = self._leaves_at or time.monotonic() + LEAVE_S
+                self._leaves_at = self._leaves_at or self._clock.monotonic() + LEAVE_S
             elif isinstance(message, Drain):
                 self._engine.drain()
             elif isinstance(message, Suspect):
@@ -149,7 +157,7 @@ class CoreLoop:
 
     def _report(self) -> None:
         engine = self._engine
-        now, state = time.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
+        now, state = self._clock.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
         are_all_back = self._are_all_back(now)
         if engine.is_drained and not self._drained_told and are_all_back:
             self._drained_told = True

@@ -1,25 +1,26 @@
 """Notices the deaths of processes at the other ends of the links, through pidfds in a poller."""
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterable
 
 import zmq
+
+from protocol.runtime import Poller, ProcessControl
 
 
 class DeathWatch:
     """The processes behind the connections of one socket, by the identity of the connection."""
 
-    def __init__(self, poller: zmq.Poller) -> None:
+    def __init__(self, poller: Poller, processes: ProcessControl) -> None:
         self._poller = poller
+        self._processes = processes
         self._pidfds: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
 
     def add(self, peer: bytes, pid: int) -> bool:
         """Watch a process instead of the one that this peer was; False if that is not possible."""
         self.remove(peer)
-        pidfd = _open_pidfd(pid)
+        pidfd = self._open_pidfd(pid)
         if pidfd < 0:
             return False
         self._pidfds[peer] = pidfd
@@ -33,14 +34,14 @@ class DeathWatch:
         if pidfd is not None:
             del self._peers[pidfd]
             self._poller.unregister(pidfd)
-            os.close(pidfd)
+            self._processes.close(pidfd)
 
     def kill(self, peer: bytes) -> None:
         """Send SIGKILL; the pidfd makes sure that it hits this process and no other."""
         pidfd = self._pidfds.get(peer)
         if pidfd is not None:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                self._processes.kill(pidfd)
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
         """Peers whose death is among what a poll found.
@@ -51,12 +52,11 @@ class DeathWatch:
         peers = self._peers
         return [peers[item] for item in ready if isinstance(item, int) and item in peers]
 
-
-def _open_pidfd(pid: int) -> int:
-    """Descriptor that becomes readable at the death of `pid`; -1 if it cannot be watched."""
-    if pid <= 0 or pid == os.getpid():
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError):
-        return -1
+    def _open_pidfd(self, pid: int) -> int:
+        """Descriptor that becomes readable at the death of `pid`; -1 if it cannot be watched."""
+        if pid <= 0 or pid == self._processes.getpid():
+            return -1
+        try:
+            return self._processes.pidfd_open(pid)
+        except (OSError, OverflowError):
+            return -1

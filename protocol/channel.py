@@ -36,6 +36,7 @@ import zmq
 from protocol import multipart
 from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import DamagedFrame, Header, ProtocolError, pack_header, unpack_header
+from protocol.runtime import SocketFactory
 
 MAX_FRAME_BYTES = 16 * 2**20
 _RECONNECT_MS = 10
@@ -220,7 +221,7 @@ class RouterChannel(_Channel):
 
     _names_peers = True
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
+    def __init__(self, context: SocketFactory, address: str, hwm: HighWaterMark):
         """Bind to `address`; a socket file left by a dead predecessor is replaced."""
         socket = context.socket(zmq.ROUTER)
         with _closed_on_error(socket):
@@ -303,7 +304,7 @@ class DealerChannel(_Channel):
 
     _names_peers = False
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hwm: HighWaterMark):
+    def __init__(self, context: SocketFactory, address: str, hwm: HighWaterMark):
         """Start connecting to `address`; the binding side may come later."""
         socket = context.socket(zmq.DEALER)
         with _closed_on_error(socket):

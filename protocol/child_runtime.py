@@ -74,6 +74,7 @@ class ChildProcess:
         self.config = config
         self.epoch: int = arguments.epoch
         self.rank: int = arguments.rank
+        self.pid = os.getpid()
         self.listen_fd: int | None = arguments.listen_fd
         self.run_dir = make_run_dir(config.run.run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -94,7 +95,7 @@ class ChildProcess:
             )
             self._wait_for_supervisor()
             self._supervisor = SupervisorLink(self._lifecycle, self.epoch)
-            self._tell(Hello(role, self.rank, os.getpid()))
+            self._tell(Hello(role, self.rank, self.pid))
 
     @classmethod
     def from_argv(cls, program: str, role: Role, argv: Sequence[str]) -> "ChildProcess":

@@ -12,6 +12,7 @@ and their streams continue. It changes no signal handlers, environment, logging 
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from typing import Unpack
 
 import msgspec
@@ -40,6 +41,7 @@ from protocol.ledger import Ledger, RequestOptions, check_request
 from protocol.message import ProtocolError, encode
 from protocol.open_requests import OpenRequests, Receiver
 from protocol.request_stream import RequestStream
+from protocol.runtime import Clock
 from protocol.sampling import SamplingParams
 
 MAX_OPEN_REQUESTS = 16384
@@ -64,6 +66,8 @@ class AsyncEngineClient:
         max_open_requests: int = MAX_OPEN_REQUESTS,
         max_open_tokens: int = MAX_OPEN_TOKENS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        clock: Clock = time,
+        make_link: Callable[..., CoreLink] = CoreLink,
     ) -> None:
         """Name the core's address (`protocol.channel.client_address`); nothing connects yet.
 
@@ -71,15 +75,18 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: open requests fail after this time without a serving engine.
+            clock: the clock of the recorded times.
+            make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
         self._stalled_s = 0.0
+        self._clock = clock
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
-        self._link = CoreLink(address, 2 * max_open_requests, self._on_status, self._on_message)
-        ledger = Ledger(max_open_requests, max_open_tokens, time.monotonic)
+        self._link = make_link(address, 2 * max_open_requests, self._on_status, self._on_message)
+        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic)
         self._open = OpenRequests(ledger, self._link.send)
         self._is_resending = False
         self._status_event = asyncio.Event()
@@ -208,7 +215,7 @@ class AsyncEngineClient:
         request_id = self._open.ledger.next_request_id()
         add = msgspec.structs.replace(add, request_id=request_id, resent=True)
         # The host's clock: monotonic clocks do not compare across reboots.
-        self._open.adopt(add, receiver, age_s=max(0.0, time.time() - add.arrival_time))
+        self._open.adopt(add, receiver, age_s=max(0.0, self._clock.time() - add.arrival_time))
         return request_id
 
     def _check(
@@ -217,7 +224,7 @@ class AsyncEngineClient:
         if (error := self._why_not()) is not None:
             raise failure_of(error)
         assert self.facts is not None
-        request_id, now = self._open.ledger.next_request_id(), time.time()
+        request_id, now = self._open.ledger.next_request_id(), self._clock.time()
         add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)
         return check_request(add, self.facts)
 
@@ -341,7 +348,7 @@ class AsyncEngineClient:
 
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
         self.status = status
-        self.last_status_time = time.monotonic()
+        self.last_status_time = self._clock.monotonic()
         if status.facts is not None:
             self.facts = status.facts
         if status.state in _SERVING:
@@ -361,7 +368,7 @@ class AsyncEngineClient:
 
     def _resend(self) -> None:
         """Resend a slice of what the core does not know, and schedule the next slice."""
-        deadline = time.monotonic() + _RESEND_SLICE_S
+        deadline = self._clock.monotonic() + _RESEND_SLICE_S
         # If the epoch is lost, the resend begins anew when the next one is agreed on.
         self._is_resending = self.connected and self._open.resend(
             deadline, lambda: self._link.has_room

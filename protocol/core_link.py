@@ -24,6 +24,7 @@ from protocol.api_core import (
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent, Received
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import ProtocolError, encode
+from protocol.runtime import SocketFactory
 
 TICK_S = 1.0
 """Between two calls of `CoreLink.tick`."""
@@ -48,6 +49,9 @@ class CoreLink:
         outbox_limit: int,
         on_status: Callable[[Status, bool], None],
         on_message: Callable[[News], None],
+        *,
+        make_context: Callable[[], SocketFactory] = zmq.Context,
+        getpid: Callable[[], int] = os.getpid,
     ) -> None:
         """Name the core's address; nothing connects yet.
 
@@ -56,11 +60,15 @@ class CoreLink:
             outbox_limit: messages kept while the socket's queue is full; past it begin anew.
             on_status: gets every status, and whether it begins an epoch: then send everything.
             on_message: gets all other messages of the agreed epoch.
+            make_context: creates the factory of sockets when the link is opened.
+            getpid: the process whose death the core watches.
         """
         self._address = address
         self._outbox_limit = outbox_limit
         self._on_status = on_status
         self._on_message = on_message
+        self._make_context = make_context
+        self._getpid = getpid
         self._outbox: deque[bytes] = deque()
         self._epoch = _UNKNOWN_EPOCH
         self._is_flushing = False
@@ -95,7 +103,7 @@ class CoreLink:
         """Begin to connect; returns at once."""
         self._loop = asyncio.get_running_loop()
         self._is_look_due = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = self._make_context()
         try:
             self._use(DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK))
         except BaseException:
@@ -163,7 +171,7 @@ class CoreLink:
         """Begin anew: the core drops this client's requests and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
-        self._try_send(encode(Connect(os.getpid())), begins=True)
+        self._try_send(encode(Connect(self._getpid())), begins=True)
 
     def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
         # The descriptor is edge-triggered: a send may consume the event of an arrival.

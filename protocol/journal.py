@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from protocol.journal_segments import (
     FRAME_BYTES,
@@ -26,6 +26,7 @@ from protocol.journal_segments import (
     Write,
     frame,
 )
+from protocol.runtime import Clock
 
 MAX_QUEUED_BYTES = 32 * 2**20
 """Waiting to be written; past it the disk counts as failed."""
@@ -37,6 +38,16 @@ _CLOSE_TIMEOUT_S = 2.0
 Recovered = list[bytes] | OSError
 """What a predecessor has left, in its order, or why that cannot be read: BlockingIOError where
 another process has the directory."""
+
+
+class Threads(Protocol):
+    """As much of the module `threading` as a journal uses."""
+
+    def Condition(self) -> threading.Condition: ...
+
+    def Thread(
+        self, *, target: Callable[[], None], name: str, daemon: bool
+    ) -> threading.Thread: ...
 
 
 class _Recovery(NamedTuple):
@@ -71,6 +82,8 @@ class Journal:
         open_file: OpenFile = os.open,
         write: Write = os.write,
         sync: Sync | None = None,
+        clock: Clock = time,
+        threads: Threads = threading,
     ) -> None:
         """Name the directory; nothing is opened yet.
 
@@ -83,10 +96,14 @@ class Journal:
             write: in place of `os.write`.
             sync: `os.fsync` or the like, after each write; None: what was written is left to the
                 operating system, which keeps it whatever happens to the process.
+            clock: measures how long the disk holds a write.
+            threads: creates the thread that writes.
         """
         self._segments = Segments(Path(directory), open_file, write, sync)
         self._notify, self._on_written, self._on_failed = notify, on_written, on_failed
-        self._wakes = threading.Condition()
+        self._clock = clock
+        self._threads = threads
+        self._wakes = threads.Condition()
         self._thread: threading.Thread | None = None
         self._next_number = 1
         # Shared with the thread, under the condition's lock.
@@ -120,7 +137,7 @@ class Journal:
         It may be tried again after an error. Nothing is told any more after `close`.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread = self._threads.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
         self._order(_Recovery(on_done))
 
@@ -165,7 +182,7 @@ class Journal:
 
     def _is_stalled(self) -> bool:
         since = self._taken_since
-        return since is not None and time.monotonic() - since > STALL_TIMEOUT_S
+        return since is not None and self._clock.monotonic() - since > STALL_TIMEOUT_S
 
     def _order(self, order: _Order) -> None:
         with self._wakes:
@@ -229,7 +246,7 @@ class Journal:
             orders = list(self._orders)
             self._orders.clear()
             self._num_taken_bytes, self._num_waiting_bytes = self._num_waiting_bytes, 0
-            self._taken_since = time.monotonic()
+            self._taken_since = self._clock.monotonic()
             return orders, self._last_position
 
     def _obey(self, orders: list[_Order]) -> None:
@@ -241,7 +258,7 @@ class Journal:
             if isinstance(order, _Recovery):
                 outcome = self._recover()
                 with self._wakes:
-                    self._taken_since = time.monotonic()  # no write has taken long
+                    self._taken_since = self._clock.monotonic()  # no write has taken long
                 self._tell(partial(self._read, order, outcome))
                 continue
             self._segments.append(b"".join(frames))

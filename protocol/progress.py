@@ -8,6 +8,7 @@ import time
 
 from protocol.config import RecoveryConfig
 from protocol.progress_page import Phase, ProgressPage
+from protocol.runtime import Clock
 
 _TICKS_PER_TIMEOUT = 4
 _LONGEST_TICK_S = 0.5
@@ -22,6 +23,7 @@ class ProgressReporter:
         epoch: int,
         recovery: RecoveryConfig,
         turn_timeout_s: float | None = None,
+        clock: Clock = time,
     ) -> None:
         """Begin with the phase STARTING.
 
@@ -36,6 +38,7 @@ class ProgressReporter:
             ValueError: the descriptor does not hold a page.
         """
         self.page = None if page_fd is None else ProgressPage(page_fd)
+        self._monotonic_ns = clock.monotonic_ns
         self.epoch = epoch
         """Of the next records."""
         turn_s = recovery.hang_timeout_s if turn_timeout_s is None else turn_timeout_s
@@ -74,5 +77,5 @@ class ProgressReporter:
 
     def _write(self, phase: Phase, limit_ns: int, step_id: int | None = None) -> None:
         if self.page is not None:
-            now = time.monotonic_ns()
+            now = self._monotonic_ns()
             self.page.write(self.epoch, phase, step_id, now, now + limit_ns)

@@ -20,6 +20,7 @@ from protocol.lifecycle import (
     decode_from_supervisor,
 )
 from protocol.message import encode
+from protocol.runtime import Clock
 
 _READ_LIMIT = 16
 
@@ -29,9 +30,10 @@ log = logging.getLogger("troika.lifecycle")
 class SupervisorLink:
     """The link of one child; its owner closes the channel."""
 
-    def __init__(self, channel: DealerChannel, epoch: int) -> None:
+    def __init__(self, channel: DealerChannel, epoch: int, clock: Clock = time) -> None:
         self._channel = channel
         self._epoch = epoch
+        self._monotonic = clock.monotonic
         self.num_fenced_frames = 0
         """Commands to another incarnation, dropped."""
         self._holds: Ready | Drained | None = None
@@ -60,7 +62,7 @@ class SupervisorLink:
 
     def repeat(self) -> None:
         """Send the current state again, if it is time."""
-        if time.monotonic() >= self._repeat_at:
+        if self._monotonic() >= self._repeat_at:
             self._say_what_holds()
 
     def read(self) -> list[Command]:
@@ -83,7 +85,7 @@ class SupervisorLink:
         self._wish = None
 
     def _say_what_holds(self) -> None:
-        self._repeat_at = time.monotonic() + REPEAT_S
+        self._repeat_at = self._monotonic() + REPEAT_S
         for message in (self._holds, self._wish):
             if message is not None:
                 self.say(message)

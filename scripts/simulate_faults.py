@@ -5,8 +5,8 @@
     python -m scripts.simulate_faults --mode safety --first-seed 4711 --trace
     python -m scripts.simulate_faults --plant drop-token --seeds 300
 
-The status is 1 where something happened that must never happen; the seeds are told, and any of
-them shows it again. docs/simulation.md explains the rest.
+The exit status is 1 if a violation was found. Its seed is printed, and reproduces it.
+docs/simulation.md explains the rest.
 """
 
 import argparse
@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             tallies[mode] = run_batch(batch, arguments.jobs, deadline, _Progress(mode))
     print(table(tallies, time.monotonic() - began))
-    return _tell_violations(tallies)
+    return _print_violations(tallies)
 
 
 class _Progress:
-    """Tells a long run's reader now and then how far it is."""
+    """Prints the progress of a long run now and then."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
@@ -59,7 +59,7 @@ class _Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def _tell_violations(tallies: dict[str, Tally]) -> int:
+def _print_violations(tallies: dict[str, Tally]) -> int:
     status = 0
     for mode, tally in tallies.items():
         for seed, text in tally.violations[:_MOST_SHOWN]:
@@ -75,7 +75,7 @@ def _trace(arguments: argparse.Namespace, modes: list[str]) -> int:
         with silence(), planted(arguments.plant):
             outcome = run_seed(arguments.first_seed, mode, arguments.faults, keeps_trace=True)
         print("\n".join(outcome.lines))
-        print(f"{mode} {outcome.seed}: {outcome.trace_hash} {outcome.violation or 'nothing wrong'}")
+        print(f"{mode} {outcome.seed}: {outcome.trace_hash} {outcome.violation or 'no violation'}")
         status = 1 if outcome.violation else status
     return status
 
@@ -85,22 +85,25 @@ def _parser() -> argparse.ArgumentParser:
         "python -m scripts.simulate_faults",
         description="Run the engine in virtual time under faults and compare every stream.",
     )
-    parser.add_argument("--seeds", type=int, default=1000, help="how many, in each mode")
-    parser.add_argument("--first-seed", type=int, default=0, help="the others follow it")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds per mode")
+    parser.add_argument("--first-seed", type=int, default=0, help="first of the consecutive seeds")
     parser.add_argument(
         "--mode",
         choices=(*MODES, "both"),
         default="both",
-        help="safety: faults never end, and nothing wrong may be seen; progress: faults end, and "
-        "everything must finish",
+        help="safety: faults never end, and every stream must be correct; progress: faults end, "
+        "and every request must finish",
     )
-    parser.add_argument("--jobs", type=int, default=default_jobs(), help="processes")
+    parser.add_argument("--jobs", type=int, default=default_jobs(), help="number of processes")
     parser.add_argument("--trace", action="store_true", help="print every event of the first seed")
     parser.add_argument(
-        "--faults", type=_faults, default=frozenset(FAULTS), help=f"of {','.join(FAULTS)}"
+        "--faults",
+        type=_faults,
+        default=frozenset(FAULTS),
+        help=f"comma-separated list of {','.join(FAULTS)}",
     )
-    parser.add_argument("--plant", choices=sorted(PLANTS), help="a bug that must be found")
-    parser.add_argument("--limit-s", type=float, help="begin nothing more after so many seconds")
+    parser.add_argument("--plant", choices=sorted(PLANTS), help="plant a bug that must be found")
+    parser.add_argument("--limit-s", type=float, help="start no more seeds after this many seconds")
     return parser
 
 
@@ -108,7 +111,9 @@ def _faults(text: str) -> frozenset[str]:
     kinds = frozenset(text.split(",")) - {""}
     unknown = sorted(kinds - set(FAULTS))
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown: {','.join(unknown)}; of {','.join(FAULTS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown fault {','.join(unknown)}; choose from {','.join(FAULTS)}"
+        )
     return kinds
 
 

@@ -4,8 +4,6 @@ A worker whose core dies keeps its weights, reconnects and is adopted by the nex
 """
 
 import logging
-import os
-import time
 
 import zmq
 
@@ -22,6 +20,7 @@ from protocol.core_worker import (
 from protocol.failpoints import failpoint
 from protocol.lifecycle import Stop
 from protocol.message import ProtocolError, encode
+from protocol.runtime import Clock, Poller
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
 from worker_proc.step_clock import StepClock
@@ -40,11 +39,14 @@ log = logging.getLogger("troika.worker")
 class WorkerLoop:
     """Connects one runner to the core and to the supervisor."""
 
-    def __init__(self, child: ChildProcess, runner: Runner) -> None:
+    def __init__(
+        self, child: ChildProcess, runner: Runner, *, clock: Clock, poller: Poller
+    ) -> None:
         self._child = child
+        self._clock = clock
         self._reporter = child.reporter
         self._step_clock = StepClock(child.config.recovery)
-        self._shim = WorkerShim(runner, child.rank, os.getpid(), child.epoch)
+        self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch)
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
@@ -53,12 +55,12 @@ class WorkerLoop:
         self._num_heard = 0
         self._silent_s = 0.0
         """Time without a word of the core that has adopted this worker."""
-        self._turned_at = time.monotonic()
-        self._poller = zmq.Poller()
-        self._poller.register(self._core.socket, zmq.POLLIN)
-        self._poller.register(self._core.monitor, zmq.POLLIN)
+        self._turned_at = clock.monotonic()
+        self._poller = poller
+        poller.register(self._core.socket, zmq.POLLIN)
+        poller.register(self._core.monitor, zmq.POLLIN)
         if child.lifecycle_socket is not None:
-            self._poller.register(child.lifecycle_socket, zmq.POLLIN)
+            poller.register(child.lifecycle_socket, zmq.POLLIN)
 
     def run(self) -> None:
         """Compute until the supervisor says Stop.
@@ -93,7 +95,7 @@ class WorkerLoop:
     def _poll_ms(self) -> int | None:
         if not self._wants_adoption:
             return self._reporter.tick_ms
-        until_hello_ms = max(0, int((self._next_hello - time.monotonic()) * 1000) + 1)
+        until_hello_ms = max(0, int((self._next_hello - self._clock.monotonic()) * 1000) + 1)
         return min(until_hello_ms, self._reporter.tick_ms or until_hello_ms)
 
     def _follow_link(self) -> None:
@@ -103,7 +105,7 @@ class WorkerLoop:
             self._next_hello = 0.0
             if not self._is_connected:
                 log.info("core gone; waiting for the next one")
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if self._wants_adoption and now >= self._next_hello:
             self._next_hello = now + HELLO_INTERVAL_S
             self._core.send(self._shim.epoch, encode(self._shim.hello()), begins=True)
@@ -130,7 +132,7 @@ class WorkerLoop:
 
     def _mind_silence(self) -> None:
         """Ask to be adopted again where the core seems to have forgotten its worker."""
-        slept_s = time.monotonic() - self._turned_at
+        slept_s = self._clock.monotonic() - self._turned_at
         self._turned_at += slept_s
         if self._core.num_read != self._num_heard or self._shim.link_epoch is None:
             self._num_heard = self._core.num_read
@@ -148,10 +150,10 @@ class WorkerLoop:
             return self._shim.on_message(epoch, message)
         num_tokens = message.total_num_scheduled_tokens
         self._reporter.step(message.step_id, self._step_clock.limit_s(num_tokens))
-        began = time.monotonic()
+        began = self._clock.monotonic()
         failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
-        self._step_clock.observe(num_tokens, time.monotonic() - began)
+        self._step_clock.observe(num_tokens, self._clock.monotonic() - began)
         failpoint("worker.after_step")
         return reply
 

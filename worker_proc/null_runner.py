@@ -18,6 +18,7 @@ from protocol.core_worker import (
 )
 from protocol.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.message import pack_token_ids
+from protocol.runtime import Clock
 from worker_proc.mirror import (
     Mirror,
     MirroredRequest,
@@ -91,7 +92,9 @@ class NullRunner:
         step_delay_s: float = 0.0,
         token_delay_s: float = 0.0,
         swap_cost_tokens: float = SWAP_COST_TOKENS,
+        *,
         num_speculative_tokens: int = 0,
+        clock: Clock = time,
     ) -> None:
         """Take what to announce, and how long a step and each of its tokens shall last.
 
@@ -102,6 +105,7 @@ class NullRunner:
         self._token_delay_s = token_delay_s
         self._swap_cost_tokens = swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self._clock = clock
         self._mirror = Mirror(facts)
         self._writers: dict[int, Place] = {}
         """By block of the pool."""
@@ -139,7 +143,7 @@ class NullRunner:
             MirrorError: the step contradicts those before it, writes to a block that somebody
                 still reads, or copies from a host block that nothing was copied to.
         """
-        began_ns = time.perf_counter_ns()
+        began_ns = self._clock.monotonic_ns()
         scheduled = self._mirror.apply(step)
         for new in step.scheduled_new_reqs:
             failpoint("worker.poison", when=new.token_ids.startswith(_POISON))
@@ -169,7 +173,7 @@ class NullRunner:
         ]
         self._mirror.advance(scheduled, sampled, num_sampled)
         num_drafts = self._draft(scheduled) if self._num_speculative_tokens else []
-        forward_ns = time.perf_counter_ns() - began_ns
+        forward_ns = self._clock.monotonic_ns() - began_ns
         return ModelRunnerOutput(
             step.step_id, sampled, num_sampled, num_drafts, logprobs, prompt_logprobs, forward_ns
         )
@@ -222,7 +226,7 @@ class NullRunner:
     def _wait(self, num_tokens: int) -> None:
         delay_s = self._step_delay_s + self._token_delay_s * num_tokens
         if delay_s > 0:
-            time.sleep(delay_s)
+            self._clock.sleep(delay_s)
 
     def _next_token_id(self, request: MirroredRequest) -> int:
         return next_token_id(request.token_ids, self._facts.vocab_size, self._facts.eos_token_ids)

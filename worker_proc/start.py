@@ -5,6 +5,9 @@ A worker is started in one of two ways. Alone, it loads everything by itself. Fo
 """
 
 import os
+import time
+
+import zmq
 
 from protocol import gc_tuning
 from protocol.child_runtime import ChildProcess
@@ -82,7 +85,7 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
         if not child.wait_for_promotion():
             return
     child.restart_on_sigterm()
-    loop = WorkerLoop(child, runner)
+    loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller())
     child.ready(detail, num_blocks)
     try:
         loop.run()

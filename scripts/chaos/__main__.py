@@ -1,4 +1,4 @@
-"""Kill processes of a real engine, again and again, and check that no stream minds.
+"""Kill processes of a real engine repeatedly, and compare every stream with a run without faults.
 
     python -m scripts.chaos --kills 100
     python -m scripts.chaos --matrix --model demo --json chaos.json
@@ -6,7 +6,7 @@
     python -m scripts.chaos --journal --faults api,supervisor --matrix
     python -m scripts.chaos --url http://127.0.0.1:8000 --kill-pid-pattern EngineCore
 
-What comes after `--` goes to the engine. The status is 1 where anything was lost, duplicated or
+Arguments after `--` go to the engine. The exit status is 1 if a token was lost, duplicated or
 otherwise wrong; docs/chaos.md explains the rest.
 """
 
@@ -26,9 +26,9 @@ import msgspec
 from scripts.chaos import report
 from scripts.chaos.client import Declined
 from scripts.chaos.engine import EngineFailed
+from scripts.chaos.external_server import ExternalServer
 from scripts.chaos.faults import DEADLY_FAULTS, Fault, Phase
-from scripts.chaos.foreign import ForeignServer
-from scripts.chaos.session import ForeignSession, Session, SessionOptions
+from scripts.chaos.session import ExternalSession, Session, SessionOptions
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine_flags=tuple(arguments.engine_flags),
         has_journal=arguments.journal,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the engine, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engine must be stopped, too
     try:
         if arguments.url:
-            server = ForeignServer(arguments.url, arguments.kill_command, arguments.kill_pattern)
-            session: Session = ForeignSession(options, base, _say, server)
+            server = ExternalServer(arguments.url, arguments.kill_command, arguments.kill_pattern)
+            session: Session = ExternalSession(options, base, _say, server)
         else:
             session = Session(options, base, _say)
         asyncio.run(session.run())
@@ -88,7 +88,7 @@ def _report(session: Session, arguments: argparse.Namespace) -> int:
 
 
 def _keep(directory: Path, base: Path, session: Session) -> None:
-    """The engine's log, the golden run, and the recordings of streams with violations."""
+    """Keep the engine's log, the golden run, and the recordings of streams with violations."""
     directory.mkdir(parents=True, exist_ok=True)
     log = base / "engine.log"
     if log.exists():
@@ -120,40 +120,47 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", default="null", help="null, demo or a checkpoint directory")
-    parser.add_argument("--kills", type=int, help="go on until so many are dead (default: 10)")
-    parser.add_argument("--duration", type=float, help="go on for so many seconds")
-    parser.add_argument("--matrix", action="store_true", help="every cell in order, at least once")
-    parser.add_argument("--seed", type=int, default=0, help="of requests and faults")
+    parser.add_argument("--kills", type=int, help="minimum number of kills (default: 10)")
+    parser.add_argument("--duration", type=float, help="minimum duration in seconds")
+    parser.add_argument(
+        "--matrix", action="store_true", help="run every cell in order, at least once"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests and faults")
     parser.add_argument("--streams", type=int, default=32, help="streams per round")
     parser.add_argument(
-        "--timeout", type=float, default=90.0, help="seconds after which a stream is given up"
+        "--timeout", type=float, default=90.0, help="longest duration of a stream in seconds"
     )
     parser.add_argument(
         "--faults",
         type=_choices(Fault),
         default=DEADLY_FAULTS,
-        help=f"of: {','.join(Fault)} (default: no hangs)",
+        help=f"comma-separated, of: {','.join(Fault)} (default: no hangs)",
     )
     parser.add_argument(
-        "--phases", type=_choices(Phase), default=tuple(Phase), help=f"of: {','.join(Phase)}"
+        "--phases",
+        type=_choices(Phase),
+        default=tuple(Phase),
+        help=f"comma-separated, of: {','.join(Phase)}",
     )
     parser.add_argument(
         "--journal",
         action="store_true",
-        help="the engine keeps a journal, and clients come back after a break and read on",
+        help="the engine keeps a journal, and clients resume broken streams",
     )
-    parser.add_argument("--round", type=int, help="only this round of the plan")
-    parser.add_argument("--json", help="file for everything that was found")
-    parser.add_argument("--keep", help="directory for the engine's log and harmed streams")
+    parser.add_argument("--round", type=int, help="run only this round of the plan")
+    parser.add_argument("--json", help="write all results to this file")
+    parser.add_argument(
+        "--keep", help="directory for the engine's log and the streams with violations"
+    )
     foreign = parser.add_argument_group("another server", "Killed at random times only.")
     foreign.add_argument("--url", help="root of a server with OpenAI's API")
-    foreign.add_argument("--kill-command", help="shell command that kills something of it")
+    foreign.add_argument("--kill-command", help="shell command that kills a process of it")
     foreign.add_argument(
         "--kill-pid-pattern",
         dest="kill_pattern",
         help="kill one process whose command line contains this",
     )
-    parser.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the engine")
+    parser.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="flags for the engine")
     return parser
 
 

@@ -1,8 +1,8 @@
 """The offline checker: recorded streams against the golden run of the same requests.
 
-What must hold of a stream that was read to its end: no gap, no token twice, no other token; text,
-logprobs, finish reason and usage as in the golden run; no error; one end. Of a stream that broke,
-or was left: a prefix of the golden one, in which tokens, text and logprobs end together.
+A stream that was read to its end has no gap and no repeated or different token; text, logprobs,
+finish reason and usage equal the golden run; it has no error and one end. A stream that broke, or
+whose client left, is a prefix of the golden one, in which tokens, text and logprobs end together.
 """
 
 import enum
@@ -15,25 +15,25 @@ from scripts.chaos.history import Choice, History
 from scripts.chaos.recording import End, Recording
 
 BREAK_TIMEOUT_S = 5.0
-"""From the death of whoever holds a connection until the client knows that it is broken."""
+"""From the death of a process that holds a connection until the client notices the break."""
 _UNAVAILABLE = 503
 
 
 class Harm(enum.StrEnum):
-    """What became of a stream that should not have."""
+    """The kinds of damage to a stream."""
 
     LOST = "lost"
-    """A token is missing, or the end."""
+    """A token or the end is missing."""
     DUPLICATED = "duplicated"
-    """A token came twice, or an end."""
+    """A token or the end came twice."""
     MISMATCHED = "mismatched"
-    """Something differs otherwise."""
+    """Any other difference."""
     FAILED = "failed"
-    """An error came, or the request was turned away."""
+    """An error event came, or the request was rejected."""
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """One promise that was broken."""
+    """One difference between a stream and what was expected."""
 
     harm: Harm
     stream: str
@@ -41,12 +41,12 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Excuse(NamedTuple):
-    """What the faults of a round allow. Nothing else may break, and nobody be turned away."""
+    """What the faults of a round permit."""
 
     deaths: Sequence[float] = ()
-    """When whoever holds the connections was killed; monotonic."""
+    """Monotonic times at which a process that holds connections was killed."""
     is_away: bool = False
-    """The whole engine was: connections may be refused, and requests be answered with 503."""
+    """The whole engine was killed: connections may be refused, and requests answered with 503."""
 
 
 NO_EXCUSE = Excuse()
@@ -60,8 +60,8 @@ def check_stream(
 
     Args:
         recording: of the run with faults.
-        golden: of the same request in a run without, read to its end.
-        excuse: what was to be expected.
+        golden: of the same request in a run without faults, read to its end.
+        excuse: what the faults permit.
     """
     history, expected = History(recording), History(golden)
     found = [*_check_end(recording, excuse), *_check_whole(history, expected)]
@@ -79,7 +79,7 @@ def check_stream(
 
 
 def _check_end(recording: Recording, excuse: Excuse) -> Found:
-    """Whether it ended, and was kept waiting, as it may."""
+    """Check how the stream ended, and whether its breaks and deferrals are permitted."""
     match recording.end:
         case End.DONE if recording.problem and not _may_break(recording, excuse):
             yield Harm.LOST, recording.problem
@@ -93,12 +93,12 @@ def _check_end(recording: Recording, excuse: Excuse) -> Found:
             yield Harm.MISMATCHED, f"garbled: {recording.problem}"
     for moment in recording.breaks:
         if not _is_explained(recording, moment, excuse):
-            yield Harm.LOST, "the connection broke though nobody had died"
+            yield Harm.LOST, "the connection broke without a death"
     if recording.refusals and not excuse.is_away:
         yield Harm.FAILED, f"{len(recording.refusals)} connections were refused"
-    # Whoever comes back may have to wait until the journal is read.
+    # A client that reconnects may have to wait until the journal is read.
     if _UNAVAILABLE in recording.deferrals and not (excuse.is_away or recording.breaks):
-        yield Harm.FAILED, "turned away with 503, though the engine was only recovering"
+        yield Harm.FAILED, "rejected with 503 while the engine was only recovering"
 
 
 def _may_break(recording: Recording, excuse: Excuse) -> bool:
@@ -106,16 +106,17 @@ def _may_break(recording: Recording, excuse: Excuse) -> bool:
 
 
 def _is_explained(recording: Recording, moment: float, excuse: Excuse) -> bool:
-    """Whether a break follows a death that the connection was there for, and at once.
+    """Return whether a break follows the death of a process that held the connection.
 
-    Where all dies, the listening socket outlives the first death a little, with what waits in it.
+    When the whole engine dies, the listening socket and its backlog outlive the first death a
+    little.
     """
     opened_at = recording.opened_at if excuse.is_away else recording.opening_before(moment)
     return any(opened_at <= death <= moment <= death + BREAK_TIMEOUT_S for death in excuse.deaths)
 
 
 def _check_whole(history: History, expected: History) -> Found:
-    """What concerns the stream and none of its choices."""
+    """Check what concerns the stream as a whole."""
     yield from ((Harm.FAILED, f"error event: {text}") for text in history.errors)
     if history.num_after_done:
         yield Harm.DUPLICATED, f"{history.num_after_done} events after [DONE]"
@@ -128,23 +129,23 @@ def _check_whole(history: History, expected: History) -> Found:
 
 
 def _check_counts(history: History, expected: History, *, is_whole: bool) -> Found:
-    """What the engine itself says of how much it has told."""
+    """Check the token counts that the engine reports."""
     if history.errors:
         return
     wanted = expected.usages if is_whole else expected.usages[: len(history.usages)]
     if history.usages != wanted:
         yield Harm.MISMATCHED, f"usage {history.usages}, golden {expected.usages}"
     if is_whole and history.places != expected.places:
-        yield Harm.MISMATCHED, f"the last id tells {history.places}, golden {expected.places}"
+        yield Harm.MISMATCHED, f"the last id has {history.places}, golden {expected.places}"
 
 
 def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tuple[Harm, str]]:
-    """Compare one output sequence; what follows from a difference found before is not told.
+    """Compare one output sequence; only the first difference is returned.
 
     Args:
-        actual: what came.
-        golden: what should have come.
-        is_whole: whether the stream was read to its end. A choice that has finished is whole too.
+        actual: what was received.
+        golden: what was expected.
+        is_whole: whether the stream was read to its end. A finished choice is complete, too.
     """
     is_over = is_whole or bool(actual.finishes)
     columns: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
@@ -152,7 +153,7 @@ def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tupl
         ("logprobs", actual.logprobs, golden.logprobs),
         ("text", actual.text, golden.text),
     ]
-    if len(golden.roles) == 1:  # others tell it with every piece, however they are cut
+    if len(golden.roles) == 1:  # other servers repeat the role in every piece
         columns.append(("roles", actual.roles, golden.roles))
     for name, ours, theirs in columns:
         harm = compare(ours, theirs, is_whole=is_over)
@@ -168,7 +169,7 @@ def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tupl
 
 
 def _check_together(actual: Choice, golden: Choice) -> Found:
-    """Of what was not read to its end: nothing lags behind the tokens, or runs ahead of them."""
+    """Check a stream that was not read to its end: tokens, text and logprobs end together."""
     num_tokens = len(actual.token_ids)
     if not golden.token_ids:
         return
@@ -182,12 +183,12 @@ def _check_together(actual: Choice, golden: Choice) -> Found:
 
 
 def compare(actual: Sequence[Any], golden: Sequence[Any], *, is_whole: bool) -> Harm | None:
-    """Say what happened to a sequence; None if it is as it should be.
+    """Classify the difference between two sequences; None if there is none.
 
     Args:
-        actual: what came.
-        golden: what should have come.
-        is_whole: whether all of it should have come, or any beginning of it.
+        actual: what was received.
+        golden: what was expected.
+        is_whole: whether `actual` must be complete; otherwise any prefix is right.
     """
     num_equal = _num_equal(actual, golden)
     if num_equal == len(actual):

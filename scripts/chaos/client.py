@@ -1,7 +1,7 @@
-"""A small streaming client that records: HTTP/1.1 and server-sent events by hand, on asyncio.
+"""A small streaming client that records: HTTP/1.1 and server-sent events on asyncio streams.
 
-One connection per stream, so that a break is seen where it happens. It serves any server with
-OpenAI's API.
+It opens one connection per stream, so that a break is attributed to its stream. It works with any
+server with OpenAI's API.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ DONE = "[DONE]"
 _LINE_LIMIT = 2**22
 _DEFAULT_RETRY_S = 0.5
 _LONGEST_RETRY_S = 2.0
-_COME_AGAIN = (429, 503)
+_RETRY_STATUSES = (429, 503)
 _RETURN_PAUSE_S = 0.02
 _REST_TIMEOUT_S = 5.0
-"""From `[DONE]` to the end of the answer."""
+"""From `[DONE]` to the end of the response."""
 
 
 class Declined(Exception):
-    """The server has answered something else than 200."""
+    """The server has sent another status than 200."""
 
     def __init__(self, status: int, retry_after_s: float, text: str) -> None:
         super().__init__(f"status {status}: {text[:200]}")
@@ -33,7 +33,7 @@ class Declined(Exception):
 
 
 class Garbled(Exception):
-    """What came is no HTTP."""
+    """The response is not valid HTTP."""
 
 
 class StreamClient:
@@ -44,9 +44,9 @@ class StreamClient:
 
         Args:
             url: such as http://127.0.0.1:8000.
-            api_key: if the server wants one.
-            resumes: come back after a break, with the request's id and that of the last event, and
-                read on; also where nobody listens for a while.
+            api_key: if the server requires one.
+            resumes: reconnect after a break with the ids of the request and the last event, and
+                read on; also when connections are refused for a while.
         """
         self._url: SplitResult = urlsplit(url)
         self._resumes = resumes
@@ -57,20 +57,20 @@ class StreamClient:
     ) -> Recording:
         """Open one stream and record it to its end.
 
-        A server that asks to come again later is asked again, up to the deadline.
+        A request that is answered with 429 or 503 is sent again, up to the deadline.
 
         Args:
-            request: what to ask for.
+            request: the request.
             deadline: monotonic time at which to stop waiting.
-            may_leave: obey `disconnect_after`.
+            may_leave: disconnect as the request's `disconnect_after` says.
         """
         recording = Recording(request.name, time.monotonic())
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await self._insist(request, recording, may_leave)
+                await self._retry(request, recording, may_leave)
         except TimeoutError:
             recording.problem = "no end in time"
-        except (ConnectionResetError, BrokenPipeError) as error:  # before there was an answer
+        except (ConnectionResetError, BrokenPipeError) as error:  # before a response
             recording.end, recording.problem = End.CUT, f"{type(error).__name__}: {error}"
         except OSError as error:
             recording.end, recording.problem = End.UNREACHABLE, f"{type(error).__name__}: {error}"
@@ -94,7 +94,7 @@ class StreamClient:
         """GET a page as text.
 
         Raises:
-            OSError: no connection, or none within the timeout.
+            OSError: no connection, or a timeout.
             Declined: another status than 200.
         """
         async with asyncio.timeout(timeout_s):
@@ -106,7 +106,7 @@ class StreamClient:
                 writer.close()
 
     async def is_reachable(self, timeout_s: float = 1.0) -> bool:
-        """Whether a connection can be made."""
+        """Return whether a connection can be made."""
         try:
             async with asyncio.timeout(timeout_s):
                 _, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
@@ -115,13 +115,13 @@ class StreamClient:
         writer.close()
         return True
 
-    async def _insist(self, request: ChaosRequest, recording: Recording, may_leave: bool) -> None:
-        """Ask until there is an end, or nothing more to be done about it."""
+    async def _retry(self, request: ChaosRequest, recording: Recording, may_leave: bool) -> None:
+        """Send the request until its stream ends or cannot be resumed."""
         while True:
             try:
                 await self._stream(request, recording, may_leave)
             except Declined as declined:
-                if declined.status not in _COME_AGAIN:
+                if declined.status not in _RETRY_STATUSES:
                     raise
                 recording.deferrals.append(declined.status)
                 await asyncio.sleep(min(declined.retry_after_s, _LONGEST_RETRY_S))
@@ -158,7 +158,7 @@ class StreamClient:
     async def _stream(self, request: ChaosRequest, recording: Recording, may_leave: bool) -> None:
         body = json.dumps(request.body).encode()
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        headers += self._names(request, recording)
+        headers += self._resume_headers(request, recording)
         recording.openings.append(time.monotonic())
         reader, writer = await self._open(f"POST {request.path}", headers, body)
         try:
@@ -173,8 +173,8 @@ class StreamClient:
         finally:
             writer.close()
 
-    def _names(self, request: ChaosRequest, recording: Recording) -> str:
-        """Headers by which the server knows which stream this is, and how far it has come."""
+    def _resume_headers(self, request: ChaosRequest, recording: Recording) -> str:
+        """Return the headers that identify the stream and the position in it."""
         if not self._resumes or not request.request_id:
             return ""
         last = next((event.id for event in reversed(recording.events) if event.id), None)
@@ -205,7 +205,7 @@ async def _read_events(
 
 
 async def _read_rest(chunks: AsyncIterator[bytes], recording: Recording, rest: bytes) -> None:
-    """After `[DONE]` nothing may come but the end of the answer."""
+    """Read to the end of the response: no event may follow `[DONE]`."""
     try:
         async with asyncio.timeout(_REST_TIMEOUT_S):
             async for chunk in chunks:
@@ -217,7 +217,7 @@ async def _read_rest(chunks: AsyncIterator[bytes], recording: Recording, rest: b
 
 
 def _read_event(block: bytes, now: float) -> Event | None:
-    """None for a comment that keeps the connection."""
+    """Parse an event; None for a comment that keeps the connection open."""
     fields: dict[bytes, list[bytes]] = {}
     for line in block.splitlines():
         name, _, value = line.partition(b":")
@@ -229,7 +229,7 @@ def _read_event(block: bytes, now: float) -> Event | None:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> dict[str, str]:
-    """The headers of an answer with status 200."""
+    """Read the headers of a response with status 200."""
     words = (await _read_line(reader)).split()
     if len(words) < 2 or not words[1].isdigit():
         raise ValueError(f"no status line: {words!r}")
@@ -247,7 +247,7 @@ async def _read_head(reader: asyncio.StreamReader) -> dict[str, str]:
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """A whole line: half of a number would be another number."""
+    """Read a complete line: half of a number would be another number."""
     line = await reader.readline()
     if not line.endswith(b"\n"):
         raise ConnectionResetError("closed within a line, or before an answer")
@@ -255,7 +255,7 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """The body in the pieces in which it came."""
+    """Yield the body in the pieces in which it arrives."""
     if headers.get("transfer-encoding", "").lower() != "chunked":
         remaining = int(headers.get("content-length", 2**62))
         while remaining > 0 and (piece := await reader.read(min(remaining, 2**16))):

@@ -1,4 +1,4 @@
-"""One real engine for a chaos run: started as a user would, with failpoints that can be armed."""
+"""One real engine for a chaos run: started by command, with failpoints that can be armed."""
 
 import asyncio
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol import failpoints
+from protocol.channel import client_address
 from protocol.lifecycle import ProcessState, StatusReply
 from protocol.status import StatusLink
 from scripts.chaos import processes
@@ -23,29 +24,31 @@ ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 120.0
 _STATUS_TIMEOUT_S = 1.0
 _POLL_S = 0.02
+_MARK = "_TROIKA_ENGINE"
+"""In the environment of every process of an engine, however it was started."""
 _STOP_TIMEOUT_S = 20.0
 JOURNAL_FLAGS = ("--resume-window-s", "3")
-"""Long enough to come back, and not much longer, for clients that leave never do."""
+"""Long enough to reconnect, and not much longer: abandoned requests are kept this long."""
 KEPT_FILES = frozenset({"epoch", "supervisor.lock"})
-"""What a run directory holds after an orderly end."""
+"""Files in a run directory after a clean shutdown."""
 _SAMPLE = re.compile(
     r"^troika:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc)"
     r"(?:\{[^}]*\})? (\S+)$",
     re.M,
 )
 _REPORT_S = 1.1
-"""The core tells how it is once a second."""
+"""The core reports its status once a second."""
 
 
 class EngineFailed(Exception):
-    """It does not start, or does not come back."""
+    """The engine does not start, or does not become ready again."""
 
 
 class Firing(NamedTuple):
     """One line of the failpoints' log."""
 
     time: float
-    """Monotonic, in seconds."""
+    """Monotonic seconds."""
     name: str
     pid: int
     action: str
@@ -54,13 +57,21 @@ class Firing(NamedTuple):
 class Engine:
     """A supervisor with its processes, in a directory of its own."""
 
-    def __init__(self, base: Path, arguments: Sequence[str], *, has_journal: bool = False) -> None:
+    def __init__(
+        self,
+        base: Path,
+        arguments: Sequence[str],
+        *,
+        has_journal: bool = False,
+        has_failpoints: bool = True,
+    ) -> None:
         """Prepare an engine.
 
         Args:
             base: an empty directory with a short path.
             arguments: the model and flags for the supervisor.
-            has_journal: let clients come back; the client of this engine does.
+            has_journal: keep a journal; the engine's client then resumes broken streams.
+            has_failpoints: let `arm` work; it costs each process a system call per failpoint.
         """
         self._base = base
         self.run_dir = base / "run"
@@ -76,13 +87,15 @@ class Engine:
         self._command += ["--run-dir", str(self.run_dir), "--port", str(self.port)]
         self._environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
         self._environ["XDG_RUNTIME_DIR"] = str(base)
-        self._environ[failpoints.VARIABLE] = str(self.failpoints)
+        self._environ[_MARK] = str(base)
+        if has_failpoints:
+            self._environ[failpoints.VARIABLE] = str(self.failpoints)
         self._executor = ThreadPoolExecutor(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._link: StatusLink | None = None
 
     def start(self) -> None:
-        """Start a supervisor; it is not ready yet."""
+        """Start a supervisor; does not wait until it is ready."""
         assert self._process is None
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -91,13 +104,17 @@ class Engine:
         self._link = StatusLink(str(self.run_dir))
 
     @property
+    def address(self) -> str:
+        """The address for clients of the core."""
+        return client_address(str(self.run_dir))
+
+    @property
     def supervisor_pid(self) -> int:
-        """Of the present one."""
         assert self._process is not None
         return self._process.pid
 
     async def status(self) -> StatusReply | None:
-        """Ask the supervisor once; None if it does not answer."""
+        """Query the supervisor once; None if it does not answer."""
         assert self._link is not None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._link.query, _STATUS_TIMEOUT_S)
@@ -105,14 +122,15 @@ class Engine:
     async def ready(
         self, timeout_s: float = READY_TIMEOUT_S, *, without: Collection[int] = ()
     ) -> StatusReply:
-        """Wait until every process is ready, those in waiting included.
+        """Wait until every process is ready, standbys included.
 
         Args:
             timeout_s: the longest wait.
-            without: pids of the dead; a supervisor that still names one has not noticed its death.
+            without: pids of dead processes; a supervisor that still lists one has not noticed its
+                death.
 
         Raises:
-            EngineFailed: it has ended, or takes too long.
+            EngineFailed: the supervisor has ended, or the wait takes too long.
         """
         assert self._process is not None
         deadline = time.monotonic() + timeout_s
@@ -127,7 +145,7 @@ class Engine:
         raise EngineFailed(f"not ready within {timeout_s:g} s:\n{self.log_tail()}")
 
     async def pids(self, role: str) -> list[int]:
-        """The processes of a role that live now."""
+        """Return the living processes of a role."""
         if role == "supervisor":
             return [self.supervisor_pid]
         reply = await self.status()
@@ -136,20 +154,20 @@ class Engine:
         return [pid for pid in pids if processes.is_alive(pid)]
 
     async def roles(self) -> set[str]:
-        """The roles that an engine has once it is ready."""
+        """Wait until the engine is ready and return its roles."""
         reply = await self.ready()
         return {str(row.role) for row in reply.processes}
 
     async def is_idle(self, timeout_s: float, *, has_news: bool = False) -> bool:
-        """Wait until the engine says that it holds no request and no block.
+        """Wait until the engine reports that it holds no request and no block.
 
         Args:
             timeout_s: the longest wait.
-            has_news: believe only what it says after a full interval of its reports: whoever is new
-                says that nothing is held until the first report.
+            has_news: require the report for a full interval: a new process reports zero until its
+                first real report.
 
         Returns:
-            False if it does not in time.
+            False if it does not within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         idle_since: float | None = None
@@ -168,15 +186,15 @@ class Engine:
         return False
 
     def arm(self, name: str, order: str) -> None:
-        """Arm a failpoint in all processes, present and future."""
+        """Arm a failpoint in all present and future processes."""
         failpoints.arm(self.failpoints, name, order)
 
     def disarm(self) -> None:
-        """Take back what has not fired."""
+        """Disarm every failpoint that has not fired."""
         failpoints.disarm(self.failpoints)
 
     def firings(self, since: float) -> list[Firing]:
-        """What has fired since a monotonic time, in order."""
+        """Return the firings since a monotonic time, in order."""
         file = self.failpoints / failpoints.LOG_FILE
         lines = file.read_text().splitlines() if file.exists() else []
         found = []
@@ -187,17 +205,17 @@ class Engine:
         return found
 
     def living(self) -> set[int]:
-        """All processes that were ever started for this engine and live."""
-        return processes.living_with(failpoints.VARIABLE, str(self.failpoints))
+        """Return the living processes that were ever started for this engine."""
+        return processes.living_with(_MARK, str(self._base))
 
     def files(self) -> set[str]:
-        """Names in the run directory."""
+        """Return the names in the run directory."""
         return {entry.name for entry in self.run_dir.iterdir()}
 
     def surroundings(self) -> set[str]:
-        """What lies beside the run directory: other directories, and registers of supervisors.
+        """Return the names beside the run directory: directories, and registers of supervisors.
 
-        An entry that is named after the present supervisor has the same name for each of them.
+        The pid of the current supervisor is removed from the names.
         """
         found = {entry.name for entry in self._base.iterdir()}
         for register in self._base.glob("troika-*"):
@@ -206,8 +224,8 @@ class Engine:
             found |= {f"{register.name}/{n.removesuffix(pid)}" for n in names}
         return found
 
-    def bury(self) -> None:
-        """After the supervisor was killed: reap it, so that another can be started."""
+    def reap(self) -> None:
+        """Reap the supervisor after its death, so that another one can be started."""
         assert self._process is not None
         assert self._link is not None
         self._process.wait(_STOP_TIMEOUT_S)
@@ -215,7 +233,7 @@ class Engine:
         self._process = self._link = None
 
     def stop(self) -> int | None:
-        """End it in an orderly way, by force if it takes too long; returns the exit status."""
+        """Shut down, by SIGKILL after a timeout; returns the exit status."""
         if self._process is None:
             return None
         self._process.send_signal(signal.SIGTERM)
@@ -224,11 +242,11 @@ class Engine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = None
-        self.bury()
+        self.reap()
         return status
 
     def close(self) -> None:
-        """End whatever lives."""
+        """Kill all processes that are left."""
         self.disarm()
         self.stop()
         for pid in self.living():
@@ -236,18 +254,18 @@ class Engine:
         self._executor.shutdown(wait=False)
 
     def log_tail(self) -> str:
-        """The last lines that it has written."""
+        """Return the last lines of the log."""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-15:])
 
 
 def is_whole(reply: StatusReply, without: Collection[int] = ()) -> bool:
-    """Whether every process is ready, and none of them dead without the supervisor's knowledge."""
+    """Return whether every process is ready, and none is in `without`."""
     rows = reply.processes
     are_ready = all(row.state is ProcessState.READY for row in rows)
     return reply.ready and are_ready and not any(row.pid in without for row in rows)
 
 
 def _free_port() -> int:
-    """A port for this and all later supervisors of the run."""
+    """Return a port for all supervisors of the run."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The fault plan: who is killed in which phase, and how the phase is hit."""
+"""The fault plan: which process is killed in which phase, and which failpoint marks the phase."""
 
 import enum
 import random
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Fault(enum.StrEnum):
-    """Who is killed."""
+    """The processes that are killed."""
 
     WORKER = "worker"
     CORE = "core"
@@ -18,7 +18,7 @@ class Fault(enum.StrEnum):
     API = "api"
     SUPERVISOR = "supervisor"
     WORKER_HANG = "worker_hang"
-    """SIGSTOP instead of SIGKILL: it is there, and does nothing."""
+    """SIGSTOP instead of SIGKILL: the process exists, but does nothing."""
     CORE_HANG = "core_hang"
 
     @property
@@ -28,7 +28,7 @@ class Fault(enum.StrEnum):
 
     @property
     def hangs(self) -> bool:
-        """Whether the victims are stopped, and not killed."""
+        """Whether the victims are stopped instead of killed."""
         return self.endswith("_hang")
 
     @staticmethod
@@ -38,20 +38,20 @@ class Fault(enum.StrEnum):
 
 
 DEADLY_FAULTS = tuple(fault for fault in Fault if not fault.hangs)
-"""Hangs take seconds to be noticed, so they come only when asked for."""
+"""Hangs take seconds to be detected, and are injected only on request."""
 
 
 class Phase(enum.StrEnum):
-    """When."""
+    """The moment of a kill."""
 
     IDLE = "idle"
-    """No request is open; all of them come right after the kill."""
+    """No request is open; all are sent right after the kill."""
     QUEUED = "queued"
-    """Some run, others wait."""
+    """Some requests run, others wait."""
     FIRST_CHUNK = "first_chunk"
     """The first step of the round is being computed."""
     MIDDLE_CHUNK = "middle_chunk"
-    """One of the next steps, in which prompts go on."""
+    """A later step that computes prompts is being computed."""
     DECODE = "decode"
     """Most requests have tokens already."""
     FLUSH = "flush"
@@ -59,7 +59,7 @@ class Phase(enum.StrEnum):
     ABORT = "abort"
     """A client has disconnected."""
     PREEMPTION = "preemption"
-    """A running request has lost its blocks to another."""
+    """A running request was preempted."""
     LOAD = "load"
     """The successor dies while it starts."""
     RECOVERY = "recovery"
@@ -67,7 +67,7 @@ class Phase(enum.StrEnum):
     THRICE = "thrice"
     """Three deaths within ten seconds."""
     RANDOM = "random"
-    """At any time."""
+    """Any time."""
 
 
 class Cell(NamedTuple):
@@ -85,22 +85,21 @@ class Place(NamedTuple):
     failpoint: str
     hit: int
     by_itself: bool
-    """Whether the process that gets there kills or stops itself; otherwise it is held while the
-    victims are killed from outside, so that no descriptor is left in the state in which a signal to
-    oneself would leave it."""
+    """Whether the process kills or stops itself there. Otherwise it is held while the victims are
+    killed from outside, which leaves its descriptors in another state than a signal to itself."""
 
 
 class Sequel(NamedTuple):
-    """Two deaths, the second of which comes while the first is being repaired."""
+    """Two deaths, the second of which happens during the recovery from the first."""
 
     first: tuple[str, ...]
-    """Roles that die first, in this order; those that the engine has not are left out."""
+    """Roles that die first, in this order; roles that the engine does not have are skipped."""
     places: tuple[Place, ...]
-    """Where the second death comes, one after the other; none: as soon as there is a successor."""
+    """Places of the second death, in order; none: as soon as a successor exists."""
 
 
 HOLD_MS = 120
-"""Longer than it takes to see that a failpoint has fired, and to kill."""
+"""Longer than it takes to notice a firing and to kill."""
 
 _PLACES: dict[Phase, dict[str, tuple[str, int, int]]] = {
     Phase.QUEUED: {
@@ -130,7 +129,7 @@ _PLACES: dict[Phase, dict[str, tuple[str, int, int]]] = {
 """By phase and fault ("": any other): failpoint, lowest and highest hit."""
 
 _PER_STREAM = ("ledger.after_accept", "api.after_accept", "api.before_flush")
-"""Places that are reached the more often, the more streams there are."""
+"""Failpoints whose number of hits grows with the number of streams."""
 _USUAL_STREAMS = 32
 
 _LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -143,9 +142,9 @@ _LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "api": (("api",), ("api.load",)),
     "supervisor": (("standby", "worker"), ("worker.load",)),
 }
-"""By fault: who dies first, and where the successor is when it does, or its supervisor. Where a
-standby takes the place of the dead nobody starts, so that one dies before. Without a place the
-successor dies as soon as it is there."""
+"""By fault: the roles that die first, and the failpoint at which the successor, or its supervisor,
+dies. A standby is killed before the process that it would replace, so that a process has to start.
+Without a failpoint the successor dies as soon as it exists."""
 
 _RECOVERING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "worker": (("worker",), ("worker.after_adopt",)),
@@ -157,13 +156,13 @@ _RECOVERING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "api": (("core",), ("core.after_adopt",)),
     "supervisor": (("worker",), ("supervisor.after_death",)),
 }
-"""Likewise, while the successor of who died first takes over: standbys and zygote die when the
-supervisor has buried a worker or a core and is about to turn to them, the API while it sends
-everything to a new core. With a journal it is killed first instead, and its successor while it goes
-on with what is written there."""
+"""The same for a death during the takeover. Standbys and zygote die when the supervisor has reaped
+a worker or a core and is about to use them, the API while it resends its requests to a new core.
+With a journal the API dies first, and its successor dies while it resumes the requests of the
+journal."""
 
 _RESTORED = (1, 12)
-"""Requests of the journal that are sent to the core when the API's successor dies."""
+"""Number of resumed requests after which the API's successor dies."""
 
 
 _NOT_FOR_HANGS = (Phase.LOAD, Phase.THRICE)
@@ -171,7 +170,7 @@ _NOT_FOR_HANGS = (Phase.LOAD, Phase.THRICE)
 
 
 def place(cell: Cell, rng: random.Random, num_streams: int = _USUAL_STREAMS) -> Place | None:
-    """The failpoint that marks a cell's phase; None where there is none."""
+    """Return the failpoint that marks a cell's phase; None if there is none."""
     by_fault = _PLACES.get(cell.phase)
     if by_fault is None:
         return None
@@ -184,7 +183,7 @@ def place(cell: Cell, rng: random.Random, num_streams: int = _USUAL_STREAMS) -> 
 
 
 def sequel(cell: Cell, *, has_journal: bool = False) -> Sequel | None:
-    """For phases with a second death: who dies first, and the failpoints of the second."""
+    """Return the two deaths of a phase with a second one; None for other phases."""
     if has_journal and (cell.fault, cell.phase) == (Fault.API, Phase.RECOVERY):
         hit = random.Random(cell.seed).randint(*_RESTORED)
         return Sequel(("api",), (Place("ledger.after_accept", hit, True),))
@@ -199,7 +198,7 @@ def sequel(cell: Cell, *, has_journal: bool = False) -> Sequel | None:
 
 
 def cells(faults: Iterable[Fault], phases: Iterable[Phase]) -> list[tuple[Fault, Phase]]:
-    """The matrix, in reading order."""
+    """Return the matrix in reading order."""
     phases = tuple(phases)
     return [
         (fault, phase)
@@ -210,7 +209,7 @@ def cells(faults: Iterable[Fault], phases: Iterable[Phase]) -> list[tuple[Fault,
 
 
 def plan(pairs: list[tuple[Fault, Phase]], seed: int, *, is_shuffled: bool) -> Iterator[Cell]:
-    """Rounds without end: the matrix again and again, each time in another order if wished."""
+    """Yield rounds without end: the matrix repeated, each time shuffled on request."""
     rng = random.Random(f"plan-{seed}")
     number = 0
     while True:

@@ -1,4 +1,4 @@
-"""From the events of one recorded stream to what they say, choice by choice."""
+"""Parses the events of one recorded stream, choice by choice."""
 
 import json
 import re
@@ -13,24 +13,24 @@ _LOGPROB_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class Choice:
-    """One output sequence, put together from its pieces."""
+    """One output sequence, assembled from its pieces."""
 
     def __init__(self) -> None:
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
-        """One item per token, in the shape of its API."""
+        """One item per token, in the format of its API."""
         self.roles: list[str] = []
-        """Whenever it was told whose words follow; of a chat, once."""
+        """The roles in the deltas; a chat has one."""
         self.finishes: list[tuple[str, Any]] = []
-        """Each reason to finish, with the stop string or id; there should be one."""
+        """Each finish reason, with the stop string or id; there should be one."""
         self.num_late_pieces = 0
         """Pieces after the finish."""
         self.marks: list[tuple[int, int]] = [(0, 0)]
-        """Tokens and characters after each piece."""
+        """Number of tokens and characters after each piece."""
 
     def add(self, piece: dict[str, Any]) -> None:
-        """Take the next piece."""
+        """Append the next piece."""
         if self.finishes:
             self.num_late_pieces += 1
         delta = piece.get("delta") or {}
@@ -43,7 +43,7 @@ class Choice:
             self.finishes.append((piece["finish_reason"], piece.get("stop_reason")))
 
     def text_bounds(self, num_tokens: int) -> tuple[int, int]:
-        """The fewest and the most characters that so many of its tokens can have brought."""
+        """Return the fewest and the most characters that belong to `num_tokens` tokens."""
         fewest = max(chars for tokens, chars in self.marks if tokens <= num_tokens)
         most = min((c for t, c in self.marks if t >= num_tokens), default=len(self.text))
         return min(fewest, most), max(fewest, most)
@@ -55,14 +55,14 @@ class History:
     def __init__(self, recording: Recording) -> None:
         self.choices: dict[int, Choice] = {}
         self.usages: list[dict[str, int]] = []
-        """Numbers of tokens; how many of them were cached may differ from run to run."""
+        """Token counts, without cached tokens, which may differ between runs."""
         self.errors: list[str] = []
         self.answer_ids: list[str] = []
-        """What the events call the answer that they belong to, each name once."""
+        """The distinct ids of the response in the events."""
         self.places: list[int] = []
-        """Of the last event that has an id: how many tokens of each choice it says were told."""
+        """The token counts per choice in the id of the last event that has one."""
         self.misplaced: str | None = None
-        """The first event whose id does not count the tokens that have come, in words."""
+        """The first event whose id does not match the tokens so far, in words."""
         self.is_done = False
         self.num_after_done = 0
         """Events after the end."""
@@ -96,13 +96,13 @@ class History:
             self.answer_ids.append(name)
 
     def _place(self, event_id: str) -> None:
-        """Ids of our own servers end with the numbers of tokens that were told: `NAME.7-3-`."""
+        """Parse the token counts at the end of a Troika event id: `NAME.7-3-`."""
         _, dot, place = event_id.rpartition(".")
         if not dot or not _PLACE.fullmatch(place):
             return
         self.places = [int(count or 0) for count in place.rstrip("u").split("-")]
         come = {index: len(choice.token_ids) for index, choice in self.choices.items()}
-        if not any(come.values()):  # it was not asked for token ids
+        if not any(come.values()):  # token ids were not requested
             return
         counts = [come.get(index, 0) for index in range(max(len(self.places), max(come) + 1))]
         if self.misplaced is None and self.places != counts:
@@ -110,7 +110,7 @@ class History:
 
 
 def _logprob_items(logprobs: dict[str, Any] | None) -> list[Any]:
-    """Chat brings a list of items, completions bring parallel lists, some of them perhaps empty."""
+    """Normalize logprobs: chat has a list of items, completions have parallel lists."""
     if logprobs is None:
         return []
     if "content" in logprobs:

@@ -1,4 +1,4 @@
-"""Carries out one cell of the plan against a running engine while its streams are open."""
+"""Injects the faults of one cell into a running engine while its streams are open."""
 
 import asyncio
 import random
@@ -14,13 +14,13 @@ from scripts.chaos.faults import HOLD_MS, Cell, Fault, Phase, Place, place, sequ
 from scripts.chaos.supervisor_death import replace_supervisor
 
 DETECTION = "supervisor.after_death"
-"""Its notes tell when a death was noticed."""
+"""Its notes give the time at which the supervisor noticed a death."""
 _NOTE = "note@*"
 _POLL_S = 0.002
 _RETURN_TIMEOUT_S = 8.0
-"""For a successor to exist, after a death or a hang."""
+"""The longest wait for a successor to exist, after a death or a hang."""
 _AGAIN_TIMEOUT_S = 60.0
-"""For a successor to load its model and take over."""
+"""The longest wait for a successor to load its model and take over."""
 _KILLS_OF_THRICE = 3
 _THRICE_S = 10.0
 _LONGEST_RANDOM = 3
@@ -28,10 +28,10 @@ _STANDBYS = ("standby", "standby_core")
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """One process that was killed, or stopped."""
+    """One process that was killed or stopped."""
 
     time: float
-    """Monotonic, of the signal."""
+    """Monotonic time of the signal."""
     role: str
     pid: int
     how: str
@@ -45,17 +45,17 @@ class Injection:
 
         Args:
             engine: ready.
-            cell: who and when.
-            typical_s: how long the streams take without faults.
-            num_streams: how many there are.
+            cell: the victims and the phase.
+            typical_s: duration of the streams without faults.
+            num_streams: number of the streams.
         """
         self.kills: list[Kill] = []
         self.missed: str | None = None
-        """Why nobody was killed in the phase that the cell asks for, if so."""
+        """Why no process was killed in the cell's phase, if so."""
         self.problems: list[str] = []
-        """What was wrong with the end of a supervisor, in words."""
+        """Faults of a supervisor's shutdown, in words."""
         self.returned_at: float | None = None
-        """When every process was ready again after the last kill; monotonic."""
+        """Monotonic time at which every process was ready again after the last kill."""
         self._engine = engine
         self._cell = cell
         self._typical_s = typical_s
@@ -66,7 +66,7 @@ class Injection:
         self._known: dict[str, list[int]] = {}
 
     async def prepare(self) -> None:
-        """Arm what marks the phase, and learn who is there; right before the streams open."""
+        """Arm the failpoint of the phase and look up pids; called right before the streams open."""
         self._armed_at = time.monotonic()
         self._engine.arm(DETECTION, _NOTE)
         for role in {*self._cell.fault.roles, *_STANDBYS}:
@@ -75,9 +75,9 @@ class Injection:
             self._arm(self._place)
 
     async def run(self, is_over: Callable[[], bool]) -> None:
-        """Kill; returns when no more deaths are planned, or `is_over` says that it is too late.
+        """Kill; returns when no more deaths are planned, or `is_over` returns True.
 
-        After the death of a supervisor it returns when another has started its engine.
+        After the death of a supervisor it returns when another one has started its engine.
         """
         phase = self._cell.phase
         if self._place is not None:
@@ -98,13 +98,13 @@ class Injection:
         if self._cell.fault is Fault.SUPERVISOR and self.kills:
             await self._engine.ready(READY_TIMEOUT_S)
         if not self.kills and self.missed is None:
-            self.missed = "nobody was there to be killed"
+            self.missed = "no process was there to kill"
 
     async def wait_return(self, timeout_s: float) -> None:
         """Wait until every process is ready again.
 
         Raises:
-            EngineFailed: that takes too long.
+            EngineFailed: it takes longer than `timeout_s`.
         """
         await self._engine.ready(timeout_s, without={kill.pid for kill in self.kills})
         self.returned_at = time.monotonic()
@@ -128,15 +128,15 @@ class Injection:
             self._engine.arm(DETECTION, _NOTE)
 
     def _check_hold(self, where: Place, fired: Firing, kills: Sequence[Kill]) -> None:
-        """Whoever was to be killed at a place must have been killed while it was held there."""
+        """Check that the victims were killed while the process was held at the place."""
         late_ms = [1000 * (kill.time - fired.time) for kill in kills]
         if not late_ms:
-            self.missed = f"nobody was there to be killed at {where.failpoint}"
+            self.missed = f"no process was there to kill at {where.failpoint}"
         elif max(late_ms) > HOLD_MS:
-            self.missed = f"killed {max(late_ms):.0f} ms after {where.failpoint}, which had gone on"
+            self.missed = f"killed {max(late_ms):.0f} ms after {where.failpoint}, too late"
 
     async def _kill_twice(self) -> None:
-        """First whoever is to be replaced, then, while that goes on, whom the cell names."""
+        """Kill the first roles of the sequel, then the cell's roles during the recovery."""
         await asyncio.sleep(self._rng.uniform(0.1, 0.6) * self._typical_s)
         plan = sequel(self._cell, has_journal=self._engine.has_journal)
         assert plan is not None
@@ -160,19 +160,19 @@ class Injection:
     def _check_thrice(self) -> None:
         times = [kill.time for kill in self.kills]
         if len(times) < _KILLS_OF_THRICE * len(self._cell.fault.roles):
-            self.missed = f"only {len(times)} were there to be killed"
+            self.missed = f"only {len(times)} could be killed"
         elif times[-1] - times[0] > _THRICE_S:
             self.missed = f"three deaths took {times[-1] - times[0]:.1f} s"
 
     async def _kill(
         self, roles: Sequence[str], how: str, known: dict[str, list[int]] | None = None
     ) -> None:
-        """All processes of these roles, as soon as they exist, one right after the other.
+        """Kill all processes of these roles one right after the other, as soon as they exist.
 
         Args:
             roles: in this order.
             how: for the record.
-            known: pids by role; others are asked for.
+            known: pids by role; others are queried.
         """
         victims = {role: (known or {}).get(role) or await self._pids(role) for role in roles}
         for role, living in victims.items():
@@ -187,7 +187,7 @@ class Injection:
             self.problems += await replace_supervisor(self._engine, moment)
 
     async def _pids(self, role: str) -> list[int]:
-        """Of those that live and were not stopped."""
+        """Return the living processes of a role that were not stopped."""
         dead = {kill.pid for kill in self.kills}
         deadline = time.monotonic() + _RETURN_TIMEOUT_S
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Killing and finding processes from outside, as neither their parent nor themselves would."""
+"""Kills and finds processes from outside, independent of their parents."""
 
 import os
 import select
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
-    """Send a signal through a pidfd; returns the monotonic time, None if it was gone already.
+    """Send a signal through a pidfd; returns the monotonic time, None if the process had ended.
 
-    One that is dead and waits to be reaped would take the signal, too: that is no kill.
+    A zombie would accept the signal, too; it counts as ended.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -19,7 +19,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
     try:
         if not is_alive(pid):
             return None
-        moment = time.monotonic()  # before: who sends it may lose the processor to who notices it
+        moment = time.monotonic()  # before the call: the sender may be descheduled during it
         signal.pidfd_send_signal(pidfd, number)
         return moment
     except ProcessLookupError:
@@ -29,7 +29,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a thread of a process runs; one that only waits to be reaped does not."""
+    """Return whether a process has a running thread; a zombie has none."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -43,9 +43,9 @@ def is_alive(pid: int) -> bool:
 
 
 def living_with(variable: str, value: str) -> set[int]:
-    """Living processes of this user that were started with this in their environment.
+    """Return this user's living processes that have this variable in their environment.
 
-    However they were started, and by whom: nothing of an engine hides from it.
+    The environment is inherited, so this finds every process of an engine.
     """
     wanted = f"{variable}={value}".encode()
     found = set()
@@ -62,7 +62,7 @@ def living_with(variable: str, value: str) -> set[int]:
 
 
 def matching(pattern: str) -> list[int]:
-    """Living processes whose command line contains `pattern`, but for this one and its parents."""
+    """Return other living processes whose command line contains `pattern`, except ancestors."""
     own = _ancestors()
     found = []
     for entry in Path("/proc").iterdir():

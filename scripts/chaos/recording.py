@@ -1,4 +1,4 @@
-"""What a client saw of one stream: every event as it came, with its time."""
+"""What a client received of one stream: every event, with its time."""
 
 import enum
 
@@ -9,29 +9,29 @@ class End(enum.StrEnum):
     """How a stream ended."""
 
     DONE = "done"
-    """`[DONE]` has come."""
+    """`[DONE]` was received."""
     CUT = "cut"
-    """The server closed the connection before that."""
+    """The server closed the connection before `[DONE]`."""
     LEFT = "left"
     """The client closed it, as planned."""
     TIMEOUT = "timeout"
-    """Nothing ended it in time."""
+    """The deadline passed."""
     UNREACHABLE = "unreachable"
     """No connection could be made."""
     DECLINED = "declined"
     """Another status than 200."""
     GARBLED = "garbled"
-    """What came was no HTTP."""
+    """The response was not valid HTTP."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
     """One server-sent event."""
 
     time: float
-    """Monotonic, of the arrival of its last byte."""
+    """Monotonic arrival time of its last byte."""
     data: str
     id: str = ""
-    """What a client would come back with, where the server gives any."""
+    """The id for `Last-Event-ID`, if the server sends one."""
 
 
 class Recording(msgspec.Struct):
@@ -40,22 +40,22 @@ class Recording(msgspec.Struct):
     name: str
     opened_at: float
     accepted_at: float | None = None
-    """When the status line said 200."""
+    """Time of the status line with 200."""
     status: int | None = None
     events: list[Event] = []
     end: End = End.TIMEOUT
     ended_at: float = 0.0
     deferrals: list[int] = []
-    """Statuses of answers that asked to come again later, before it was accepted."""
+    """Statuses of responses that deferred the request before it was accepted."""
     openings: list[float] = []
-    """When each of its connections was begun."""
+    """Start times of its connections."""
     breaks: list[float] = []
-    """When a connection broke after which the client came back and read on."""
+    """Times at which a connection broke and the client reconnected."""
     refusals: list[float] = []
-    """When no connection could be made, and the client tried again."""
+    """Times at which a connection was refused and the client tried again."""
     problem: str = ""
     """What was wrong, in words."""
 
     def opening_before(self, moment: float) -> float:
-        """When the connection was begun that was there at a moment."""
+        """Return the start time of the connection that was open at `moment`."""
         return max((at for at in self.openings if at <= moment), default=self.opened_at)

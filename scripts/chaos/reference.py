@@ -1,4 +1,4 @@
-"""Is the golden run fit to be compared with? A reference that is wrong itself would hide losses."""
+"""Checks the golden run: a reference that is wrong itself would hide losses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,10 @@ _BAD_FINISHES = ("abort", "error")
 
 
 def reference_problems(requests: Sequence[ChaosRequest], golden: Sequence[Recording]) -> list[str]:
-    """What is wrong with a golden run, one line for each stream; nothing, if it is as it should be.
+    """Return the faults of a golden run, one line per stream; none if it is valid.
 
-    Its streams must have ended well, hold as many choices, tokens and logprobs as were asked for,
-    and say so in their usage.
+    Its streams must have ended well, with the requested numbers of choices, tokens and logprobs,
+    and with matching usage.
     """
     found = []
     for request, recording in zip(requests, golden, strict=True):
@@ -52,19 +52,19 @@ def _problems_of_choice(body: Body, choice: Choice) -> Iterator[str]:
     if num_tokens and has_logprobs and len(choice.logprobs) != num_tokens:
         yield f"{len(choice.logprobs)} logprobs of {num_tokens} tokens"
     if not has_logprobs and choice.logprobs:
-        yield "logprobs that nobody has asked for"
+        yield "logprobs that were not requested"
 
 
 def _problems_of_usage(body: Body, history: History) -> Iterator[str]:
     if len(history.usages) != 1:
         yield f"usage {history.usages}"
         return
-    told = history.usages[0].get("completion_tokens")
+    reported = history.usages[0].get("completion_tokens")
     come = sum(len(choice.token_ids) for choice in history.choices.values())
-    if come and told != come:
-        yield f"usage tells {told} tokens, {come} have come"
-    if history.places and sum(history.places) != told:
-        yield f"usage tells {told} tokens, the last id {history.places}"
+    if come and reported != come:
+        yield f"usage has {reported} tokens, {come} were received"
+    if history.places and sum(history.places) != reported:
+        yield f"usage has {reported} tokens, the last id {history.places}"
     are_full = all(c.finishes[0][0] == "length" for c in history.choices.values())
-    if are_full and told != body["max_tokens"] * len(history.choices):
-        yield f"usage tells {told} tokens, though all choices have their full length"
+    if are_full and reported != body["max_tokens"] * len(history.choices):
+        yield f"usage has {reported} tokens, though all choices have their full length"

@@ -1,4 +1,4 @@
-"""What a chaos run found: one table for people, one document for programs."""
+"""The report of a chaos run: a table for readers, a document for programs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _TAIL = (*Harm, "stall p50", "p99", "max")
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that is at least as great as this share of all."""
+    """Return the smallest value that is at least as great as this share of all."""
     if not values:
         return None
     ordered = sorted(values)
@@ -22,7 +22,7 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def table(results: Sequence[RoundResult]) -> str:
-    """One row per fault and phase, and one for all. Stalls in seconds."""
+    """Return one row per fault and phase, and one for all. Stalls are in seconds."""
     groups: dict[tuple[str, str], list[RoundResult]] = {}
     for result in results:
         groups.setdefault((result.fault, result.phase), []).append(result)
@@ -55,7 +55,7 @@ def _row(fault: str, phase: str, results: Iterable[RoundResult]) -> tuple[str, .
 
 
 def count(results: Iterable[RoundResult], harm: Harm) -> int:
-    """Streams that were harmed in this way, each at most once per round."""
+    """Count streams with this damage, each at most once per round."""
     return sum(len({v.stream for v in r.violations if v.harm is harm}) for r in results)
 
 
@@ -65,21 +65,21 @@ def _seconds(values: Sequence[float]) -> list[str]:
 
 
 def singles(results: Sequence[RoundResult]) -> Iterator[str]:
-    """One line per fault: stalls and waits where all died at once, while all else was in order."""
+    """Yield one line per fault: stalls and waits of rounds with simultaneous deaths only."""
     for fault in Fault:
         members = [r for r in results if r.fault == fault and r.is_single and not r.missed]
         stalls = [stall for result in members for stall in result.stalls_s]
         waits = [wait for result in members for wait in result.waits_s]
         if stalls:
             yield (
-                f"{fault}, {sum(len(r.kills) for r in members)} kills while all else was in order: "
+                f"{fault}, {sum(len(r.kills) for r in members)} kills, all else in order: "
                 f"{len(stalls)} streams stalled {' / '.join(_seconds(stalls))} s; "
                 f"first event of {len(waits)} others after {' / '.join(_seconds(waits))} s"
             )
 
 
 def summary(results: Sequence[RoundResult], *, num_skipped: int, seed: int) -> str:
-    """What stands below the table. Figures are medians, 99th percentiles and maxima."""
+    """Return the text below the table. Figures are medians, 99th percentiles and maxima."""
     detections = [value for result in results for value in result.detections_s]
     recoveries = [result.recovery_s for result in results if result.recovery_s is not None]
     num_unnoticed = sum(result.num_unnoticed for result in results)
@@ -93,7 +93,7 @@ def summary(results: Sequence[RoundResult], *, num_skipped: int, seed: int) -> s
         f"all processes ready again after {' / '.join(_seconds(recoveries))} s",
     ]
     if deferred:
-        lines.append(f"{deferred} answers asked to come again later (429 or 503)")
+        lines.append(f"{deferred} responses deferred a request (429 or 503)")
     if num_skipped:
         lines.append(f"{num_skipped} cells skipped: the engine has no such process")
     for result in missed:
@@ -103,7 +103,7 @@ def summary(results: Sequence[RoundResult], *, num_skipped: int, seed: int) -> s
 
 
 def violations(results: Sequence[RoundResult]) -> str:
-    """One line each, with the round that repeats it."""
+    """Return one line per violation, with the round that reproduces it."""
     return "\n".join(
         f"round {result.number} ({result.fault} {result.phase}): "
         f"{violation.harm} {violation.stream}: {violation.detail}"
@@ -113,6 +113,6 @@ def violations(results: Sequence[RoundResult]) -> str:
 
 
 def document(results: Sequence[RoundResult], **facts: Any) -> bytes:
-    """Everything as JSON."""
+    """Return all results as JSON."""
     whole = {**facts, "rounds": results, "violations": sum(len(r.violations) for r in results)}
     return msgspec.json.format(msgspec.json.encode(whole), indent=2)

@@ -23,7 +23,7 @@ _NUM_LATE = 4
 
 
 class RoundResult(msgspec.Struct):
-    """What became of one round."""
+    """The result of one round."""
 
     number: int
     fault: str
@@ -32,31 +32,31 @@ class RoundResult(msgspec.Struct):
     kills: list[Kill] = []
     num_streams: int = 0
     num_broken: int = 0
-    """Streams whose connection broke where it may, and that ended with it."""
+    """Streams that ended with a permitted break of their connection."""
     num_resumed: int = 0
-    """Streams whose connection broke where it may, and whose clients came back for the rest."""
+    """Streams that were resumed after a permitted break of their connection."""
     num_deferred: int = 0
-    """Answers that asked to come again later."""
+    """Responses with 429 or 503."""
     violations: list[Violation] = []
     stalls_s: list[float] = []
-    """Of each stream that had begun before a kill and went on: its longest silence around that."""
+    """Longest silence around a kill, for each stream that had begun before it and continued."""
     waits_s: list[float] = []
-    """Of each stream that was open at the last kill and had not begun: until its first event."""
+    """Time to the first event, for each stream that was open at the last kill and had not begun."""
     detections_s: list[float] = []
-    """From a kill until the supervisor has buried the dead."""
+    """From a kill until the supervisor has reaped the process."""
     num_unnoticed: int = 0
-    """Kills that the supervisor has not told of."""
+    """Kills that the supervisor has not noticed."""
     recovery_s: float | None = None
     """From the last kill until every process was ready again."""
     seconds: float = 0.0
     missed: str | None = None
-    """Why nobody was killed in the phase that was asked for, if so."""
+    """Why no process was killed in the requested phase, if so."""
     recordings: list[Recording] = []
-    """Those of the streams with violations."""
+    """Recordings of the streams with violations."""
 
     @property
     def is_single(self) -> bool:
-        """Whether all that died here died at once, while everything was in order."""
+        """Whether all victims died at once, while every other process was ready."""
         has_sequel = self.phase in (Phase.LOAD, Phase.RECOVERY)
         roles = [kill.role for kill in self.kills]
         return bool(roles) and not has_sequel and len(set(roles)) == len(roles)
@@ -77,8 +77,8 @@ class RoundRunner:
         Args:
             engine: ready.
             golden: recordings of the round's requests without faults, in their order.
-            typical_s: how long that took.
-            stream_timeout_s: from opening a stream to giving up on it.
+            typical_s: duration of the golden run.
+            stream_timeout_s: the longest duration of a stream.
         """
         self._engine = engine
         self._golden = golden
@@ -106,8 +106,8 @@ class RoundRunner:
         result.violations += [Violation(Harm.FAILED, "engine", text) for text in injection.problems]
         problem = phase_problem(cell.phase, [kill.time for kill in result.kills], recordings)
         result.missed = injection.missed or problem
-        self._judge(result, cell, injection, recordings, self._golden)
-        self._judge(result, cell, injection, late, self._golden[: len(late)])
+        self._check(result, cell, injection, recordings, self._golden)
+        self._check(result, cell, injection, late, self._golden[: len(late)])
         await self._settle(result, cell, before)
         self._time(result, cell, injection, began)
         return result
@@ -115,7 +115,7 @@ class RoundRunner:
     async def _inject(
         self, cell: Cell, injection: Injection, requests: Sequence[ChaosRequest]
     ) -> tuple[list[Recording], list[Recording]]:
-        """The round's recordings, and those of requests that came after the faults."""
+        """Return the recordings of the round, and of the requests sent after the faults."""
         client = self._engine.client
         deadline = time.monotonic() + self._stream_timeout_s
         if cell.phase is Phase.IDLE:
@@ -132,7 +132,7 @@ class RoundRunner:
         return await streams, await late
 
     def _late(self, requests: Sequence[ChaosRequest]) -> list[ChaosRequest]:
-        """Requests for right after the faults, when processes are still being replaced."""
+        """Return requests to send right after the faults, while processes are being replaced."""
         found = []
         for request in requests[:_NUM_LATE]:
             body = dict(request.body)
@@ -143,7 +143,7 @@ class RoundRunner:
         return found
 
     async def _probe(self, cell: Cell) -> list[Violation]:
-        """The listening socket outlives every API process: it never refuses."""
+        """Check that the listening socket, which outlives every API process, never refuses."""
         if cell.fault is Fault.SUPERVISOR:
             return []
         with contextlib.suppress(asyncio.CancelledError):
@@ -152,7 +152,7 @@ class RoundRunner:
             return [Violation(Harm.FAILED, "probe", "a connection was refused")]
         return []
 
-    def _judge(
+    def _check(
         self,
         result: RoundResult,
         cell: Cell,
@@ -181,10 +181,10 @@ class RoundRunner:
     async def _settle(
         self, result: RoundResult, cell: Cell, before: tuple[set[str], set[str]]
     ) -> None:
-        """Nothing runs on, nothing was left lying about."""
+        """Check that no request runs on and no file is left behind."""
         has_news = any(kill.role in ("core", "api", "supervisor") for kill in result.kills)
         if not await self._engine.is_idle(_IDLE_TIMEOUT_S, has_news=has_news):
-            text = "requests run on that nobody reads, or blocks are held"
+            text = "abandoned requests still run, or blocks are held"
             result.violations.append(Violation(Harm.MISMATCHED, "engine", text))
         files, surroundings = before
         left = self._engine.files() - files - KEPT_FILES

@@ -11,8 +11,8 @@ import msgspec
 
 from scripts.chaos.checker import check_stream
 from scripts.chaos.engine import KEPT_FILES, Engine, EngineFailed
+from scripts.chaos.external_server import ExternalServer
 from scripts.chaos.faults import Cell, Fault, Phase, cells, plan
-from scripts.chaos.foreign import ForeignServer
 from scripts.chaos.recording import Recording
 from scripts.chaos.reference import reference_problems
 from scripts.chaos.rounds import RoundResult, RoundRunner
@@ -32,14 +32,14 @@ NULL_FLAGS = (
     *("--standby-workers", "1"),  # by default only models that take long to load have one
 )
 MODEL_FLAGS = ("--num-gpu-blocks-override", "72")
-"""Fewer: to a real tokenizer the same texts are shorter."""
+"""Fewer blocks: the same texts are shorter for a real tokenizer."""
 _MAX_ROUNDS = 100_000
 _TRIES = 4
 """For a round that has missed its phase."""
 
 
 class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do."""
+    """The arguments of a run."""
 
     model: str
     seed: int
@@ -51,10 +51,10 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     phases: tuple[Phase, ...]
     stream_timeout_s: float
-    """From opening a stream to giving up on it; longer than any recovery."""
+    """The longest duration of a stream; longer than any recovery."""
     engine_flags: tuple[str, ...]
     has_journal: bool = False
-    """Clients come back after a break and read on."""
+    """The engine keeps a journal, and clients resume broken streams."""
 
 
 class Session:
@@ -64,24 +64,24 @@ class Session:
         """Prepare.
 
         Args:
-            options: what to do.
+            options: the arguments of the run.
             base: an empty directory with a short path.
-            say: takes lines about how it goes.
+            say: receives lines about the progress.
         """
         self.results: list[RoundResult] = []
         self.skipped: list[tuple[Fault, Phase]] = []
         self.failure = ""
-        """Why it could not go on, or has not done all that was asked for."""
+        """Why the run was not completed, if so."""
         self.golden: list[Recording] = []
         self._options = options
         self._base = base
         self._say = say
 
     async def run(self) -> None:
-        """Start an engine, run the plan, end the engine.
+        """Start an engine, run the plan, stop the engine.
 
         Raises:
-            EngineFailed: it does not start, or does not come back after a round.
+            EngineFailed: it does not start, or does not become ready after a round.
         """
         options = self._options
         num_places = max(1, options.num_streams // 2)  # half of the streams wait
@@ -97,7 +97,7 @@ class Session:
                 self.failure = f"the engine has ended with status {status}"
             left = engine.files() - KEPT_FILES
             if left:
-                self.failure = f"the engine has left in its run dir: {', '.join(sorted(left))}"
+                self.failure = f"the engine left files in its run dir: {', '.join(sorted(left))}"
         finally:
             engine.close()
 
@@ -112,25 +112,25 @@ class Session:
             await self._run_cell(runner, cell)
         unhit = self._unhit(pairs) if self._options.is_matrix else []
         if unhit:
-            self.failure = f"nobody was killed in: {', '.join(unhit)}"
+            self.failure = f"no process was killed in: {', '.join(unhit)}"
 
     async def _run_cell(self, runner: RoundRunner, cell: Cell) -> None:
-        """One round; again, at another moment, where it has missed its phase."""
+        """Run one round, and repeat it at another moment if it has missed its phase."""
         for number in range(_TRIES):
             requests = self._requests(f"{cell.number}.{number}")
             result = await runner.run(cell._replace(seed=cell.seed + number), requests)
             self.results.append(result)
-            self._tell(result)
+            self._log_round(result)
             if result.missed is None:
                 return
 
     def _unhit(self, pairs: list[tuple[Fault, Phase]]) -> list[str]:
-        """The cells of the matrix whose phase was never hit."""
+        """Return the cells of the matrix whose phase was never hit."""
         hit = {(result.fault, result.phase) for result in self.results if not result.missed}
         return [f"{fault} {phase}" for fault, phase in pairs if (fault, phase) not in hit]
 
     def _available(self, roles: set[str]) -> list[tuple[Fault, Phase]]:
-        """The cells whose processes exist; says what is left out.
+        """Return the cells whose processes exist; logs the skipped ones.
 
         Raises:
             EngineFailed: none is left.
@@ -148,7 +148,7 @@ class Session:
         """Record the requests without faults, all read to their end.
 
         Raises:
-            EngineFailed: one of them does not end well.
+            EngineFailed: a stream does not end well.
         """
         deadline = time.monotonic() + self._options.stream_timeout_s
         requests = self._requests("golden")
@@ -157,7 +157,7 @@ class Session:
         )
 
     async def _control_round(self, engine: Engine) -> RoundResult:
-        """The same without faults: what differs here is not the faults' doing."""
+        """Run the requests without faults: a difference here is not caused by faults."""
         began = time.monotonic()
         deadline = began + self._options.stream_timeout_s
         recordings = await engine.client.record_all(self._requests("control"), deadline)
@@ -172,7 +172,7 @@ class Session:
         return make_requests(self._options.seed, self._options.num_streams, name, salt=salt)
 
     def _plan(self, pairs: list[tuple[Fault, Phase]]) -> Iterator[Cell]:
-        """Rounds until what was asked for is reached."""
+        """Yield rounds until the requested numbers are reached."""
         options = self._options
         rounds = islice(plan(pairs, options.seed, is_shuffled=not options.is_matrix), _MAX_ROUNDS)
         if options.only_round is not None:
@@ -190,11 +190,11 @@ class Session:
                 return
             yield cell
 
-    def _tell(self, result: RoundResult) -> None:
+    def _log_round(self, result: RoundResult) -> None:
         stall = f", stall {max(result.stalls_s):.2f} s" if result.stalls_s else ""
         missed = f", MISSED: {result.missed}" if result.missed else ""
         bad = f", {len(result.violations)} VIOLATIONS" if result.violations else ""
-        how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "nobody killed"
+        how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "no kill"
         self._say(
             f"round {result.number} {result.fault} {result.phase}: {how}{stall}"
             f" in {result.seconds:.1f} s{missed}{bad}"
@@ -202,10 +202,10 @@ class Session:
 
 
 def check_golden(requests: Sequence[ChaosRequest], golden: list[Recording]) -> list[Recording]:
-    """Make sure that there is something to compare with.
+    """Check that the golden run can serve as the reference.
 
     Raises:
-        EngineFailed: a stream has not ended well, or is not what was asked for.
+        EngineFailed: a stream has not ended well, or is not as requested.
     """
     problems = reference_problems(requests, golden)
     if problems:
@@ -213,27 +213,27 @@ def check_golden(requests: Sequence[ChaosRequest], golden: list[Recording]) -> l
     return golden
 
 
-class ForeignSession(Session):
-    """Chaos against a server that is there already: random times, the same client and checker."""
+class ExternalSession(Session):
+    """Chaos against a running server: random kill times, the same client and checker."""
 
     def __init__(
         self,
         options: SessionOptions,
         base: Path,
         say: Callable[[str], None],
-        server: ForeignServer,
+        server: ExternalServer,
     ) -> None:
         super().__init__(options, base, say)
         self._server = server
         self._model = ""
 
     async def run(self) -> None:
-        """Run until enough was killed, or it does not come back.
+        """Run until the requested number of kills, or until the server does not recover.
 
         Raises:
             EngineFailed: the run without faults does not end well.
-            OSError: it cannot be reached.
-            Declined: it does not name its model.
+            OSError: the server cannot be reached.
+            Declined: it does not list its models.
         """
         self._model = await self._server.model()
         began = time.monotonic()
@@ -249,9 +249,9 @@ class ForeignSession(Session):
         for number in range(1, num_rounds + 1):
             result = await self._round(number, rng.uniform(0.1, 0.9) * typical_s, golden, rng)
             self.results.append(result)
-            self._tell(result)
+            self._log_round(result)
             if not result.kills:
-                self.failure = "there was nobody to kill"
+                self.failure = "there was no process to kill"
                 return
             if result.recovery_s is None:
                 self.failure = f"not back within {FOREIGN_RETURN_TIMEOUT_S:g} s after a kill"

@@ -7,21 +7,22 @@ from scripts.chaos.injection import Kill
 from scripts.chaos.recording import Recording
 
 _AFTERMATH_S = 1.0
-"""After the last kill; at least so long a gap that begins is put down to it."""
+"""A gap that begins within this time after the last kill is attributed to it."""
 
 
 def stall_s(
     recording: Recording, kill_times: Sequence[float], returned_at: float | None = None
 ) -> float | None:
-    """The longest silence of a stream around the kills; None if it was not under way then.
+    """Return the longest silence of a stream around the kills; None if it was not active then.
 
-    Only what lies between two events counts, so neither the wait for the first token nor the
-    silence after the last one; `wait_s` counts the former.
+    Only gaps between two events count, not the wait for the first token (`wait_s`) nor the silence
+    after the last one.
 
     Args:
         recording: of one stream.
         kill_times: in order.
-        returned_at: when everybody was back. A gap that begins before is put down to the kills.
+        returned_at: when every process was ready again. A gap that begins earlier is attributed to
+            the kills.
     """
     if not kill_times:
         return None
@@ -37,9 +38,9 @@ def stall_s(
 
 
 def wait_s(recording: Recording, kill_times: Sequence[float]) -> float | None:
-    """From the last kill to the first event of a stream that was open then and had not begun.
+    """Return the time from the last kill to the first event of a stream that waited for it.
 
-    What was left of its wait for its turn is in that. None for other streams.
+    It includes the rest of the stream's wait in the queue. None for other streams.
     """
     if not kill_times or recording.opened_at > kill_times[-1] or not recording.events:
         return None
@@ -48,11 +49,11 @@ def wait_s(recording: Recording, kill_times: Sequence[float]) -> float | None:
 
 
 def detections_s(kills: Sequence[Kill], notices: Sequence[float]) -> list[float | None]:
-    """From each kill to the moment in which the supervisor had buried the dead; None: never.
+    """Return the time from each kill until the supervisor had reaped the process; None: never.
 
     Args:
-        kills: of processes that have a supervisor, which was not killed itself.
-        notices: one for each death, monotonic.
+        kills: of processes with a living supervisor.
+        notices: one monotonic time per reaped process.
     """
     left = sorted(notices)
     found: list[float | None] = []

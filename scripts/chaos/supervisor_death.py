@@ -1,4 +1,4 @@
-"""After the death of a supervisor: its children leave, and another one starts in its place."""
+"""The death of a supervisor: its children exit, and another supervisor starts in its place."""
 
 import asyncio
 import time
@@ -6,19 +6,19 @@ import time
 from scripts.chaos.engine import Engine
 
 ORPHANS_TIMEOUT_S = 5.0
-"""From the supervisor's death until nothing of its engine lives any more."""
+"""From the supervisor's death until no process of its engine is alive."""
 _POLL_S = 0.02
 
 
 async def replace_supervisor(engine: Engine, died_at: float) -> list[str]:
-    """Wait for the end of all that it had started, and start another; it is not ready yet.
+    """Wait until all its children have exited, then start another one; does not wait for it.
 
     Args:
-        engine: whose supervisor was killed.
+        engine: its supervisor was killed.
         died_at: monotonic.
 
     Returns:
-        What was wrong, in words.
+        The problems, in words.
     """
     problems = []
     while orphans := engine.living() - {engine.supervisor_pid}:
@@ -26,6 +26,6 @@ async def replace_supervisor(engine: Engine, died_at: float) -> list[str]:
             problems.append(f"{len(orphans)} processes live {ORPHANS_TIMEOUT_S:g} s later")
             break
         await asyncio.sleep(_POLL_S)
-    engine.bury()
+    engine.reap()
     engine.start()
     return problems

@@ -1,4 +1,4 @@
-"""Was the kill where the plan wanted it? Told from what the clients saw until then."""
+"""Checks from the recordings whether a kill happened in the planned phase."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from scripts.chaos.recording import End, Recording
 def phase_problem(
     phase: Phase, kill_times: Sequence[float], recordings: Sequence[Recording]
 ) -> str | None:
-    """Why the first kill was not in its phase, in words; None if it was, or may come at any time.
+    """Return why the first kill was not in its phase; None if it was, or the phase allows any time.
 
     Args:
-        phase: that the plan asks for.
+        phase: the planned phase.
         kill_times: monotonic, in order.
         recordings: of the streams that were opened when the round began, or after an idle kill.
     """

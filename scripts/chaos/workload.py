@@ -27,9 +27,9 @@ class ChaosRequest(msgspec.Struct, frozen=True):
     path: str
     body: Body
     disconnect_after: int | None = None
-    """Close the connection after so many events; None: read to the end."""
+    """Close the connection after this number of events; None: read to the end."""
     request_id: str = ""
-    """Under which a client can come back for the rest; "": it cannot."""
+    """The id with which a client can resume the stream; "": it cannot."""
 
 
 def make_requests(
@@ -39,9 +39,9 @@ def make_requests(
 
     Args:
         seed: the same seed gives the same requests.
-        num_streams: how many.
+        num_streams: number of requests.
         model: its name in the API.
-        salt: keeps rounds from finding each other's prompts in the prefix cache.
+        salt: separates the prefix caches of rounds.
         with_extensions: use fields that are not OpenAI's, such as `return_token_ids`.
     """
     rng = random.Random(seed)
@@ -97,7 +97,7 @@ def _two(rng: random.Random) -> Body:
 
 
 def _stop(rng: random.Random) -> Body:
-    """Strings that come up by chance, early or late or never."""
+    """Stop strings that occur by chance, early, late or never."""
     first, second = rng.sample("0123456789", 2)
     return {**_seeded(rng), "stop": [first + second, second * 3, "return"]}
 

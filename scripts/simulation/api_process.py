@@ -1,6 +1,6 @@
-"""The API process with a journal: real sessions between HTTP connections and the engine's client.
+"""The API process with a journal: real sessions between HTTP connections and the engine client.
 
-What is left out is HTTP itself and text: connections here carry tokens.
+HTTP itself and text are left out: connections carry tokens.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from api_proc.sequence import Prompt
 from api_proc.sessions import Reread, Session, Sessions
 from protocol.api_core import AddRequest
 from protocol.errors import RequestFailed
+from scripts.simulation.child import SimulatedChild
 from scripts.simulation.client_process import ClientProcess
 from scripts.simulation.disk import Thread
 from scripts.simulation.http_clients import Connection, Internet
 from scripts.simulation.oracle import Oracle
 from scripts.simulation.plan import RequestPlan
-from scripts.simulation.stand_ins import SimulatedChild
 from scripts.simulation.wire import Wire
 from scripts.simulation.world import SECOND, Process
 
@@ -32,7 +32,7 @@ _UNAVAILABLE = 503
 
 @dataclass
 class _Body:
-    """As much of a body as sessions look at."""
+    """The fields of a body that sessions read."""
 
     priority: int
     cache_salt: str
@@ -41,7 +41,7 @@ class _Body:
 
 
 class ApiProcess(ClientProcess):
-    """Serves connections; requests outlive it in its journal."""
+    """Serves connections; its requests survive it in the journal."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ApiProcess(ClientProcess):
         internet: Internet,
         plans: list[RequestPlan],
     ) -> None:
-        """Take the place of whoever served before; `plans` are all requests of the run."""
+        """Succeed the last API process; `plans` are all requests of the run."""
         super().__init__(wire, name, [], oracle, connect, start_s=start_s)
         self._internet = internet
         self._num_served = 0
@@ -62,8 +62,13 @@ class ApiProcess(ClientProcess):
         self._bodies = {_raw(plan): plan for plan in plans}
 
     def begin(self) -> None:
-        self._sessions = Sessions(self.engine, self.config.api)
-        self.on_death.append(self._let_go_of_journal)
+        self._sessions = Sessions(
+            self.engine,
+            self.config.api,
+            clock=self.world.clock,
+            make_journal=self._internet.disk.journal,
+        )
+        self.on_death.append(self._release_journal)
         self._sessions.start({PATH: self._reread})
         self.run(self._open())
 
@@ -71,8 +76,8 @@ class ApiProcess(ClientProcess):
         await self._sessions.journaling.wait_read()
         self._internet.server = self
 
-    def _let_go_of_journal(self) -> None:
-        """As the system does; it may have been killed while it took the journal over."""
+    def _release_journal(self) -> None:
+        """Release the journal's lock and file, as the system does when a process ends."""
         journal = vars(self._sessions.journaling).get("_journal")
         if journal is not None:
             journal._segments.close()
@@ -91,7 +96,7 @@ class ApiProcess(ClientProcess):
     def has_finished(self) -> bool:
         return not self._num_served
 
-    def let_go_of_all(self) -> bool:
+    def flush_for_successor(self) -> bool:
         if self._closed_at is None:
             self._closed_at = self.world.now
             self._sessions.close()
@@ -100,7 +105,6 @@ class ApiProcess(ClientProcess):
         return thread is None or thread.has_ended or has_waited
 
     def accept(self, connection: Connection) -> None:
-        """Serve a connection."""
         self._num_served += 1
         self.run(self._serve(connection))
 
@@ -125,15 +129,15 @@ class ApiProcess(ClientProcess):
             if session is not None:
                 if last_event_id is not None:
                     parse_event_id(last_event_id, request_id, [plan.params.max_tokens])
-                await self._tell_rest(connection, session)
+                await self._stream_rest(connection, session)
                 return
             session = sessions.begin(request_id, PATH, raw, self._reread(raw, []))
         except ApiError as error:
             connection.refuse(error.status)
             return
-        await self._tell_new(connection, session)
+        await self._stream_new(connection, session)
 
-    async def _tell_new(self, connection: Connection, session: Session) -> None:
+    async def _stream_new(self, connection: Connection, session: Session) -> None:
         sessions, plan = self._sessions, connection.plan
         sessions.attach(session)
         try:
@@ -147,14 +151,14 @@ class ApiProcess(ClientProcess):
         await sessions.accept(session)
         is_quick = self._loop.time() - began < _COMMIT_TIMEOUT_S
         is_durable = is_quick and sessions.journaling._journal.is_writing
-        await self._tell(connection, session, reader, is_durable=is_durable)
+        await self._stream(connection, session, reader, is_durable=is_durable)
 
-    async def _tell_rest(self, connection: Connection, session: Session) -> None:
+    async def _stream_rest(self, connection: Connection, session: Session) -> None:
         self._sessions.attach(session)
         reader = self._sessions.reader(session, session.histories[0])
-        await self._tell(connection, session, reader, is_durable=False)
+        await self._stream(connection, session, reader, is_durable=False)
 
-    async def _tell(
+    async def _stream(
         self, connection: Connection, session: Session, reader: HistoryReader, *, is_durable: bool
     ) -> None:
         is_told = False

@@ -1,4 +1,4 @@
-"""Many seeds, in several processes, added up."""
+"""Runs many seeds in several processes and adds up the results."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ _COLLECT_EVERY = 20
 
 @dataclass(frozen=True)
 class Batch:
-    """Which seeds to run, and how."""
+    """The seeds to run, and how."""
 
     mode: str
     first_seed: int
@@ -34,7 +34,7 @@ class Batch:
 
 @dataclass
 class Tally:
-    """What came of some seeds of one mode."""
+    """The sum of the outcomes of some seeds of one mode."""
 
     num_seeds: int = 0
     num_events: int = 0
@@ -42,15 +42,15 @@ class Tally:
     num_tokens: int = 0
     virtual_s: float = 0.0
     elapsed_s: float = 0.0
-    """Of all processes together."""
+    """CPU time of all processes together."""
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[tuple[int, str]] = field(default_factory=list)
-    """Seed and what went wrong."""
+    """Seed and text."""
     trace_hash: str = ""
     """Over the hashes of all seeds, in order."""
 
     def add(self, other: "Tally") -> None:
-        """Take in what came of the seeds after these."""
+        """Add the tally of the seeds that follow these."""
         self.num_seeds += other.num_seeds
         self.num_events += other.num_events
         self.num_streams += other.num_streams
@@ -64,7 +64,7 @@ class Tally:
 
 
 def run_chunk(batch: Batch) -> Tally:
-    """Run the seeds of one batch here."""
+    """Run the seeds of one batch in this process."""
     began, tally = time.perf_counter(), Tally()
     with silence(), _rare_collections(), planted(batch.plant):
         for seed in range(batch.first_seed, batch.first_seed + batch.num_seeds):
@@ -90,7 +90,7 @@ def _enter(tally: Tally, batch: Batch, seed: int) -> None:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep what simulated processes log to themselves."""
+    """Suppress the log of the simulated processes."""
     logger = logging.getLogger("troika")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -102,7 +102,7 @@ def silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """A run leaves cycles behind; they are collected now and then, and not in between."""
+    """Disable automatic garbage collection: the caller collects the cycles of a run."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -121,9 +121,9 @@ def run_batch(
     """Run a batch in `jobs` processes.
 
     Args:
-        jobs: 1 runs everything here.
-        deadline: on the monotonic clock; past it no more is begun.
-        on_chunk: told the sum so far whenever it has grown.
+        jobs: 1 runs everything in this process.
+        deadline: on the monotonic clock; after it no new chunk starts.
+        on_chunk: called with the sum after each chunk.
     """
     end = batch.first_seed + batch.num_seeds
     chunks = [
@@ -139,13 +139,13 @@ def run_batch(
             if tally.num_seeds:
                 total.add(tally)
                 on_chunk(total)
-        pool.close()  # nobody is killed in the middle of a run, who would leave its files behind
+        pool.close()  # a process killed in the middle of a run would leave its files behind
         pool.join()
     return total
 
 
 def _run_in_time(deadline: float | None, chunk: Batch) -> Tally:
-    """Run some seeds, or none where it is too late."""
+    """Run a chunk, or nothing after the deadline."""
     is_late = deadline is not None and time.monotonic() >= deadline
     return Tally() if is_late else run_chunk(chunk)
 
@@ -167,11 +167,11 @@ def _run_here(
 
 
 def _begin_job() -> None:
-    """Only the parent reports an interrupt; and what is imported is no garbage to look for."""
+    """Ignore interrupts, which the parent reports; exclude the imports from collections."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()
 
 
 def default_jobs() -> int:
-    """One for each core that may be used."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

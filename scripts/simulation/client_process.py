@@ -1,4 +1,4 @@
-"""A client: the real AsyncEngineClient on an event loop in virtual time, with its readers."""
+"""A client process: the real AsyncEngineClient on an event loop in virtual time."""
 
 import asyncio
 import contextlib
@@ -6,15 +6,18 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, cast
 
 from protocol.client import AsyncEngineClient
 from protocol.config import EngineConfig
+from protocol.core_link import CoreLink
 from protocol.errors import RequestFailed
 from protocol.request_stream import RequestStream
+from scripts.simulation.child import CLIENT_ADDRESS, SimulatedChild
 from scripts.simulation.oracle import Oracle, Stream
 from scripts.simulation.plan import RequestPlan
-from scripts.simulation.stand_ins import CLIENT_ADDRESS, SimulatedChild
+from scripts.simulation.sockets import make_context
 from scripts.simulation.wire import Wire
 from scripts.simulation.world import SECOND, KilledHere, Process, Violation
 
@@ -23,7 +26,7 @@ _LONGEST_WAIT_S = 1000.0
 
 
 class _Timer:
-    """What `call_later` returns."""
+    """The handle that `call_later` returns."""
 
     __slots__ = ("arguments", "callback", "is_cancelled")
 
@@ -46,10 +49,10 @@ class SimulatedLoop:
         self._num_timers = 0
         self.readers: dict[int, Callable[[], None]] = {}
         self.is_killed = False
-        """In the middle of a task, which keeps to itself what is raised there."""
+        """A task was killed at a failpoint; the task swallows what is raised in it."""
 
     def turn(self) -> int | None:
-        """Run what is due; returns when the next timer is."""
+        """Run all callbacks that are due; returns the time of the next timer."""
         timers, ready = self._timers, self._ready
         while timers and timers[0][0] <= self._process.busy_until:
             timer = heapq.heappop(timers)[2]
@@ -63,12 +66,12 @@ class SimulatedLoop:
         return timers[0][0] if timers else None
 
     def arrived(self, fd: int) -> None:
-        """A descriptor has become readable: edge-triggered."""
+        """Schedule the reader of a descriptor, which is edge-triggered."""
         reader = self.readers.get(fd)
         if reader is not None:
             self._ready.append((reader, ()))
 
-    # What asyncio's classes call ------------------------------------------------------------------
+    # The interface of asyncio ---------------------------------------------------------------------
 
     def call_soon(
         self,
@@ -76,7 +79,7 @@ class SimulatedLoop:
         *arguments: Any,
         context: contextvars.Context | None = None,
     ) -> None:
-        """Nobody here keeps the handle that a real loop returns."""
+        """Schedule a callback; the handle that a real loop returns is not used here."""
         self._ready.append((callback, arguments))
 
     def call_later(self, delay: float, callback: Callable[..., None], *arguments: Any) -> _Timer:
@@ -110,7 +113,7 @@ class SimulatedLoop:
         return not self._process.is_alive
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Tasks here catch all that they may; one that is dropped with its client is no error."""
+        """Ignore it: the tasks here handle their exceptions, and killed clients drop theirs."""
 
     def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
         self.readers[fd] = callback
@@ -120,7 +123,7 @@ class SimulatedLoop:
 
 
 class ClientProcess(Process):
-    """Submits what is planned, reads every stream, and cancels what is to be cancelled."""
+    """Submits the planned requests, reads every stream, and cancels the planned ones."""
 
     def __init__(
         self,
@@ -132,12 +135,20 @@ class ClientProcess(Process):
         *,
         start_s: float = 0.0,
     ) -> None:
-        """`connect` makes the link to a supervisor, where there is one."""
+        """`connect` creates the link to a supervisor, where there is one."""
         super().__init__(wire.world, name)
         self._wire = wire
         self._oracle = oracle
         self._plans = plans
-        self.engine = AsyncEngineClient(CLIENT_ADDRESS)
+        self.engine = AsyncEngineClient(
+            CLIENT_ADDRESS,
+            clock=self.world.clock,
+            make_link=partial(
+                CoreLink,
+                make_context=lambda: make_context(wire, self),
+                getpid=lambda: self.pid,
+            ),
+        )
         self._loop = SimulatedLoop(self)
         self._as_asyncio = cast(asyncio.AbstractEventLoop, self._loop)
         self._to_retry: list[RequestPlan] = []
@@ -151,7 +162,6 @@ class ClientProcess(Process):
 
     @property
     def num_to_submit(self) -> int:
-        """Requests still to come."""
         return len(self._plans)
 
     def turn(self) -> int | None:
@@ -164,38 +174,38 @@ class ClientProcess(Process):
                     return self._starts_at
                 self._start()
             due = self._loop.turn()
-            self._obey()
+            self._follow_commands()
             return due
         finally:
             asyncio._set_running_loop(None)
 
-    def _obey(self) -> None:
-        """Finish what is open, or leave, where the supervisor wants that."""
+    def _follow_commands(self) -> None:
+        """Drain or exit when the supervisor asks for it."""
         child = self._child
         if child is None:
             return
-        if child.is_told_to_stop:
+        if child.has_stop:
             self.world.at(self.busy_until, self.die, 0)
         elif child.drain is not None and child.drain.is_replaced:
             if not self._is_leaving:
                 self._is_leaving = True
                 self.retire()
-            if self.has_finished and self.let_go_of_all():
+            if self.has_finished and self.flush_for_successor():
                 self.world.at(self.busy_until, self.die, 0)
         elif child.drain is not None and self.has_finished and not self._is_drained:
             self._is_drained = True
             child.drained()
 
     def retire(self) -> None:
-        """A successor gets what is new from here on."""
+        """Stop serving new requests: a successor is ready."""
 
     @property
     def has_finished(self) -> bool:
-        """Whether nobody waits for anything from it."""
+        """Return whether no request is open."""
         return not self.engine.num_open_requests
 
-    def let_go_of_all(self) -> bool:
-        """Leave behind what there is for a successor; False: not yet."""
+    def flush_for_successor(self) -> bool:
+        """Flush state for a successor; returns whether that is complete."""
         return True
 
     def _start(self) -> None:
@@ -214,26 +224,25 @@ class ClientProcess(Process):
         child.ready()
 
     def begin(self) -> None:
-        """The engine's client is there: do what this process is for."""
+        """Start the work of this process; its engine client has been started."""
         for plan in self._plans:
             delay_s = max(0.0, plan.time_s - self._oracle.elapsed_s)
             self._loop.call_later(delay_s, self._submit, plan)
 
     @property
     def config(self) -> EngineConfig:
-        """Of the engine that it belongs to."""
         assert self._child is not None
         return self._child.config
 
     def _beat(self) -> None:
-        """Show that the loop turns, to whoever watches that."""
+        """Report progress periodically, as a living event loop does."""
         reporter = None if self._child is None else self._child.reporter
         if reporter is not None and reporter.tick_ms is not None:
             reporter.idle()
             self._loop.call_later(reporter.tick_ms / 1000, self._beat)
 
     def _submit(self, plan: RequestPlan) -> None:
-        if self._is_leaving or plan not in self._plans:  # it is its successor's, or predecessor's
+        if self._is_leaving or plan not in self._plans:  # another incarnation submits it
             return
         try:
             stream = self.engine.submit(
@@ -252,7 +261,7 @@ class ClientProcess(Process):
             self._loop.call_later(plan.cancel_after_s, self._cancel, stream, record)
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run something in the event loop, as far as its life goes."""
+        """Run a coroutine as a task that ends with this process."""
         task = self._start_task(self._guarded(coroutine))
         self._coroutines.append(coroutine)
         self.wake()
@@ -293,7 +302,7 @@ class ClientProcess(Process):
             stream.cancel()
 
     def _abandon(self) -> None:
-        if self._child is None:  # nobody starts it again
+        if self._child is None:  # a host is not restarted
             self._plans.clear()
         elif self.world.is_ending and not self.has_finished:
             self.world.fail(Violation(f"lost: {self.name} ends with requests open"))

@@ -1,17 +1,21 @@
-"""The disk under the journal: real files, whose writes take time, come up short, or fail."""
+"""The journal's disk: real files with slow, short and failing writes."""
 
 import errno
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from protocol.journal import Journal, Threads
+from protocol.journal_segments import Sync
 from scripts.simulation.world import SECOND, KilledHere, Process, World
 
 DISK_FAULTS = ("full", "broken", "unsynced", "short", "torn")
-"""ENOSPC, EIO, an error of fsync, a part of a write, a death in the middle of one."""
+"""ENOSPC, EIO, a failing fsync, a partial write, a death in the middle of a write."""
 _HARD = ("full", "broken", "unsynced")
 _IN_MEMORY = Path("/dev/shm")
 _LATENCY_S = (0.0001, 0.004)
@@ -20,45 +24,56 @@ _STOPPED_S = 0.01
 
 
 class Disk:
-    """One directory in memory, for one run."""
+    """A directory in memory for one run."""
 
     def __init__(self, world: World, rates: dict[str, float], stall_rate: float) -> None:
-        """Take the probability of each of `DISK_FAULTS`, and of a wait that is long."""
+        """Take the probabilities of `DISK_FAULTS` and of a slow write."""
         self.world = world
         self._rates = dict(rates)
         self._stall_rate = stall_rate
         self.has_failed = False
-        """What was written before may have been given up since."""
+        """A write has failed: the journal may have lost records."""
         parent = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
         self.directory = tempfile.mkdtemp(prefix="troika-simulation-", dir=parent)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the directory."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def heal(self) -> None:
-        """From now on everything works."""
+        """End all faults."""
         self._rates.clear()
         self._stall_rate = 0.0
 
     def latency(self) -> int:
-        """What the writer waits until it gets to write."""
+        """Draw the time until the writer thread runs."""
         is_long = self._stall_rate and self.world.random() < self._stall_rate
         return self.world.between(*(_STALL_S if is_long else _LATENCY_S))
 
-    # In place of the system's -------------------------------------------------------------------
+    def journal(self, directory: str, *callbacks: Any, sync: Sync | None = None) -> Journal:
+        """Create a journal on this disk, whatever directory the configuration names."""
+        threads = types.SimpleNamespace(Thread=partial(Thread, self), Condition=Condition)
+        return Journal(
+            self.directory,
+            *callbacks,
+            open_file=self.open_file,
+            write=self.write,
+            sync=None if sync is None else self.sync,
+            clock=self.world.clock,
+            threads=cast(Threads, threads),
+        )
+
+    # In place of the functions of `os` ------------------------------------------------------------
 
     def open_file(self, path: str, flags: int, mode: int) -> int:
-        """`os.open`."""
         self._fail("full", errno.ENOSPC)
         return os.open(path, flags, mode)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """`os.write`."""
         self._fail("full", errno.ENOSPC)
         self._fail("broken", errno.EIO)
-        is_torn = self._strikes("torn")
-        if not is_torn and not self._strikes("short"):
+        is_torn = self._draws("torn")
+        if not is_torn and not self._draws("short"):
             return os.write(fd, data)
         num_bytes = os.write(fd, data[: self.world.rng.randrange(1, len(data) + 1)])
         if is_torn:
@@ -66,10 +81,9 @@ class Disk:
         return num_bytes
 
     def sync(self, fd: int) -> None:
-        """`os.fsync`."""
         self._fail("unsynced", errno.EIO)
 
-    def _strikes(self, kind: str) -> bool:
+    def _draws(self, kind: str) -> bool:
         rate = self._rates.get(kind)
         if not rate or self.world.random() >= rate:
             return False
@@ -78,19 +92,18 @@ class Disk:
         return True
 
     def _fail(self, kind: str, number: int) -> None:
-        if self._strikes(kind):
+        if self._draws(kind):
             raise OSError(number, os.strerror(number))
 
 
 class _NothingToDo(Exception):
-    """The thread waits."""
+    """The thread has no work and waits."""
 
 
 class Condition:
-    """A `threading.Condition` between an event loop and its one thread."""
+    """A `threading.Condition` between an event loop and one thread."""
 
     def __init__(self) -> None:
-        """Nobody waits yet."""
         self.thread: Thread | None = None
 
     def __enter__(self) -> "Condition":
@@ -105,14 +118,14 @@ class Condition:
             self.thread.wake()
 
     def wait(self) -> None:
-        """Called by the thread: it goes on from the beginning, later."""
+        """Called by the thread: its target starts again when it is woken."""
         raise _NothingToDo
 
 
 class Thread:
-    """A `threading.Thread` that takes its orders in turns, when the disk lets it."""
+    """A `threading.Thread` whose target runs as events of the world, after the disk's latency."""
 
-    def __init__(self, disk: Disk, target: Callable[[], None]) -> None:
+    def __init__(self, disk: Disk, *, target: Callable[[], None], **_: object) -> None:
         """Belong to the process whose code runs."""
         process = disk.world.current
         assert process is not None
@@ -125,14 +138,14 @@ class Thread:
         journal._wakes.thread = self
 
     def start(self) -> None:
-        """Begin soon."""
+        """Run soon."""
         self.wake()
 
     def join(self, timeout: float | None = None) -> None:
-        """Nobody waits for its end here."""
+        """Do not wait: nothing here blocks."""
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Run the target soon."""
         if not self._is_waking:
             self._is_waking = True
             self._disk.world.after(self._disk.latency(), self._run)

@@ -1,23 +1,23 @@
-"""The core and the workers: the real loops, each turned by the world instead of by itself."""
+"""The core and the workers: the real loops, whose turns are called by the world."""
 
 from collections.abc import Callable, Sized
 from typing import cast
 
-import core_proc.loop
-import worker_proc.loop
 from core_proc.engine import EngineCore
 from core_proc.invariants import check_invariants
+from core_proc.loop import CoreLoop
 from protocol.api_core import StepOutputs
-from protocol.child_runtime import ChildProcess
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from scripts.simulation.child import Incarnation, SimulatedChild
 from scripts.simulation.model import SimulatedModel
+from scripts.simulation.patched_os import SimulatedPoller, SimulatedProcesses
 from scripts.simulation.sockets import SimulatedSocket
-from scripts.simulation.stand_ins import Incarnation, SimulatedChild
 from scripts.simulation.wire import Wire
-from scripts.simulation.world import SECOND, Process, Violation
+from scripts.simulation.world import SECOND, Process, SimulatedClock, Violation
+from worker_proc.loop import WorkerLoop
 
-Loop = core_proc.loop.CoreLoop | worker_proc.loop.WorkerLoop
+Loop = CoreLoop | WorkerLoop
 
 
 class EngineProcess(Process):
@@ -26,7 +26,7 @@ class EngineProcess(Process):
     def __init__(
         self, wire: Wire, life: Incarnation, start_s: float, *, is_standby: bool = False
     ) -> None:
-        """It is ready after `start_s`; a standby then waits to be promoted."""
+        """Become ready after `start_s`; a standby then waits for its promotion."""
         self._kind = f"{life.role}{life.rank or ''}"
         name = f"standby_{self._kind}" if is_standby else self._kind
         super().__init__(wire.world, f"{name}.{life.epoch}")
@@ -49,7 +49,7 @@ class EngineProcess(Process):
             raise
         except Exception as error:
             raise Violation(f"{self.name} raised {type(error).__name__}: {error}") from error
-        if self.child.is_told_to_stop:
+        if self.child.has_stop:
             self.leave()
         for inbox in self._inboxes:
             if inbox:
@@ -57,7 +57,7 @@ class EngineProcess(Process):
         return None if poll_ms is None else self.busy_until + poll_ms * 1000
 
     def _start_up(self) -> int | None:
-        """Load, and wait to be promoted; begins where that is over."""
+        """Load and wait for a promotion; begins the loop when both are complete."""
         child = self.child
         if not self._has_loaded:
             child.messages()
@@ -67,7 +67,7 @@ class EngineProcess(Process):
             if self._waits:
                 child.ready()
         if self._waits:
-            is_promoted = child.wait_for_promotion()
+            is_promoted = child.poll_promotion()
             if is_promoted is False:
                 self.world.at(self.busy_until, self.die, 0)
             if not is_promoted:
@@ -81,16 +81,16 @@ class EngineProcess(Process):
         return None
 
     def begin(self) -> tuple[Loop, list[Sized]]:
-        """Make the loop; returns it with what has arrived at the sockets that it polls."""
+        """Create the loop; returns it with the inboxes of the sockets that it polls."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Obey a Stop."""
+        """Handle a Stop."""
         self.world.at(self.busy_until, self.die, 0)
 
 
 class CheckedEngine(EngineCore):
-    """The real engine; results that it takes in must belong to the adoption in force."""
+    """The real engine; it accepts results of the current adoption only."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -104,7 +104,7 @@ class CheckedEngine(EngineCore):
         return super().update(output)
 
     def check_idle(self) -> str | None:
-        """What is wrong where nothing should be left; None: nothing."""
+        """Describe what is left in an engine that should be idle; None: nothing."""
         scheduler = self._scheduler
         if scheduler is None:
             return None
@@ -120,11 +120,17 @@ class CoreProcess(EngineProcess):
 
     def begin(self) -> tuple[Loop, list[Sized]]:
         self.engine = CheckedEngine(self.child.config)
-        loop = core_proc.loop.CoreLoop(cast(ChildProcess, self.child), self.engine)
+        loop = CoreLoop(
+            self.child,
+            self.engine,
+            clock=self.world.clock,
+            poller=SimulatedPoller(self.world),
+            processes=SimulatedProcesses(self.world),
+        )
         clients, workers = (cast(SimulatedSocket, link.socket) for link in loop._links)
         loop._hear_of_predecessor()
         self.engine.watched_link = workers
-        return loop, [clients.inbox, workers.inbox, self.child.lifecycle_socket.inbox]
+        return loop, [clients.inbox, workers.inbox, self.child.inbox]
 
     def leave(self) -> None:
         problem = None if self.child.drain is None else self.engine.check_idle()
@@ -134,10 +140,16 @@ class CoreProcess(EngineProcess):
 
 
 class CheckedModel(SimulatedModel):
-    """Steps that it is given must belong to the adoption that it was reset for."""
+    """Accepts steps of the adoption for which it was reset, and no others."""
 
-    def __init__(self, facts: ModelFacts, step_s: float, read_epoch: Callable[[], int]) -> None:
-        super().__init__(facts, step_s, token_delay_s=step_s / 8)
+    def __init__(
+        self,
+        facts: ModelFacts,
+        step_s: float,
+        read_epoch: Callable[[], int],
+        clock: SimulatedClock,
+    ) -> None:
+        super().__init__(facts, step_s, token_delay_s=step_s / 8, clock=clock)
         self._read_epoch = read_epoch
         self._epoch = -1
 
@@ -170,17 +182,22 @@ class WorkerProcess(EngineProcess):
         super().__init__(wire, life, start_s, is_standby=is_standby)
 
     def begin(self) -> tuple[Loop, list[Sized]]:
-        model = CheckedModel(self._facts, self._step_s, self._last_epoch_read)
-        loop = worker_proc.loop.WorkerLoop(cast(ChildProcess, self.child), model)
+        model = CheckedModel(self._facts, self._step_s, self._last_epoch_read, self.world.clock)
+        loop = WorkerLoop(
+            self.child,
+            model,
+            clock=self.world.clock,
+            poller=SimulatedPoller(self.world),
+        )
         self._socket = cast(SimulatedSocket, loop._core.socket)
-        return loop, [self._socket.inbox, self.child.lifecycle_socket.inbox]
+        return loop, [self._socket.inbox, self.child.inbox]
 
     def _last_epoch_read(self) -> int:
         return self._socket.last_epoch_read
 
 
 def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> ModelFacts:
-    """What the workers pretend to have loaded."""
+    """Return the facts of the simulated model."""
     assert config.model.max_model_len is not None
     assert config.cache.num_gpu_blocks_override is not None
     return ModelFacts(

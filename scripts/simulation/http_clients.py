@@ -1,6 +1,6 @@
-"""HTTP clients that come back: each wants one request answered, whatever becomes of connections.
+"""HTTP clients that reconnect until their answer is complete.
 
-They know what a real client knows: the body, the id, and how many tokens they have seen.
+A client knows the body, the id, and the number of tokens that it has received.
 """
 
 import random
@@ -20,19 +20,19 @@ _WIRE_S = (0.00005, 0.001)
 _COME_BACK_S = (0.005, 0.2)
 _RETRY_S = 0.2
 _UNNOTICED_S = (0.0005, 0.5)
-"""Until the server hears of a broken connection."""
+"""Delay until the server notices a broken connection."""
 _NOT_FOUND, _CONFLICT = 404, 409
 
 
 class Server(Protocol):
-    """Whoever takes connections now."""
+    """The process that accepts connections at the moment."""
 
     def accept(self, connection: "Connection") -> None:
         """Serve a connection."""
 
 
 class Internet:
-    """All clients, and where they connect to."""
+    """All clients, and the server to which they connect."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Internet:
         kill_after_answers: int | None,
         kill_server: Callable[[], None],
     ) -> None:
-        """Begin without any.
+        """Start without clients.
 
         Args:
-            oracle: compares what comes.
-            disk: under the server's journal.
-            kill_after_answers: the server dies shortly after so many answers have begun.
-            kill_server: does that.
+            oracle: checks the answers.
+            disk: holds the server's journal.
+            kill_after_answers: kill the server shortly after this many answers have begun.
+            kill_server: kills it.
         """
         self.oracle = oracle
         self.world: World = oracle.world
@@ -58,34 +58,32 @@ class Internet:
         self._kill_server = kill_server
 
     def submit(self, plan: RequestPlan) -> None:
-        """Somebody wants an answer."""
+        """Send a request from a new client."""
         client = HttpClient(self, plan)
         client.connect()
         if plan.cancel_after_s is not None:
             self.world.after(int(plan.cancel_after_s * SECOND), client.leave)
 
     def opened(self, connection: "Connection") -> None:
-        """A connection is there."""
         self._connections.append(connection)
 
     def closed(self, connection: "Connection") -> None:
-        """It is not any more."""
         if connection in self._connections:
             self._connections.remove(connection)
 
     def break_one(self) -> None:
-        """One connection breaks, if there is one."""
+        """Break one open connection, if there is one."""
         if self._connections:
             self.world.rng.choice(self._connections).break_off()
 
     def server_died(self) -> None:
-        """What it had sent arrives; then its connections end."""
+        """Deliver what the server had sent, then end its connections."""
         self.server = None
         for connection in list(self._connections):
             connection.end_after_all()
 
     def answer_begun(self) -> None:
-        """Some answer has begun."""
+        """Count an answer that has begun."""
         if self._answers_left is not None:
             self._answers_left -= 1
             if self._answers_left == 0:
@@ -93,25 +91,24 @@ class Internet:
 
 
 class HttpClient:
-    """One request until its answer is whole."""
+    """One request until its answer is complete."""
 
     def __init__(self, internet: Internet, plan: RequestPlan) -> None:
-        """The answer is compared from the first token on."""
         self._internet = internet
         self._world = internet.world
         self.plan = plan
         self.stream: Stream = internet.oracle.accepted("http", plan)
         self._connection: Connection | None = None
         self._is_promised = False
-        """An answer had begun that the journal knew of."""
+        """An answer had begun with the promise that the journal holds the request."""
 
     @property
     def num_seen(self) -> int:
-        """Tokens: what `Last-Event-ID` tells."""
+        """Number of received tokens, as `Last-Event-ID` gives it."""
         return len(self.stream.received)
 
     def connect(self) -> None:
-        """Send the request, again."""
+        """Send the request, possibly once more."""
         if not self.stream.is_open or self._connection is not None:
             return
         internet = self._internet
@@ -120,14 +117,14 @@ class HttpClient:
             return
         if self.num_seen:
             self._world.counts["came back"] += 1
-        else:  # all is told from the beginning
+        else:  # the answer starts from the beginning
             self.stream.next_prompt_position = 1
         self._connection = Connection(self, internet)
         internet.opened(self._connection)
         self._world.after(self._world.between(*_WIRE_S), self._connection.arrive, internet.server)
 
     def leave(self) -> None:
-        """For good."""
+        """Give up the request."""
         if self.stream.is_open:
             self.stream.cancelled()
             if self._connection is not None:
@@ -136,34 +133,34 @@ class HttpClient:
     def _come_back(self, seconds: float) -> None:
         self._world.after(int(seconds * SECOND), self.connect)
 
-    # What a connection brings -------------------------------------------------------------------
+    # Events of a connection ---------------------------------------------------------------------
 
     def on_begin(self, connection: "Connection", *, is_durable: bool) -> None:
-        """The answer begins."""
+        """The head of the answer has arrived."""
         if connection is self._connection:
             self._is_promised = self._is_promised or is_durable
             self._internet.answer_begun()
 
     def on_output(self, connection: "Connection", output: RequestOutput) -> None:
-        """Some of the answer."""
+        """A part of the answer has arrived."""
         if connection is self._connection and self.stream.is_open:
             self.stream.take(output)
 
     def on_refusal(self, connection: "Connection", status: int) -> None:
-        """Not now, or never.
+        """An error status has arrived.
 
         Raises:
-            Violation: what was promised is not known any more, or is taken for another's.
+            Violation: the server has lost a request that it promised to keep.
         """
         if connection is not self._connection:
             return
         self._connection = None
         if status == _CONFLICT:
-            raise Violation(f"mismatched: {self.stream.name}: taken for another request")
+            raise Violation(f"mismatched: {self.stream.name}: confused with another request")
         if status != _NOT_FOUND:
             self._come_back(_RETRY_S)
         elif self._is_promised and not self._internet.disk.has_failed:
-            raise Violation(f"lost: {self.stream.name}: is not known any more")
+            raise Violation(f"lost: {self.stream.name}: the server does not know it any more")
         elif self.stream.is_open:
             self.stream.cancelled()
 
@@ -171,48 +168,47 @@ class HttpClient:
         """The answer ends with an error.
 
         Raises:
-            Violation: nothing that was accepted may fail.
+            Violation: an accepted request must not fail.
         """
         if connection is self._connection and self.stream.is_open:
             raise Violation(f"lost: {self.stream.name}: failed: {text}")
 
     def on_end(self, connection: "Connection") -> None:
-        """The connection is gone."""
+        """The connection is closed."""
         if connection is self._connection:
             self._connection = None
             self._come_back(self._world.between(*_COME_BACK_S) / SECOND)
 
 
 class Connection:
-    """One request on its way, and its answer."""
+    """One HTTP request and its answer."""
 
     def __init__(self, client: HttpClient, internet: Internet) -> None:
-        """Open it."""
         self.plan = client.plan
         self.num_seen = client.num_seen
         self.on_close: Callable[[], None] | None = None
-        """What the server does when it hears of the end."""
+        """Called when the server notices the end of the connection."""
         self.is_closed = False
         self._client = client
         self._internet = internet
         self._world = internet.world
         self._last_arrival = 0
-        # Its own: who of several readers is woken first must make no difference.
+        # A generator of its own: the order in which readers wake must make no difference.
         self._rng = random.Random(self._world.rng.getrandbits(32))
 
     def arrive(self, server: Server) -> None:
-        """The request reaches the server, if that still lives."""
+        """Pass the request to the server, if that is still alive."""
         if server is self._internet.server and not self.is_closed:
             server.accept(self)
 
     # The server's side --------------------------------------------------------------------------
 
     def begin(self, *, is_durable: bool) -> None:
-        """The head of the answer."""
+        """Send the head of the answer."""
         self._later(lambda: self._client.on_begin(self, is_durable=is_durable))
 
     def send(self, output: RequestOutput) -> None:
-        """Some of the answer, as far as the client has not seen it."""
+        """Send the tokens that the client has not received yet."""
         num_known = self.num_seen - output.first_index
         if num_known > 0:
             output = msgspec.structs.replace(
@@ -230,17 +226,17 @@ class Connection:
             self._later(lambda: self._client.on_output(self, output))
 
     def refuse(self, status: int) -> None:
-        """An answer that is an error."""
+        """Send an error status instead of an answer."""
         self._later(lambda: self._client.on_refusal(self, status))
         self.finish()
 
     def fail(self, text: str) -> None:
-        """An error in the middle of an answer."""
+        """Send an error in the middle of an answer."""
         self._later(lambda: self._client.on_failure(self, text))
         self.finish()
 
     def finish(self) -> None:
-        """All was sent."""
+        """Send the end of the answer."""
         self.is_closed = True
         self._internet.closed(self)
         self._later(lambda: self._client.on_end(self))
@@ -253,13 +249,13 @@ class Connection:
     # Its end ------------------------------------------------------------------------------------
 
     def break_off(self) -> None:
-        """The client notices now, the server later, and what is under way is lost."""
+        """Break: the client notices now, the server later; what is in flight is lost."""
         self._internet.closed(self)
         self._client.on_end(self)
         self._world.after(self._world.between(*_UNNOTICED_S), self._server_notices)
 
     def end_after_all(self) -> None:
-        """The server is dead."""
+        """Close after the server's death, once everything that it had sent has arrived."""
         self.is_closed = True
         self._internet.closed(self)
         self._later(lambda: self._client.on_end(self))
@@ -272,7 +268,7 @@ class Connection:
 
 
 def _without_repetition(parts: list[PromptLogprobs]) -> list[PromptLogprobs]:
-    """What `api_proc.sequence` makes of them: a prompt that was computed again tells them again."""
+    """Drop prompt logprobs that a recomputed prompt has repeated, as `api_proc.sequence` does."""
     kept: list[PromptLogprobs] = []
     end = 1
     for part in parts:

@@ -1,8 +1,8 @@
-"""The model of the simulation, and what its streams must be.
+"""The model of the simulation and its expected streams.
 
-A token is a pure function of the tokens before it, of where the prompt ends, and of the seed: so a
-token lost or repeated, an output taken for prompt, or a draw that depends on anything else shows in
-the next ones.
+A token is a pure function of the tokens before it, the length of the prompt, and the seed. A token
+that is lost or repeated, an output taken for prompt, or a draw that depends on anything else
+therefore changes the following tokens.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from worker_proc.null_runner import NullRunner
 
 CONTEXT_TOKENS = 4
 FIRST_TOKEN_ID = 3
-"""Lower ids are never sampled; EOS is among them."""
+"""Lower ids, EOS among them, are never sampled."""
 
 
 def next_token_id(
@@ -31,7 +31,7 @@ def next_token_id(
 def expected_stream(
     prompt: list[int], params: SamplingParams, facts: ModelFacts
 ) -> tuple[list[int], FinishReason]:
-    """All tokens of a request, and why it ends."""
+    """Return all tokens of a request, and the reason of its end."""
     token_ids = list(prompt)
     longest = min(len(prompt) + params.max_tokens, facts.max_model_len)
     while True:
@@ -45,7 +45,7 @@ def expected_stream(
 
 
 class SimulatedModel(NullRunner):
-    """The null runner, with all its checks, and tokens that depend on all that they may."""
+    """The null runner, with all its checks, and with the tokens of `next_token_id`."""
 
     def _next_token_id(self, request: MirroredRequest) -> int:
         return next_token_id(

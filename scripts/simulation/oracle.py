@@ -1,4 +1,4 @@
-"""What must hold for every stream, whatever happens to the processes and the wire."""
+"""The properties that hold for every stream, whatever happens to the processes and the wire."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,26 +15,26 @@ VERDICTS = ("lost", "duplicated", "mismatched", "stuck")
 
 @dataclass
 class Hold:
-    """A pause that was granted: nothing is computed any more."""
+    """A granted pause: no step is computed until it ends."""
 
     client: str
-    """Who was told; to others the word may come later."""
+    """The client that requested it; its streams are checked."""
     num_late: int
-    """Tokens that a stream may still get, because they were being computed."""
+    """Tokens per stream that may still arrive, because they were in flight."""
     num_since: dict[str, int] = field(default_factory=dict)
-    """Tokens that have come nevertheless, by stream."""
+    """Tokens that have arrived since, by stream."""
 
 
 @dataclass
 class Stream:
-    """One accepted request: what came of it so far, and what must come."""
+    """One accepted request: what has arrived, and what is expected."""
 
     name: str
     plan: RequestPlan
     token_ids: list[int]
-    """Expected."""
+    """Expected tokens."""
     finish_reason: FinishReason
-    """Expected."""
+    """Expected reason of the end."""
     oracle: "Oracle"
     received: list[int] = field(default_factory=list)
     next_prompt_position: int = 1
@@ -43,10 +43,10 @@ class Stream:
     """Its client died or cancelled it."""
 
     def take(self, output: RequestOutput) -> None:
-        """Compare an output as its reader got it.
+        """Check an output that a reader received.
 
         Raises:
-            Violation: it is not what must come next.
+            Violation: another output was expected.
         """
         self.oracle.world.trace(f"{self.name} {output.first_index} {output.token_ids}")
         if not self.is_open:
@@ -57,13 +57,13 @@ class Stream:
         self.oracle.check_pause(self.name, len(output.token_ids))
         self.received += output.token_ids
         if self.received != self.token_ids[: len(self.received)]:
-            self._wrong(self._kind(), f"{self.received} came of {self.token_ids}")
+            self._wrong(self._kind(), f"got {self.received} instead of {self.token_ids}")
         self._check_logprobs(output)
         if output.finish_reason is None:
             return
         self._close()
         if self.received != self.token_ids:
-            self._wrong("lost", f"only {self.received} came of {self.token_ids}")
+            self._wrong("lost", f"got only {self.received} of {self.token_ids}")
         if output.finish_reason is not self.finish_reason:
             self._wrong("mismatched", f"it ended with {output.finish_reason}")
         wants = self.plan.params.prompt_logprobs is not None
@@ -71,7 +71,7 @@ class Stream:
             self._wrong("lost", f"prompt logprobs ended at {self.next_prompt_position}")
 
     def _kind(self) -> str:
-        """Name what the first wrong token looks like: one too early, one again, or neither."""
+        """Classify the first wrong token: it comes too early, is repeated, or neither."""
         pairs = zip(self.received, [*self.token_ids, -1], strict=False)
         wrong = next(i for i, (came, due) in enumerate(pairs) if came != due)
         if self.received[wrong] in self.token_ids[max(0, wrong - 2) : wrong]:
@@ -93,13 +93,13 @@ class Stream:
             self.next_prompt_position = end
 
     def failed(self, error: RequestError) -> None:
-        """Nothing that was accepted may fail."""
+        """Fail the run: an accepted request must not fail."""
         kind = "mismatched" if "came again" in error.message else "lost"
         text = f"{kind}: {self.name}: failed: {error.code} {error.message}"
         self.oracle.world.fail(Violation(text))
 
     def cancelled(self) -> None:
-        """Its reader has left."""
+        """Stop expecting outputs: the reader has left."""
         self.is_abandoned = True
         self._close()
 
@@ -124,19 +124,18 @@ class Oracle:
         self._hold: Hold | None = None
         self._num_asked = 0
         self._pending: set[int] = set()
-        """Those who wait for an answer, and those who have died meanwhile or waited in vain: they
-        may be obeyed."""
+        """Controls without an answer; the core may still execute those of a dead client."""
         self._is_alone = True
-        """Whether nobody else was waiting when somebody asked last."""
+        """Whether no other control was pending when the last one was sent."""
         self.streams: list[Stream] = []
 
     @property
     def elapsed_s(self) -> float:
-        """Since the world began."""
+        """Virtual time since the start."""
         return (self.world.now - START_TIME) / SECOND
 
     def accepted(self, client: str, plan: RequestPlan) -> Stream:
-        """A client has taken responsibility for a request."""
+        """Record a request that a client has accepted."""
         token_ids, reason = expected_stream(plan.prompt, plan.params, self._facts)
         name = f"{client}/{plan.number}"
         self.world.trace(f"accept {name}")
@@ -146,7 +145,7 @@ class Oracle:
         return stream
 
     def abandon(self, client: str) -> None:
-        """A client has died: nobody reads its streams."""
+        """Close all streams of a client that has died."""
         for stream in self.streams:
             if stream.is_open and stream.name.startswith(f"{client}/"):
                 stream.cancelled()
@@ -155,7 +154,7 @@ class Oracle:
     # Pauses -------------------------------------------------------------------------------------
 
     def ask_for_pause(self) -> int:
-        """Somebody asks for a pause or its end: what held may not. Returns the number of asking."""
+        """Record a control, which may end the granted pause; returns its number."""
         self._is_alone = not self._pending
         self._num_asked += 1
         self._pending.add(self._num_asked)
@@ -163,9 +162,9 @@ class Oracle:
         return self._num_asked
 
     def answered(self, number: int, hold: Hold | None = None) -> None:
-        """Somebody was answered; `hold` is granted if nobody else was asking at the same time.
+        """Record an answer; `hold` is granted if no other control was pending meanwhile.
 
-        Nobody knows in which order the core hears of what two ask for at once.
+        The order in which the core receives the controls of two clients is not known.
         """
         self._pending.discard(number)
         is_alone = self._is_alone and number == self._num_asked and not self._pending
@@ -174,13 +173,13 @@ class Oracle:
             self.world.counts["pause held"] += 1
 
     def check_pause(self, stream: str, num_tokens: int) -> None:
-        """A stream got tokens.
+        """Check the tokens of a stream against the granted pause.
 
         Raises:
-            Violation: the engine is paused, and they were computed nevertheless.
+            Violation: they were computed during the pause.
         """
         hold = self._hold
-        if self.world.is_ending:  # which no pause holds up
+        if self.world.is_ending:  # the engine finishes its requests, paused or not
             return
         if hold is None or not stream.startswith(f"{hold.client}/"):
             return
@@ -190,5 +189,5 @@ class Oracle:
 
     @property
     def open_streams(self) -> list[Stream]:
-        """Those that somebody still waits for."""
+        """Streams whose reader still waits."""
         return [stream for stream in self.streams if stream.is_open]

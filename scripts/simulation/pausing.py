@@ -1,7 +1,7 @@
-"""Whoever pauses the engine, puts it to sleep, or empties its prefix cache, and goes on later.
+"""Pauses the engine, puts it to sleep or resets its prefix cache, and resumes it later.
 
-A pause that a client was granted holds until somebody asks for something else, whoever dies
-meanwhile: its streams then get no more than what was being computed.
+A granted pause holds until another client changes it, whichever process dies meanwhile. Until then
+its client's streams get no more tokens than were in flight.
 """
 
 import contextlib
@@ -19,33 +19,33 @@ _ASK_AGAIN_S = 0.5
 
 
 class Operator:
-    """Asks through the clients, as they live."""
+    """Sends controls through the clients that are alive."""
 
     def __init__(
         self, oracle: Oracle, clients: Sequence[ClientProcess], max_steps_in_flight: int
     ) -> None:
-        """A step in flight may still bring a token when a pause has begun."""
+        """A step in flight may still return a token after a pause has begun."""
         self._oracle = oracle
         self._world = oracle.world
         self._clients = clients
         self._max_steps_in_flight = max_steps_in_flight
 
     def ask(self, pause: Pause) -> None:
-        """Ask for something, and for its end later."""
+        """Request a pause, and schedule its end."""
         living = self._living
         if not living:
             return
         self._world.counts[pause.kind] += 1
         client = self._world.rng.choice(living)
         client.run(self._ask(client, pause))
-        self._world.after(int(pause.seconds * SECOND), self._resume_by_anyone)
+        self._world.after(int(pause.seconds * SECOND), self._resume_by_any_client)
 
     def resume_until_it_holds(self) -> None:
-        """From now on nobody leaves the engine paused."""
+        """Resume the engine repeatedly from now on."""
         self._resume_by([client for client in self._living if _is_paused(client.engine)])
         self._world.after(int(_ASK_AGAIN_S * SECOND), self.resume_until_it_holds)
 
-    def _resume_by_anyone(self) -> None:
+    def _resume_by_any_client(self) -> None:
         self._resume_by(self._living)
 
     def _resume_by(self, clients: list[ClientProcess]) -> None:
@@ -60,7 +60,7 @@ class Operator:
     async def _ask(self, client: ClientProcess, pause: Pause) -> None:
         number, hold = self._oracle.ask_for_pause(), None
         try:
-            if await self._obeyed(client.engine, pause.kind):
+            if await self._send_control(client.engine, pause.kind):
                 hold = self._hold(client, pause.kind)
         except (TimeoutError, RequestFailed):
             return
@@ -69,10 +69,10 @@ class Operator:
     def _hold(self, client: ClientProcess, kind: str) -> Hold | None:
         if kind not in ("pause all", "sleep"):
             return None
-        # A sleep begins when nothing is in flight any more.
+        # A sleep begins when no step is in flight any more.
         return Hold(client.name, 0 if kind == "sleep" else self._max_steps_in_flight)
 
-    async def _obeyed(self, engine: AsyncEngineClient, kind: str) -> bool:
+    async def _send_control(self, engine: AsyncEngineClient, kind: str) -> bool:
         if kind == "sleep":
             return await engine.sleep()
         if kind == "reset":

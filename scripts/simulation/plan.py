@@ -1,4 +1,4 @@
-"""What one seed means: a configuration, a workload, and the faults that meet it."""
+"""The plan of one seed: a configuration, a workload, and faults."""
 
 import random
 from dataclasses import dataclass, field
@@ -20,26 +20,25 @@ from scripts.simulation.wire import FRAME_FAULTS
 
 PROCESS_FAULTS = ("kill", "stop", "restart", "reset", "partition")
 FAULTS = (*PROCESS_FAULTS, "failpoint", "pause", "disconnect", "disk", *FRAME_FAULTS)
-"""All kinds of faults that can be chosen."""
 MODES = ("safety", "progress")
 PAUSES = ("pause new", "pause all", "pause all", "sleep", "reset")
 VOCAB_SIZE = 97
 _MAX_MODEL_LEN = 64
 _STANDBY_RATE = 0.3
-"""Of seeds that have one: the others know only processes that start alone."""
+"""Share of seeds with standbys; in the others a process always starts alone."""
 _PAUSE_RATE = 0.25
 _EARLY_END_RATE = 0.5
 _LAST_VICTIMS = ((), ("core",), ("worker",), ("core", "worker"), ("core", "core"))
 _JOURNAL_RATE = 0.2
 JOURNAL_DIR = "journal"
-"""Every run has its own."""
+"""The journal's directory in the configuration; the disk of the run replaces it."""
 _RESUME_WINDOW_S = 4.0
 _FRAME_RATES = (0.01, 0.01, 0.03, 0.1)
 
 
 @dataclass
 class RequestPlan:
-    """One request: when it is submitted, and whether its reader stays."""
+    """One request: when it is submitted, and when its reader cancels it."""
 
     number: int
     time_s: float
@@ -52,15 +51,15 @@ class RequestPlan:
 
 @dataclass
 class Pause:
-    """What is asked of the whole engine, and for how long."""
+    """One request to pause or reset the engine."""
 
     kind: str
-    """Of `PAUSES`."""
+    """One of `PAUSES`."""
     seconds: float
 
 
 @dataclass
-class FaultPlan:
+class FaultEvent:
     """One fault at one time."""
 
     time_s: float
@@ -68,65 +67,65 @@ class FaultPlan:
     target: str
     """A role, "client", or an address."""
     seconds: float = 0.0
-    """How long a stop or a partition lasts."""
+    """Duration of a stop or a partition."""
 
 
 @dataclass
 class JournalPlan:
-    """The API keeps a journal, and HTTP clients come back to it."""
+    """The API keeps a journal, and HTTP clients reconnect to it."""
 
     disk_rates: dict[str, float] = field(default_factory=dict)
-    """Probability of each of `DISK_FAULTS`, for any write."""
+    """Probability of each of `DISK_FAULTS` per write."""
     stall_rate: float = 0.0
-    """That a write waits long."""
+    """Probability that a write is slow."""
     disconnects: list[float] = field(default_factory=list)
     """Times in seconds at which a connection breaks."""
     kill_after_answers: int | None = None
-    """The API dies shortly after so many answers have begun."""
+    """The API is killed shortly after this many answers have begun."""
 
 
 @dataclass
 class EndPlan:
-    """The end of an engine that has something to finish."""
+    """A shutdown while requests are open."""
 
     after_s: float
-    """When it is asked for, after the last fault."""
+    """Delay in seconds after the last fault."""
     victims: tuple[str, ...]
-    """Who is killed then, of those that come back."""
+    """The roles that are killed during the shutdown."""
     load_s: float
-    """How long workers take to start from then on."""
+    """Start-up time of workers from then on."""
 
 
 @dataclass
 class Plan:
-    """All that a seed decides before anything happens."""
+    """Everything that a seed determines before the run starts."""
 
     config: EngineConfig
     num_host_blocks: int
     step_s: float
     start_s: dict[str, float]
     requests: list[list[RequestPlan]]
-    """By client; the first is the one that the supervisor replaces."""
-    faults: list[FaultPlan] = field(default_factory=list)
+    """By client; the first one is the API, which the supervisor restarts."""
+    faults: list[FaultEvent] = field(default_factory=list)
     frame_rates: dict[str, float] = field(default_factory=dict)
     journal: JournalPlan | None = None
     pauses: list[tuple[float, Pause]] = field(default_factory=list)
-    """By time in seconds: what is asked of the whole engine."""
+    """By time in seconds."""
     failpoint_rate: float = 0.0
-    """Probability that whoever reaches a failpoint is killed there."""
+    """Probability that a process is killed when it reaches a failpoint."""
     heal_at_s: float = 0.0
-    """In progress mode nothing more is broken from here on."""
+    """In progress mode, faults end at this time."""
     end: EndPlan | None = None
-    """After that the engine is asked to end, whatever runs; None: when nothing does."""
+    """A shutdown with open requests; None: the engine ends when nothing is open."""
 
 
 def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
-    """Draw a plan; only faults of `kinds` are in it."""
+    """Draw a plan with faults of `kinds` only."""
     rng = random.Random(seed * 2 + MODES.index(mode))
     has_journal = rng.random() < _JOURNAL_RATE
     config = _config(rng, has_journal=has_journal)
     has_standby = config.recovery.standby_workers or config.recovery.standby_cores
-    # A standby is there only when the engine has served for a while.
+    # A standby is ready only after the engine has served for a while.
     duration_s = rng.choice((0.3, 1.0, 2.0, 2.0) if has_standby else (0.05, 0.3, 1.0, 2.0))
     plan = Plan(
         config=config,
@@ -151,7 +150,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
 
 
 def _breaks_connections(plan: Plan) -> bool:
-    """Whether a client that lives may have to come back, which can take it five seconds."""
+    """Return whether a living client may have to reconnect, which can take five seconds."""
     return bool(plan.frame_rates) or any(f.kind in ("reset", "partition") for f in plan.faults)
 
 
@@ -229,7 +228,7 @@ def _requests(
 
 
 def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:
-    """A few faults of processes at any time; frames are harmed in every third run."""
+    """Draw faults of processes and links; every third run has damaged frames, too."""
     frame_kinds = [kind for kind in FRAME_FAULTS if kind in kinds]
     if frame_kinds and rng.random() < 0.35:
         rate = rng.choice(_FRAME_RATES)
@@ -248,16 +247,16 @@ def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str
     for _ in range(rng.choice((0, 1, 1, 2, 3, 5))):
         kind = rng.choice(process_kinds + (["kill"] if "kill" in process_kinds else []))
         time_s = rng.uniform(0.05, end_s)
-        fault = FaultPlan(time_s, kind, "", rng.choice((0.05, 0.3, 1.0, 6.0)))
+        fault = FaultEvent(time_s, kind, "", rng.choice((0.05, 0.3, 1.0, 6.0)))
         fault.target = _target(rng, kind, plan.config)
         plan.faults.append(fault)
-        if rng.random() < 0.3:  # again, during the recovery
-            again = FaultPlan(time_s + rng.uniform(0, 0.5), kind, fault.target, fault.seconds)
+        if rng.random() < 0.3:  # a second one, during the recovery
+            again = FaultEvent(time_s + rng.uniform(0, 0.5), kind, fault.target, fault.seconds)
             plan.faults.append(again)
 
 
 def _draw_pauses(rng: random.Random, plan: Plan, kinds: frozenset[str]) -> None:
-    """While somebody computes; often one dies while the engine is paused."""
+    """Draw pauses during the load, often with a death while the engine is paused."""
     requests = [request for client in plan.requests for request in client]
     ready_s = max(plan.start_s[role] for role in ("core", "worker", "api"))
     for request in rng.sample(requests, rng.choice((1, 1, 2))):
@@ -265,7 +264,7 @@ def _draw_pauses(rng: random.Random, plan: Plan, kinds: frozenset[str]) -> None:
         plan.pauses.append((time_s, Pause(rng.choice(PAUSES), rng.choice((0.02, 0.3, 2.0)))))
         if "kill" in kinds and rng.random() < 0.7:
             target = rng.choice(("worker", "worker", "core"))
-            plan.faults.append(FaultPlan(time_s + rng.uniform(0, 0.1), "kill", target))
+            plan.faults.append(FaultEvent(time_s + rng.uniform(0, 0.1), "kill", target))
 
 
 def _draw_journal_faults(

@@ -1,4 +1,4 @@
-"""Bugs that the simulation must find: planted in the real code for the time of a run, never there.
+"""Bugs that the simulation must find, planted in the real code for the time of a run.
 
 A simulation that reports nothing proves something only if it reports these.
 """
@@ -25,24 +25,24 @@ from worker_proc.mirror import Mirror, MirroredRequest
 from worker_proc.shim import WorkerShim
 
 _EVERY = 23
-"""So seldom does a bug strike that shows in whatever it touches."""
+"""A frequent bug strikes one time in this many."""
 Place = tuple[type | ModuleType, str, Callable[..., Any]]
 
 
 def _drop_token() -> list[Place]:
-    """The client delivers one token less than it was told, once in a while."""
+    """The client occasionally drops the first token of an output."""
     deliver = RequestStream.deliver
 
-    def forgetful(stream: RequestStream, output: RequestOutput) -> None:
+    def forget(stream: RequestStream, output: RequestOutput) -> None:
         if output.token_ids and output.token_ids[0] % _EVERY == 0:
             output = msgspec.structs.replace(output, token_ids=output.token_ids[1:])
         deliver(stream, output)
 
-    return [(RequestStream, "deliver", forgetful)]
+    return [(RequestStream, "deliver", forget)]
 
 
 def _repeat_token() -> list[Place]:
-    """A repaired request comes with tokens that were there before, and they are told again."""
+    """The ledger occasionally repeats a token of a resent request."""
     take = Ledger.take
 
     def trusting(ledger: Ledger, output: RequestOutput) -> RequestOutput | AddRequest | None:
@@ -56,22 +56,24 @@ def _repeat_token() -> list[Place]:
 
 
 def _skip_epoch_check() -> list[Place]:
-    """Both ends of the worker link believe frames of any epoch."""
-    obey, on_message = WorkerLink._obey, WorkerShim.on_message
+    """Both ends of the worker link accept frames of any epoch."""
+    handle, on_message = WorkerLink._obey, WorkerShim.on_message
 
-    def gullible(link: WorkerLink, peer: bytes, epoch: int, message: WorkerToCore) -> None:
+    def accept_any_epoch(link: WorkerLink, peer: bytes, epoch: int, message: WorkerToCore) -> None:
         is_hello = type(message).__name__ == "WorkerHello"
-        obey(link, peer, epoch if is_hello else link._adopted_epoch or epoch, message)
+        handle(link, peer, epoch if is_hello else link._adopted_epoch or epoch, message)
 
-    def obedient(shim: WorkerShim, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
+    def follow_any_epoch(
+        shim: WorkerShim, epoch: int, message: CoreToWorker
+    ) -> WorkerToCore | None:
         is_adoption = type(message).__name__ == "Adopt"
         return on_message(shim, epoch if is_adoption else shim.link_epoch or epoch, message)
 
-    return [(WorkerLink, "_obey", gullible), (WorkerShim, "on_message", obedient)]
+    return [(WorkerLink, "_obey", accept_any_epoch), (WorkerShim, "on_message", follow_any_epoch)]
 
 
 def _stateful_random() -> list[Place]:
-    """A worker's generator moves on with every draw, whoever it is for."""
+    """A worker's random generator advances with every draw of any request."""
     draw = SimulatedModel._next_token_id
 
     def stateful(model: SimulatedModel, request: MirroredRequest, *more: Any) -> int:
@@ -83,7 +85,7 @@ def _stateful_random() -> list[Place]:
 
 
 def _outputs_as_prompt() -> list[Place]:
-    """A request that comes again counts its outputs as prompt."""
+    """A resumed request counts its outputs as prompt."""
     append = Mirror._append
 
     def merging(mirror: Mirror, new: NewRequestData) -> None:
@@ -94,21 +96,21 @@ def _outputs_as_prompt() -> list[Place]:
 
 
 def _forget_pause() -> list[Place]:
-    """Whoever takes the workers' place begins to compute, pause or not."""
+    """Replacement workers compute during a pause."""
     workers_lost = Pausing.workers_lost
 
-    def forgetful(pausing: Pausing) -> None:
+    def forget(pausing: Pausing) -> None:
         workers_lost(pausing)
         pausing._resume()
 
-    return [(Pausing, "workers_lost", forgetful)]
+    return [(Pausing, "workers_lost", forget)]
 
 
 def _promote_old_epoch() -> list[Place]:
-    """A standby takes the place of the dead under the epoch that it had while it waited."""
+    """A promoted standby keeps the epoch that it had while it waited."""
     wait = ChildProcess.wait_for_promotion
 
-    def stubborn(child: ChildProcess) -> bool:
+    def keep_epoch(child: ChildProcess) -> bool:
         epoch = child.epoch
         is_promoted = wait(child)
         child.epoch = child.reporter.epoch = epoch
@@ -116,16 +118,16 @@ def _promote_old_epoch() -> list[Place]:
             child._supervisor.promoted(epoch)
         return is_promoted
 
-    return [(ChildProcess, "wait_for_promotion", stubborn)]
+    return [(ChildProcess, "wait_for_promotion", keep_epoch)]
 
 
 def _drain_at_once() -> list[Place]:
-    """A core that comes back while the engine ends has nothing to finish, as far as it knows."""
+    """A core that is restarted during the shutdown does not wait for its clients."""
     return [(CoreLoop, "_are_all_back", lambda loop, now: True)]
 
 
 def _resume_other_seed() -> list[Place]:
-    """A request that outlives its API process goes on with another seed."""
+    """A request that survives its API process continues with another seed."""
 
     def reseeded(add: AddRequest, history: History) -> AddRequest:
         params = msgspec.structs.replace(add.sampling_params, seed=add.sampling_params.seed ^ 1)
@@ -150,7 +152,7 @@ PLANTS: dict[str, Callable[[], list[Place]]] = {
 
 @contextlib.contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """Run with a bug of `PLANTS`, or with none."""
+    """Run with one of `PLANTS`; None: without a bug."""
     places = PLANTS[name]() if name is not None else []
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in places]
     try:

@@ -10,13 +10,13 @@ _OTHER = "other"
 
 
 def verdicts(tally: Tally) -> Counter[str]:
-    """Violations by what they are: those of `VERDICTS`, and all others."""
+    """Count violations by kind: one of `VERDICTS`, or "other"."""
     kinds = (text.split(":")[0] for _, text in tally.violations)
     return Counter(kind if kind in VERDICTS else _OTHER for kind in kinds)
 
 
 def table(tallies: Mapping[str, Tally], wall_s: float) -> str:
-    """One line for each mode, and what had been done to the engine."""
+    """Return one line per mode, and the counts of all injected faults."""
     names = ("mode", "seeds", "events", "streams", "tokens", *VERDICTS, _OTHER, "virtual h")
     rows: list[tuple[str, ...]] = [names]
     for mode, tally in tallies.items():

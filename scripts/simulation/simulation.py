@@ -1,4 +1,4 @@
-"""One seed from beginning to end."""
+"""Runs one seed from start to end."""
 
 import contextlib
 from collections.abc import Callable
@@ -6,46 +6,47 @@ from dataclasses import dataclass, field
 
 from protocol.lifecycle import Role
 from scripts.simulation.api_process import ApiProcess
-from scripts.simulation.children import Birth, Zygote
+from scripts.simulation.child import Incarnation, SimulatedChild
+from scripts.simulation.children import StartOrder, Zygote
 from scripts.simulation.client_process import ClientProcess
 from scripts.simulation.disk import Disk
 from scripts.simulation.engine_processes import CoreProcess, WorkerProcess, facts_of
 from scripts.simulation.http_clients import Internet
 from scripts.simulation.oracle import Oracle
+from scripts.simulation.patched_os import patched_failpoints
 from scripts.simulation.pausing import Operator
 from scripts.simulation.plan import (
     FAULTS,
     VOCAB_SIZE,
     EndPlan,
-    FaultPlan,
+    FaultEvent,
     JournalPlan,
     Plan,
     RequestPlan,
     make_plan,
 )
-from scripts.simulation.stand_ins import Incarnation, SimulatedChild, stand_ins
 from scripts.simulation.supervisor_process import SupervisorProcess
 from scripts.simulation.wire import Wire
 from scripts.simulation.world import SECOND, START_TIME, Process, Violation, World
 
 PROGRESS_BOUND_S = 30.0
-"""After the last fault everything accepted must have ended within so long."""
+"""After the last fault, every accepted request must end within this time."""
 SAFETY_EXTRA_S = 4.0
-"""In safety mode nothing need end; it is watched for so long after the last submission."""
+"""A run in safety mode continues for this long after the last submission."""
 _IDLE_BOUND_S = 20
-"""And the core must have forgotten everything, and everybody be there, within so long again."""
+"""All streams have ended: the core must be empty and every process ready within this time."""
 
 
 _END_BOUND_S = 10
-"""The engine must have ended within so long, once nothing is open any more."""
+"""Nothing is open any more: every process of the engine must have ended within this time."""
 _LATEST_DEATH_S = 0.2
-"""After it was asked to."""
+"""After the request to end."""
 _SLICE = SECOND // 10
 
 
 @dataclass
 class Outcome:
-    """What came of one seed."""
+    """The result of one seed."""
 
     seed: int
     num_events: int
@@ -59,7 +60,7 @@ class Outcome:
 
 
 class Simulation:
-    """A world with an engine, its clients, and whatever is to happen to them."""
+    """A world with an engine, its clients, and the faults of a plan."""
 
     def __init__(self, seed: int, plan: Plan, mode: str) -> None:
         self.world = World(seed)
@@ -83,15 +84,14 @@ class Simulation:
         self._operator = Operator(self.oracle, self._clients, num_in_flight)
 
     def run(self) -> None:
-        """Let everything happen.
+        """Run the plan.
 
         Raises:
-            Violation: something did that must not.
+            Violation: a property does not hold.
         """
         plan, world = self._plan, self.world
-        supervisor = self._supervisor = SupervisorProcess(self.wire, plan.config, self._bear)
-        starters = supervisor.start_child, supervisor.start_zygote
-        with contextlib.closing(self), stand_ins(world, self.wire, *starters, self._disk):
+        self._supervisor = SupervisorProcess(self.wire, plan.config, self._start_process)
+        with contextlib.closing(self), patched_failpoints(world, self.wire):
             for index, requests in enumerate(plan.requests[1:]):
                 self._clients.append(
                     ClientProcess(self.wire, f"host{index}", requests, self.oracle)
@@ -99,7 +99,7 @@ class Simulation:
             if plan.journal is not None:
                 self._send_over_http(plan.journal)
             for fault in plan.faults:
-                world.at(START_TIME + int(fault.time_s * SECOND), self._strike, fault)
+                world.at(START_TIME + int(fault.time_s * SECOND), self._inject, fault)
             for time_s, pause in plan.pauses:
                 world.at(START_TIME + int(time_s * SECOND), self._operator.ask, pause)
             self.wire.harm(plan.frame_rates)
@@ -133,10 +133,10 @@ class Simulation:
         self._internet.break_one()
 
     def close(self) -> None:
-        """Let go of everything that the system lends."""
+        """Release all resources of the operating system."""
         for process in self.world.processes.values():
             process.is_alive = False
-            process.let_go()
+            process.release()
         if self._disk is not None:
             self._disk.close()
 
@@ -144,7 +144,7 @@ class Simulation:
         self.world.run(START_TIME + int(seconds * SECOND))
 
     def _is_served(self) -> bool:
-        """Nobody waits, and nobody will."""
+        """Return whether no stream is open and no request is still to be submitted."""
         return not self.oracle.num_open and not any(self._plan.requests)
 
     def _on_change(self) -> None:
@@ -167,13 +167,11 @@ class Simulation:
             raise Violation(f"stuck: {', '.join(stuck) or 'requests were never accepted'}")
         self._heal()
         if not self.world.is_ending:
-            self._wait_until_there_is_no(self._what_is_left, "leak", _IDLE_BOUND_S)
+            self._wait_until_none(self._describe_rest, "leak", _IDLE_BOUND_S)
             self._end()
-        self._wait_until_there_is_no(self._who_is_left, "stays", _END_BOUND_S)
+        self._wait_until_none(self._living_processes, "stays", _END_BOUND_S)
 
-    def _wait_until_there_is_no(
-        self, find: Callable[[], str | None], kind: str, bound_s: float
-    ) -> None:
+    def _wait_until_none(self, find: Callable[[], str | None], kind: str, bound_s: float) -> None:
         deadline = self.world.now + int(bound_s * SECOND)
         while (problem := find()) is not None:
             if self.world.now > deadline:
@@ -181,7 +179,7 @@ class Simulation:
             self.world.run(self.world.now + _SLICE)
 
     def _end_early(self, plan: EndPlan) -> None:
-        """As soon as everything is accepted, if it is not over by then."""
+        """Ask the engine to end once all requests are accepted, if one is still open then."""
         if any(self._plan.requests):
             self.world.after(_SLICE, self._end_early, plan)
         elif self.oracle.num_open:
@@ -189,7 +187,7 @@ class Simulation:
             self._plan.start_s["worker"] = plan.load_s
             for victim in plan.victims:
                 delay = self.world.between(0.0, _LATEST_DEATH_S)
-                self.world.after(delay, self._strike, FaultPlan(0.0, "kill", victim))
+                self.world.after(delay, self._inject, FaultEvent(0.0, "kill", victim))
 
     def _end(self) -> None:
         """Ask the engine to end."""
@@ -198,31 +196,31 @@ class Simulation:
         assert self._supervisor is not None
         self._supervisor.end()
 
-    def _who_is_left(self) -> str | None:
-        """Who lives after the end; hosts go on."""
+    def _living_processes(self) -> str | None:
+        """Name the processes that are still alive after the end, hosts excluded."""
         processes = self.world.processes.values()
         living = [p.name for p in processes if p.is_alive and not p.name.startswith("host")]
         return ", ".join(living) or None
 
-    def _what_is_left(self) -> str | None:
+    def _describe_rest(self) -> str | None:
         cores = [p for p in self.world.processes.values() if isinstance(p, CoreProcess)]
         engines = [core.engine for core in cores if core.is_begun]
         problem = engines[0].check_idle() if engines else "no core runs"
         if problem is not None:
             return problem
         assert self._supervisor is not None
-        missing = self._supervisor.who_is_missing
+        missing = self._supervisor.missing_process
         return None if missing is None else f"{missing} is missing"
 
     # Processes ----------------------------------------------------------------------------------
 
-    def _bear(self, birth: Birth) -> Process:
-        plan, wire, life = self._plan, self.wire, birth.life
-        start_s = plan.start_s["fork"] if birth.is_forked else plan.start_s[life.role]
+    def _start_process(self, order: StartOrder) -> Process:
+        plan, wire, life = self._plan, self.wire, order.life
+        start_s = plan.start_s["fork"] if order.is_forked else plan.start_s[life.role]
         if life.role is Role.ZYGOTE:
-            return Zygote(self.world, life, start_s, self._bear)
+            return Zygote(self.world, life, start_s, self._start_process)
         if life.role is Role.CORE:
-            return CoreProcess(wire, life, start_s, is_standby=birth.is_standby)
+            return CoreProcess(wire, life, start_s, is_standby=order.is_standby)
         if life.role is Role.WORKER:
             return WorkerProcess(
                 wire,
@@ -230,7 +228,7 @@ class Simulation:
                 start_s,
                 facts=self._facts,
                 step_s=plan.step_s,
-                is_standby=birth.is_standby,
+                is_standby=order.is_standby,
             )
         client = self._new_api(life, start_s)
         client.is_dispensable = any(c.is_alive for c in self._clients if c.role == client.role)
@@ -264,7 +262,7 @@ class Simulation:
 
     # Faults -------------------------------------------------------------------------------------
 
-    def _strike(self, fault: FaultPlan) -> None:
+    def _inject(self, fault: FaultEvent) -> None:
         world = self.world
         if fault.kind in ("reset", "partition"):
             self._break_link(fault)
@@ -289,7 +287,7 @@ class Simulation:
             process.stop()
             world.after(int(fault.seconds * SECOND), process.resume)
 
-    def _break_link(self, fault: FaultPlan) -> None:
+    def _break_link(self, fault: FaultEvent) -> None:
         mine = [c for c in self.wire.connections if fault.target in c.dealer.address]
         self.world.excuse = "connections break"
         self.world.counts[fault.kind] += 1

@@ -1,38 +1,33 @@
 """Simulated ZeroMQ: contexts and sockets for the real channels."""
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import zmq
 
+from protocol.runtime import SocketFactory
 from scripts.simulation.wire import Endpoint, Parts, Wire
 from scripts.simulation.world import Process
 
+_READABLE = int(zmq.POLLIN)
+_EVENTS = int(zmq.EVENTS)
+_MORE = int(zmq.SNDMORE)
+
 
 class _Again(zmq.Again):
-    """The same, without asking the system for its text each time."""
+    """A `zmq.Again` that does not look up its error text."""
 
     errno = zmq.EAGAIN
     __init__ = Exception.__init__
 
 
 def epoch_of(header: bytes) -> int:
-    """What stands in a header, which may be harmed; -1 without one."""
+    """Return the epoch of a header, which may be damaged; -1 without one."""
     return int.from_bytes(header[4:8], "little") if header else -1
 
 
-def receive(socket: "SimulatedSocket") -> Parts | None:
-    """Stands for the reading of a message part by part."""
-    return socket.receive()
-
-
-def send(socket: "SimulatedSocket", parts: Parts) -> None:
-    """Likewise for writing."""
-    socket.send_multipart(parts)
-
-
 class WouldWait(Exception):
-    """A poll has found nothing: whoever waits goes on in its next turn."""
+    """A poll has found nothing: its caller repeats it in the next turn."""
 
 
 class SimulatedContext:
@@ -43,18 +38,30 @@ class SimulatedContext:
         self._owner = owner
 
     def socket(self, kind: int) -> "SimulatedSocket":
-        """A ROUTER or a DEALER."""
+        """Create a ROUTER or a DEALER."""
         return SimulatedSocket(self._wire, self._owner, kind)
 
     def term(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing."""
 
-    def destroy(self, linger: int = 0) -> None:
-        """Likewise."""
+    def destroy(self, linger: int | None = None) -> None:
+        """Do nothing."""
+
+
+def make_context(wire: Wire, owner: Process) -> SocketFactory:
+    """Return a `SimulatedContext` under the type that the channels take."""
+    return cast(SocketFactory, SimulatedContext(wire, owner))
+
+
+class _Part(NamedTuple):
+    """As much of a `zmq.Frame` as the channels read."""
+
+    bytes: bytes
+    more: bool
 
 
 class _Monitor:
-    """What tells a DEALER's owner of connections made and lost."""
+    """The monitor socket of a DEALER: connections made and lost."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -80,65 +87,80 @@ class SimulatedSocket(Endpoint):
         self.kind = kind
         self.monitor: _Monitor | None = None
         self._header_read = self._header_sent = b""
-        """Of the last message; beats are none."""
+        """The header of the last message; beats do not count."""
         self._wire = wire
         self._hwm = 0
         self._is_router = kind == zmq.ROUTER
+        self._unread: Parts = []
+        """The rest of the message that is being read, last part first."""
+        self._unsent: Parts = []
+        """The first parts of the message that is being written."""
         owner.on_death.append(self.close)
 
     @property
     def last_epoch_read(self) -> int:
-        """Of the last message that was read."""
         return epoch_of(self._header_read)
 
     @property
     def last_epoch_sent(self) -> int:
-        """Of the last message that was sent."""
         return epoch_of(self._header_sent)
 
     def setsockopt(self, option: int, value: Any) -> None:
-        """Take what matters here."""
+        """Keep the options that matter here; the world draws the random part of an identity."""
         if option == zmq.IDENTITY:
-            self.identity = value
+            self.identity = value[:1] + self._wire.world.rng.randbytes(len(value) - 1)
         elif option in (zmq.SNDHWM, zmq.RCVHWM):
             self._hwm += value
 
     def getsockopt(self, option: int) -> int:
-        """The descriptor."""
-        assert option == zmq.FD
-        return self.fd
+        """Return the descriptor, or whether a message can be read."""
+        return (_READABLE if self.inbox else 0) if option == _EVENTS else self.fd
 
     def bind(self, address: str) -> None:
-        """Listen."""
         self.address = address
         self._wire.listeners[address] = self
 
     def connect(self, address: str) -> None:
-        """Begin to connect."""
         self.address = address
         self._wire.connect(self)
 
     def get_monitor_socket(self, events: int) -> _Monitor:
-        """Tells of connections."""
         self.monitor = _Monitor(self._wire.world.new_fd())
         return self.monitor
 
     def disable_monitor(self) -> None:
-        """It tells no more."""
+        """Do nothing."""
 
     def poll(self, timeout: int = 0, flags: int = zmq.POLLIN) -> int:
-        """What is possible now, of `flags`: of a DEALER.
+        """Return which of `flags` are possible now, on a DEALER.
 
         Raises:
-            WouldWait: nothing can be read yet.
+            WouldWait: no message can be read yet.
         """
         if flags == zmq.POLLIN and not self.inbox:
             raise WouldWait
         can_send = any(lane.num_pending < self._hwm for lane in self.lanes.values())
         return flags & ((zmq.POLLIN if self.inbox else 0) | (zmq.POLLOUT if can_send else 0))
 
-    def send_multipart(self, parts: Parts, flags: int = 0) -> None:
-        """Send to the peer named by the first part, or to the only one."""
+    def send(self, part: bytes, flags: int) -> None:
+        """Collect the parts of a message and send it with the last one.
+
+        A ROUTER sends it to the peer that the first part names.
+        """
+        self._unsent.append(part)
+        if not flags & _MORE:
+            parts, self._unsent = self._unsent, []
+            self._send(parts)
+
+    def recv(self, flags: int, *, copy: bool) -> _Part:
+        """Return the next part of a message; there must be one."""
+        unread = self._unread
+        if not unread:
+            unread = self._unread = self._receive()[::-1]
+        part = unread.pop()
+        return _Part(part, bool(unread))
+
+    def _send(self, parts: Parts) -> None:
         if self._is_router:
             lane = self.lanes.get(parts[0])
             if lane is None:
@@ -153,16 +175,13 @@ class SimulatedSocket(Endpoint):
         if parts[1]:
             self._header_sent = parts[0]
         self.owner.busy_until += 3
-        # What is sent before the end of a connection is noticed goes nowhere.
+        # A message that is sent before the end of a connection is noticed is lost.
         if lane.connection.is_up and not (
             self._wire.is_harmful and self._wire.is_harmed(lane, parts)
         ):
             lane.deliver_later(parts)
 
-    def receive(self) -> Parts | None:
-        """The parts of the next message; None if there is none."""
-        if not self.inbox:
-            return None
+    def _receive(self) -> Parts:
         lane, parts = self.inbox.popleft()
         lane.num_pending -= 1
         if len(parts) > 1 and parts[1]:
@@ -170,13 +189,13 @@ class SimulatedSocket(Endpoint):
         return [lane.connection.dealer.identity, *parts] if self._is_router else parts
 
     def link_event(self, event: int) -> None:
-        """Called by the wire."""
+        """Queue an event for the monitor."""
         if self.monitor is not None:
             self.monitor.events.append(int(event).to_bytes(2, "little") + bytes(4))
             self.owner.arrived(self.monitor.fd)
 
     def close(self, linger: int = 0) -> None:
-        """Leave: the other ends will notice."""
+        """Close the socket; its peers notice later."""
         if self.is_closed:
             return
         self.is_closed = True

@@ -1,82 +1,74 @@
-"""The supervisor: the real Supervisor with its process table, and processes that are simulated."""
+"""The supervisor process: the real Supervisor and process table, with simulated processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, cast
 
 from protocol.config import EngineConfig
-from protocol.lifecycle import Progress, Ready, Role
-from scripts.simulation.children import ROLES, Bear, Birth, SimulatedForkServer, SimulatedProcess
-from scripts.simulation.sockets import SimulatedSocket
-from scripts.simulation.stand_ins import RUN_DIR, Incarnation
+from protocol.lifecycle import Role
+from scripts.simulation.child import RUN_DIR, Incarnation
+from scripts.simulation.children import (
+    ROLES,
+    SimulatedForkServer,
+    SimulatedProcess,
+    StartOrder,
+    StartProcess,
+)
+from scripts.simulation.patched_os import SimulatedPoller
+from scripts.simulation.sockets import SimulatedSocket, make_context
 from scripts.simulation.wire import Wire
 from scripts.simulation.world import Process, Violation
 from scripts.supervisor.console import Console
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.supervised import Slot
 from scripts.supervisor.supervisor import Supervisor
+from scripts.supervisor.system import System
 
 
 class SilentConsole:
-    """A `Console` that nobody reads."""
+    """A `Console` that writes nothing."""
 
-    def note(self, severity: int, text: str) -> None:
-        """A line for the log."""
-
-    def line(self, text: str) -> None:
-        """A line."""
-
-    def starting(self, slot: Slot, now: float) -> None:
-        """A start begins."""
-
-    def progress(self, slot: Slot, message: Progress, now: float) -> None:
-        """A start goes on."""
-
-    def ready(self, slot: Slot, message: Ready, now: float) -> None:
-        """A start is over."""
-
-    def ended(self, slot: Slot) -> None:
-        """A process has ended."""
-
-    def tick(self, now: float) -> None:
-        """Nothing is drawn."""
-
-    def next_tick(self) -> None:
-        """Never."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
 
 
 class Listener:
-    """The socket for HTTP, which nobody connects to."""
+    """The listening socket for HTTP; no client connects to it."""
 
     def fileno(self) -> int:
-        """A number that the API process gets."""
         return -1
 
     def getsockname(self) -> tuple[str, int]:
-        """Where it listens."""
         return "127.0.0.1", 0
+
+
+class NoOomCounter:
+    """An `OomCounter` of a control group without a limit of memory."""
+
+    def take(self) -> bool:
+        """Return whether the kernel has killed a process for memory: never."""
+        return False
 
 
 class EpochSource:
     """As much of a `RunDir` as the supervisor uses."""
 
     def __init__(self) -> None:
-        """Epochs count from 1."""
         self.path = RUN_DIR
         self.next_epoch = count(1).__next__
 
 
 class SupervisorProcess(Process):
-    """Turns the real Supervisor."""
+    """Runs the turns of the real Supervisor."""
 
-    def __init__(self, wire: Wire, config: EngineConfig, bear: Bear) -> None:
-        """Nothing is started before the first turn; `bear` starts processes."""
+    def __init__(self, wire: Wire, config: EngineConfig, start_process: StartProcess) -> None:
+        """Start nothing before the first turn; `start_process` starts the processes."""
         super().__init__(wire.world, "supervisor")
+        self._wire = wire
         self._config = config
-        self._bear = bear
+        self._start_process = start_process
         self._supervisor: Supervisor | None = None
         self._asked: list[Role] = []
-        self._is_told_to_end = self._is_ending = False
+        self._must_end = self._is_ending = False
         self.wake()
 
     def turn(self) -> int | None:
@@ -97,12 +89,12 @@ class SupervisorProcess(Process):
         asked, self._asked = self._asked, []
         for role in asked:
             supervisor._perform(supervisor.supervision.on_restart(role, now)[1])
-        if self._is_told_to_end and not self._is_ending:
+        if self._must_end and not self._is_ending:
             self._is_ending = True
             supervisor._perform(supervisor.supervision.on_signal(now))
         supervisor.turn(ready)
         if supervisor._exit_status is not None:
-            if not self._is_told_to_end or supervisor._exit_status:
+            if not self._must_end or supervisor._exit_status:
                 raise Violation(f"gave up: {supervisor.supervision.failure}")
             self.world.at(self.busy_until, self.die, 0)
             return None
@@ -112,21 +104,21 @@ class SupervisorProcess(Process):
         return self.busy_until + poll_ms * 1000
 
     @property
-    def who_is_missing(self) -> str | None:
-        """A process that does not serve yet, or does not wait yet in reserve; None: nobody."""
+    def missing_process(self) -> str | None:
+        """Name a process that is not ready, or a standby that does not wait yet; None: all are."""
         if self._supervisor is None:
             return "supervisor"
         processes = self._supervisor.supervision.processes
         return next((str(process.slot) for process in processes if not process.serves), None)
 
     def restart(self, role: Role) -> None:
-        """Somebody asks for a planned restart."""
+        """Request a planned restart."""
         self._asked.append(role)
         self.wake()
 
     def end(self) -> None:
-        """Somebody sends SIGTERM."""
-        self._is_told_to_end = True
+        """Send SIGTERM."""
+        self._must_end = True
         self.wake()
 
     def _make(self) -> Supervisor:
@@ -137,12 +129,26 @@ class SupervisorProcess(Process):
             listener=cast(Any, Listener()),
             parent_fd=None,
             started_at=self.world.seconds(),
+            system=self._system(),
         )
         self._inbox = cast(SimulatedSocket, supervisor._link.socket).inbox
         self.on_death.append(supervisor._pages.close)
         return supervisor
 
-    # What stands for `Child` and `ForkServer` -----------------------------------------------------
+    def _system(self) -> System:
+        world = self.world
+        return System(
+            clock=world.clock,
+            make_poller=lambda: SimulatedPoller(world),
+            make_context=lambda: make_context(self._wire, self),
+            make_rng=lambda: world.rng,
+            make_oom_counter=cast(Any, NoOomCounter),
+            start_child=cast(Any, self.start_child),
+            start_fork_server=cast(Any, self.start_zygote),
+            reap_strangers=lambda known: None,
+        )
+
+    # In place of `Child` and `ForkServer` ---------------------------------------------------------
 
     def start_child(
         self,
@@ -157,11 +163,11 @@ class SupervisorProcess(Process):
     ) -> SimulatedProcess:
         """Start a process by command."""
         life = Incarnation(ROLES[program], rank, epoch, config, progress_fd)
-        birth = Birth(life, is_standby="--standby" in arguments)
-        return SimulatedProcess(self._bear(birth), epoch)
+        order = StartOrder(life, is_standby="--standby" in arguments)
+        return SimulatedProcess(self._start_process(order), epoch)
 
     def start_zygote(
         self, config: EngineConfig, epoch: int, progress_fd: int | None = None
     ) -> SimulatedForkServer:
         """Start a zygote."""
-        return SimulatedForkServer(config, epoch, progress_fd, self._bear)
+        return SimulatedForkServer(config, epoch, progress_fd, self._start_process)

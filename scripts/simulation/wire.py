@@ -1,8 +1,8 @@
-"""The simulated wire: who is connected, and what happens to frames on their way.
+"""The simulated wire: its connections, and the faults of single frames.
 
-A connection is an ordered stream in each direction, as over ipc. When it breaks, or an end dies, a
-last part of what was under way is lost, and each end notices by itself. Beyond that a wire may harm
-single frames: drop, duplicate, delay past others, flip a bit, cut off an end.
+A connection is an ordered stream in each direction, as over ipc. When it breaks, or an end dies,
+the last part of what is in flight is lost, and each end notices by itself. Beyond that the wire may
+damage single frames: drop, duplicate, reorder, delay, flip a bit, truncate.
 """
 
 from collections import deque
@@ -14,13 +14,13 @@ from scripts.simulation.world import SECOND, Process, World
 _RECONNECT_S, _RECONNECT_MAX_S = 0.02, 0.5
 _HANDSHAKE_S = 2.0
 _UNFLUSHED_S = 0.002
-"""What a process had sent so shortly before its death may not have left it."""
+"""Messages sent this shortly before the sender's death may be lost."""
 FRAME_FAULTS = ("drop", "duplicate", "reorder", "delay", "flip", "truncate")
 Parts = list[bytes]
 
 
 class Endpoint:
-    """A socket as the wire sees it."""
+    """The wire's view of a socket."""
 
     def __init__(self, owner: Process, fd: int) -> None:
         self.owner = owner
@@ -30,18 +30,18 @@ class Endpoint:
         self.is_closed = False
         self.inbox: deque[tuple[Lane, Parts]] = deque()
         self.connection: Connection | None = None
-        """Of a DEALER."""
+        """A DEALER's only connection."""
         self.peers: dict[bytes, Connection] = {}
-        """Of a ROUTER."""
+        """A ROUTER's connections by identity."""
         self.lanes: dict[bytes, Lane] = {}
-        """Where frames go: by peer of a ROUTER; a DEALER has one, or none."""
+        """The outgoing lanes, by peer for a ROUTER; a DEALER has one at most."""
 
     def link_event(self, event: int) -> None:
         """A connection of a DEALER was made or lost."""
 
 
 class Wire:
-    """Who listens where, and what happens to frames on their way."""
+    """All listeners and connections, and the rates of frame faults."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -49,25 +49,25 @@ class Wire:
         self.connections: list[Connection] = []
         self._rates: dict[str, float] = {}
         self._rate = 0.0
-        """That anything happens to a frame."""
+        """Probability that anything happens to a frame."""
         self.is_harmful = False
         self.failpoint_rate = 0.0
-        """Probability that whoever reaches a failpoint is killed there."""
+        """Probability that a process is killed when it reaches a failpoint."""
         self.partitioned: set[str] = set()
-        """Addresses that nobody can connect to now."""
+        """Addresses that accept no connection at the moment."""
 
     def delay(self) -> int:
-        """How long a frame is under way when nothing is wrong."""
+        """Draw the ordinary latency of a frame."""
         return 40 + int(self.world.random() * 200)
 
     def harm(self, rates: dict[str, float]) -> None:
-        """From now on each of `FRAME_FAULTS` happens to a frame on any link so probably."""
+        """Set the probability of each of `FRAME_FAULTS` for every frame from now on."""
         self._rates = dict(rates)
         self._rate = sum(rates.values())
         self.is_harmful = bool(rates)
 
     def is_harmed(self, lane: "Lane", parts: Parts) -> bool:
-        """Draw whether something happens to a frame; then it has happened."""
+        """Draw whether a fault happens to a frame, and apply it."""
         world, rates = self.world, self._rates
         if world.random() >= self._rate:
             return False
@@ -78,7 +78,7 @@ class Wire:
         return True
 
     def connect(self, dealer: Endpoint, delay_s: float = 0.0) -> None:
-        """Try it after a while, and again with growing pauses."""
+        """Try to connect, and retry with growing pauses."""
         self.world.after(self.delay() + int(delay_s * SECOND), self._try, dealer, delay_s)
 
     def _try(self, dealer: Endpoint, delay_s: float) -> None:
@@ -98,7 +98,7 @@ class Wire:
             dealer.link_event(zmq.Event.HANDSHAKE_SUCCEEDED)
 
     def partition(self, address: str, seconds: float) -> None:
-        """Break all connections to an address, and let no new one be made for a while."""
+        """Break all connections to an address, and accept none for a while."""
         self.partitioned.add(address)
         for connection in list(self.connections):
             if connection.dealer.address == address:
@@ -124,19 +124,19 @@ class Lane:
         self.receiver = receiver
         self.name = name
         self.num_pending = 0
-        """Frames under way to, or unread by, the receiver."""
+        """Frames that the receiver has not read yet."""
         self.lost_after: int | None = None
-        """What left later than this does not arrive."""
+        """Frames that leave later than this do not arrive."""
         self._last_arrival = 0
         self._world = connection.wire.world
 
     @property
     def known_until(self) -> int:
-        """When the last frame arrives that is under way in order."""
+        """Arrival time of the last frame that is in flight in order."""
         return self._last_arrival
 
     def deliver_later(self, parts: Parts, extra: int = 0) -> None:
-        """After all that is under way."""
+        """Deliver a frame after all that are in flight."""
         world = self._world
         current = world.current
         left = world.now if current is None else current.busy_until
@@ -150,25 +150,25 @@ class Lane:
     def _deliver(self, parts: Parts, left: int) -> None:
         receiver, lost_after = self.receiver, self.lost_after
         is_lost = lost_after is not None and left > lost_after
-        if is_lost or receiver.is_closed:  # as those of the dead are
+        if is_lost or receiver.is_closed:
             self.num_pending -= 1
             return
         self._world.trace_frame(self.name, parts)
         receiver.inbox.append((self, parts))
         receiver.owner.arrived(receiver.fd)
 
-    # What may happen to a frame: `FRAME_FAULTS` ---------------------------------------------------
+    # The frame faults: `FRAME_FAULTS` -------------------------------------------------------------
 
     def drop(self, parts: Parts) -> None:
-        """It never arrives."""
+        """Lose the frame."""
 
     def duplicate(self, parts: Parts) -> None:
-        """It arrives twice."""
+        """Deliver the frame twice."""
         self.deliver_later(parts)
         self.deliver_later(list(parts), self._world.between(0, 0.01))
 
     def reorder(self, parts: Parts) -> None:
-        """Later frames overtake it."""
+        """Let later frames overtake it."""
         wire = self.connection.wire
         left = wire.world.local_time
         self.num_pending += 1
@@ -176,11 +176,11 @@ class Lane:
         wire.world.at(arrival, self._deliver, parts, left)
 
     def delay(self, parts: Parts) -> None:
-        """It, and all that comes after it."""
+        """Delay it, and all later frames."""
         self.deliver_later(parts, self._world.between(0.001, 0.2))
 
     def flip(self, parts: Parts) -> None:
-        """A bit of it is another one."""
+        """Flip one bit."""
         place = self._world.rng.randrange(8 * sum(map(len, parts)))
         harmed = []
         for part in parts:
@@ -192,7 +192,7 @@ class Lane:
         self.deliver_later(harmed)
 
     def truncate(self, parts: Parts) -> None:
-        """One of its parts is cut, or its last one is missing."""
+        """Cut one part, or drop the last part."""
         rng = self._world.rng
         harmed = list(parts)
         index = rng.randrange(len(parts))
@@ -204,7 +204,7 @@ class Lane:
 
 
 class Connection:
-    """One connection between a DEALER and a ROUTER, until it is lost."""
+    """A connection between a DEALER and a ROUTER, until it is lost."""
 
     def __init__(self, wire: Wire, dealer: Endpoint, router: Endpoint) -> None:
         self.wire = wire
@@ -218,7 +218,7 @@ class Connection:
     # Its end --------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Break; a last part of what is under way is lost, and each end notices for itself."""
+        """Break: the last part of what is in flight is lost, and each end notices by itself."""
         if not self.is_up:
             return
         self.is_up = False

@@ -1,4 +1,4 @@
-"""Virtual time, processes and their deaths: the ground on which the real code is run.
+"""Virtual time, processes and their deaths.
 
 One thread, one heap of events, one source of random numbers. Times are whole microseconds, so the
 same seed gives the same events in the same order, and the same hash over all of them.
@@ -18,60 +18,78 @@ _FIRST_PID = 100
 _FIRST_FD = 10_000
 _SIGKILL_STATUS = -9
 _NEVER = 2**62
+_WALL_CLOCK = 1_700_000_000.0
 
 
 class Violation(Exception):
-    """Something happened that must never happen; the text says what."""
+    """A property does not hold; the text describes it."""
 
 
 class KilledHere(BaseException):
-    """Raised where a process is to be killed, in the middle of whatever it does."""
+    """Raised to kill a process in the middle of its turn."""
+
+
+class SimulatedClock:
+    """The `protocol.runtime.Clock` of the process whose code runs."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.monotonic = world.seconds
+        self.monotonic_ns = world.nanoseconds
+
+    def time(self) -> float:
+        return _WALL_CLOCK + self._world.seconds()
+
+    def sleep(self, seconds: float, /) -> None:
+        assert self._world.current is not None
+        self._world.current.sleep(seconds)
 
 
 class World:
-    """The clock, what is to happen, and who lives."""
+    """The clock, the scheduled events, and the living processes."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.random = self.rng.random
         self.now = START_TIME
+        self.clock = SimulatedClock(self)
         self.current: Process | None = None
-        """Whose code runs."""
+        """The process whose code runs."""
         self.processes: dict[int, Process] = {}
         self.counts: Counter[str] = Counter()
-        """Of faults and kills by kind, for the table."""
+        """Injected faults and kills by kind, for the table."""
         self.excuse: str | None = None
-        """Why somebody may be killed who is well: something was done that looks like a hang."""
+        """Why a healthy process may be killed: a fault that looks like a hang was injected."""
         self.is_ending = False
-        """The engine was asked to end: helpers, and who only starts, are killed for that."""
+        """The engine was asked to end: standbys and starting processes are killed."""
         self.is_over = False
         self.violation: Violation | None = None
         self.lines: list[str] = []
-        """Every event that was traced, with its time."""
+        """All traced events, with their times."""
         self._data: list[bytes] = []
-        """What arrived over the wire, in order."""
+        """All frames that have arrived, in order."""
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_scheduled = 0
         self._next_pid = _FIRST_PID
         self._next_fd = _FIRST_FD
         self._pidfds: dict[int, Process] = {}
         self.dead_pidfds: set[int] = set()
-        """Those whose process has ended."""
+        """The pidfds of dead processes."""
 
     def at(self, time: int, action: Callable[..., None], *arguments: Any) -> None:
-        """Let something happen at `time`."""
+        """Schedule an event at `time`."""
         self._num_scheduled += 1
         heapq.heappush(self._heap, (time, self._num_scheduled, action, arguments))
 
     def after(self, delay: int, action: Callable[..., None], *arguments: Any) -> None:
-        """Let something happen after `delay`."""
+        """Schedule an event after `delay`."""
         self.at(self.now + delay, action, *arguments)
 
     def run(self, until: int) -> None:
-        """Let events happen up to a time, or until somebody sets `is_over`.
+        """Run events up to a time, or until `is_over` is set.
 
         Raises:
-            Violation: something happened that must never happen.
+            Violation: a property does not hold.
         """
         self.is_over = False
         heap, pop = self._heap, heapq.heappop
@@ -87,24 +105,24 @@ class World:
 
     @property
     def num_events(self) -> int:
-        """Those that have happened."""
+        """Number of events that have happened."""
         return self._num_scheduled - len(self._heap)
 
     def fail(self, violation: Violation) -> None:
-        """End at once: called where an exception would be somebody else's to catch."""
+        """End the run at once; used where product code would catch an exception."""
         self.violation = violation
         self.is_over = True
 
     def between(self, low: float, high: float) -> int:
-        """Draw a duration, given in seconds."""
+        """Draw a duration between two bounds in seconds."""
         return int((low + (high - low) * self.random()) * SECOND)
 
     def trace(self, text: str) -> None:
-        """Enter an event into the trace, and so into its hash."""
+        """Add an event to the trace and its hash."""
         self.lines.append(f"{self.now} {text}")
 
     def trace_frame(self, text: str, parts: Sequence[bytes]) -> None:
-        """Enter the arrival of a frame, with all its bytes."""
+        """Add the arrival of a frame, with all its bytes."""
         self.lines.append(f"{self.now} {text}")
         self._data += parts
 
@@ -115,45 +133,43 @@ class World:
         digest.update(b"".join(self._data))
         return digest.hexdigest()
 
-    # Clocks, as the code that runs sees them ------------------------------------------------------
+    # The clock of the process whose code runs -----------------------------------------------------
 
     @property
     def local_time(self) -> int:
-        """Of whose code runs: it may be ahead, for its own work takes time."""
+        """Its time; ahead of `now`, because its own work takes time."""
         return self.now if self.current is None else self.current.busy_until
 
     def seconds(self) -> float:
-        """The same in seconds."""
         current = self.current
         return (self.now if current is None else current.busy_until) / SECOND
 
     def nanoseconds(self) -> int:
-        """The same in nanoseconds."""
         current = self.current
         return (self.now if current is None else current.busy_until) * 1000
 
     # Processes ----------------------------------------------------------------------------------
 
     def new_pid(self, process: "Process") -> int:
-        """Enter a process into the table."""
+        """Add a process to the table."""
         self._next_pid += 1
         self.processes[self._next_pid] = process
         return self._next_pid
 
     def new_fd(self) -> int:
-        """A number that stands for something to poll."""
+        """Return a number that stands for a descriptor."""
         self._next_fd += 1
         return self._next_fd
 
     def open_pidfd(self, pid: int) -> int | None:
-        """Descriptor of a living process; None: there is none."""
+        """Return a pidfd of a living process; None if there is none."""
         process = self.processes.get(pid)
         if process is None or not process.is_alive:
             return None
         return self.watch(process)
 
     def watch(self, process: "Process") -> int:
-        """A descriptor of a process, dead or alive, for whose code runs."""
+        """Return a pidfd of a process, dead or alive, for the process whose code runs."""
         fd = self.new_fd()
         self._pidfds[fd] = process
         process.pidfds.append(fd)
@@ -164,48 +180,47 @@ class World:
         return fd
 
     def process_of(self, pidfd: int) -> "Process | None":
-        """Whom a descriptor stands for; None where it is no such descriptor."""
+        """Return the process of a pidfd; None for another descriptor."""
         return self._pidfds.get(pidfd)
 
 
 class Process:
-    """Something that runs now and then, and can be stopped and killed at any moment."""
+    """A process: it takes turns, and can be stopped and killed at any moment."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.is_alive = True
         self.status: int | None = None
-        """How it ended; negative for a signal."""
+        """Exit status; negative for a signal."""
         self.is_stopped = False
         self.is_dispensable = False
-        """A successor of somebody who lives, and does not serve yet: another may be started."""
+        """It is a starting successor of a living process: the supervisor may kill it."""
         self.busy_until = world.now
-        """Its own clock: what it does takes time, and it does one thing after the other."""
+        """Its own clock: its work takes time, and is done one thing after the other."""
         self.on_death: list[Callable[[], None]] = []
         self.pidfds: list[int] = []
-        """Descriptors of it."""
+        """The pidfds that stand for it."""
         self.watchers: list[Process] = []
-        """Who polls one, and who has started it."""
+        """Processes that poll such a pidfd, and its parent."""
         self._next_turn = _NEVER
         self._armed = [_NEVER]
-        """Times of the events that call `_run`, the earliest last: a turn that is put off costs no
-        event of its own."""
+        """Times of the scheduled calls of `_run`, the earliest last; a postponed turn adds none."""
         self.pid = world.new_pid(self)
 
     @property
     def role(self) -> str:
-        """Its name without a number."""
+        """Its name without numbers."""
         return self.name.rstrip("0123456789.")
 
     def turn(self) -> int | None:
-        """Do what is due; returns when to be called again, None: when something arrives."""
+        """Do the due work; returns the time of the next turn, or None: when something arrives."""
         raise NotImplementedError
 
     def wake(self, time: int = 0) -> None:
-        """Something has arrived: take a turn soon, or at `time`."""
+        """Take a turn soon, or at `time`."""
         due, now = self.busy_until, self.world.now
-        if due < now:  # noqa: PLR1730 - this is called for everything that happens
+        if due < now:  # noqa: PLR1730 - called for every event
             due = now
         if due < time:  # noqa: PLR1730
             due = time
@@ -226,7 +241,7 @@ class Process:
                 world.at(due, self._run)
             return
         self._next_turn = _NEVER
-        if not self.is_stopped:  # else `resume` wakes it
+        if not self.is_stopped:  # `resume` wakes a stopped process
             self._take_turn()
 
     def _take_turn(self) -> None:
@@ -237,7 +252,7 @@ class Process:
         try:
             again = self.turn()
         except KilledHere:
-            self.is_stopped = True  # what it has sent before leaves it
+            self.is_stopped = True  # messages that it has sent still leave it
             world.at(self.busy_until, self.die)
             return
         finally:
@@ -247,46 +262,44 @@ class Process:
             self.wake(again)
 
     def arrived(self, fd: int) -> None:
-        """Something is to be read from a descriptor."""
+        """A descriptor has become readable."""
         if self.busy_until > self.world.now:
             self.wake()
         elif not self.is_stopped:
             self._take_turn()
 
     def sleep(self, seconds: float) -> None:
-        """Work for so long; what is sent afterwards leaves later."""
+        """Spend time; messages sent afterwards leave later."""
         self.busy_until += int(seconds * SECOND)
 
     def stop(self) -> None:
-        """SIGSTOP."""
         if self.is_alive:
             self.world.trace(f"stop {self.name}")
             self.is_stopped = True
 
     def resume(self) -> None:
-        """SIGCONT."""
         if self.is_alive and self.is_stopped:
             self.world.trace(f"resume {self.name}")
             self.is_stopped = False
             self.wake()
 
     def die(self, status: int = _SIGKILL_STATUS) -> None:
-        """End at this moment; whoever watches notices a little later."""
+        """End now; watchers notice a little later."""
         if not self.is_alive:
             return
         world = self.world
         world.trace(f"death {self.name} {status}")
         self.is_alive = False
         self.status = status
-        self.let_go()
+        self.release()
         world.dead_pidfds.update(self.pidfds)
         for watcher in self.watchers:
             if watcher.is_alive:
                 world.after(world.between(0.0001, 0.002), watcher.wake)
         del world.processes[self.pid]
 
-    def let_go(self) -> None:
-        """What the system does for whoever ends."""
+    def release(self) -> None:
+        """Release what the system releases at the end of a process."""
         for action in self.on_death:
             action()
         self.on_death.clear()

@@ -1,12 +1,13 @@
-"""Soak an engine: `python -m scripts.soak` sends many short requests, kills, leaves, and counts.
+"""Soak an engine with short requests, kills, stops and disconnects, and look for leaks.
 
-The engine has the null model, whose every token can be checked. Workers and cores are killed, and
+The engine has the null model, so every token can be checked. Workers and cores are killed, and
 stopped with SIGSTOP, in turn at random moments; clients disconnect in the middle of their streams.
-A tenth of the requests after the warm-up and the last fifth run undisturbed, so that their
-latencies can be compared, and the last core and worker live long enough to be measured. The exit
-status is 1 if a request was lost or wrong, if the resident memory of any process that lives
+A tenth of the requests after the warm-up and the last fifth run without faults, so that their
+latencies can be compared and the last core and worker live long enough to be measured.
+
+The exit status is 1 if a request was lost or wrong; if the resident memory of a process that lives
 through 10,000 requests grows by more than 1 MiB per 10,000 (the median of all slopes between two
-readings, after its first 5,000), or if descriptors, threads, processes, zombies, sockets, held
+snapshots, after its first 5,000); or if descriptors, threads, processes, zombies, sockets, held
 requests or KV blocks are more at the end than after the warm-up.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from scripts.soak.engine import EngineLost
+from scripts.chaos.engine import EngineFailed
 from scripts.soak.report import document, render
 from scripts.soak.session import Plan, Session
 
@@ -34,7 +35,7 @@ _SAMPLES = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a soak and print what it has found. Returns the exit status."""
+    """Run a soak and print its report. Returns the exit status."""
     arguments = _parser().parse_args(argv)
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as base:
@@ -43,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 outcome = runner.run(session.run())
-        except* EngineLost as group:
+        except* EngineFailed as group:
             print("\n".join(map(str, group.exceptions)), file=sys.stderr)
         if outcome is None:
             return 1
     print(render(outcome))
     if arguments.json is not None:
         arguments.json.write_bytes(
-            document(outcome, session.readings, plan=msgspec.structs.asdict(plan))
+            document(outcome, session.snapshots, plan=msgspec.structs.asdict(plan))
         )
     return 1 if outcome.broken else 0
 
@@ -62,23 +63,22 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="default: 86400")
-    parser.add_argument("--kills", type=int, default=NUM_KILLS, help="default: 300")
-    parser.add_argument("--stops", type=int, default=NUM_STOPS, help="by SIGSTOP; default: 100")
-    parser.add_argument(
-        "--disconnects", type=int, default=NUM_DISCONNECTS, help="default: 2000; of the requests"
-    )
-    parser.add_argument("--concurrency", type=int, default=32, help="clients; default: 32")
-    parser.add_argument(
-        "--embedded-share",
-        type=float,
-        default=0.25,
-        help="of the requests, through the embedding client and not HTTP; default: 0.25",
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of everything drawn; default: 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    numbers = {
+        "--requests": (NUM_REQUESTS, "number of requests"),
+        "--kills": (NUM_KILLS, "number of SIGKILLs"),
+        "--stops": (NUM_STOPS, "number of SIGSTOPs"),
+        "--disconnects": (NUM_DISCONNECTS, "number of requests whose client disconnects"),
+        "--concurrency": (32, "number of clients"),
+        "--embedded-share": (0.25, "share of the requests that uses the embedding client"),
+        "--seed": (1, "seed of all random numbers"),
+    }
+    for flag, (default, text) in numbers.items():
+        parser.add_argument(
+            flag, type=type(default), default=default, help=f"{text}; default: {default}"
+        )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="copy the engine's log there")
-    parser.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the supervisor")
+    parser.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="supervisor flags")
     return parser
 
 
@@ -99,7 +99,10 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         flags=[
             *("--log-level", "warning", "--restart-backoff-max-s", "0.1"),
             *("--num-gpu-blocks-override", "1024", "--standby-workers", "1"),
-            *("--first-step-timeout-s", "5"),  # who is stopped then is soon found out, too
+            *(
+                "--first-step-timeout-s",
+                "5",
+            ),  # a process stopped in its first step is detected soon, too
             *arguments.engine_flags,
         ],
     )

@@ -29,21 +29,21 @@ _GAUGE = re.compile(
     rb"(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )
-_COME_AGAIN = (429, 503)
-_COME_AGAIN_CODES = (ErrorCode.OVERLOADED,)
+_RETRY_STATUSES = (429, 503)
+_RETRY_CODES = (ErrorCode.OVERLOADED,)
 _PAUSE_S = 0.1
 _MAX_EXAMPLES = 5
 _DONE = b"[DONE]"
 _RACE_S = 0.5
-"""A kept connection may be closed while a request is on its way, but not long after."""
+"""A kept connection may be closed while a request is in flight, but not long after."""
 
 
 class Lost(Exception):
-    """A request without its answer; the text says why."""
+    """A request without its answer; the text gives the reason."""
 
 
 class Place(NamedTuple):
-    """Where the engine is."""
+    """The addresses of the engine."""
 
     host: str
     port: int
@@ -52,12 +52,12 @@ class Place(NamedTuple):
 
 
 class SoakClient:
-    """One reader with a connection of its own, which it keeps as long as the server does."""
+    """One client with a connection of its own, which it keeps as long as the server does."""
 
     def __init__(
         self, place: Place, workload: Workload, tally: Tally, latencies_s: "array[float]"
     ) -> None:
-        """Enter what becomes of requests into `tally` and, by number, `latencies_s`."""
+        """Record the results of requests in `tally` and, by number, in `latencies_s`."""
         self._place = place
         self._workload = workload
         self._tally = tally
@@ -91,16 +91,16 @@ class SoakClient:
         tally.num_ended += 1
 
     async def probe(self) -> None:
-        """Be served once in both ways: from here on, whoever was killed before is back.
+        """Send a request over HTTP and one through the embedding client: both paths are ready then.
 
         Raises:
-            Lost: it is not served.
+            Lost: a request is not served.
         """
         for way, ask in ((Way.WHOLE, self._http), (Way.EMBEDDED, self._embedded)):
             await ask(SoakRequest(0, way, [1, 2, 3, 4], 2, 0))
 
     async def close(self) -> None:
-        """Disconnect; the next request connects again."""
+        """Disconnect; the next request reconnects."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
@@ -112,7 +112,7 @@ class SoakClient:
                 try:
                     return await self._read_stream(request.prompt, params)
                 except RequestFailed as failure:
-                    if failure.error.code not in _COME_AGAIN_CODES:
+                    if failure.error.code not in _RETRY_CODES:
                         raise
                     self._tally.num_deferred += 1
                     await asyncio.sleep(_PAUSE_S)
@@ -137,13 +137,13 @@ class SoakClient:
             reply = await self._ask(request, body, deadline - time.monotonic())
             if reply.status == 200:
                 return read_reply(request, reply)
-            if reply.status not in _COME_AGAIN:
+            if reply.status not in _RETRY_STATUSES:
                 raise Lost(f"status {reply.status}: {reply.body[:200]!r}")
             self._tally.num_deferred += 1
             await asyncio.sleep(_PAUSE_S)
 
     async def _ask(self, request: SoakRequest, body: bytes, timeout_s: float) -> Reply:
-        """One exchange; a kept connection that was closed before its first byte is replaced."""
+        """Send one request; a kept connection that is closed before the first byte is replaced."""
         connection, is_kept = self._connection, True
         while True:
             if connection is None or not connection.is_open:
@@ -162,11 +162,11 @@ class SoakClient:
                 is_race = is_kept and time.monotonic() < began + _RACE_S
                 if not (is_race and broken.is_untouched):
                     raise
-                self._tally.num_repeated += 1
+                self._tally.num_resent += 1
 
 
 async def read_gauges(place: Place) -> dict[str, int]:
-    """What the API holds, according to its metrics, by name; this very question included.
+    """Return the API's gauges by name; they count this request, too.
 
     Raises:
         OSError: it does not answer.
@@ -180,11 +180,11 @@ async def read_gauges(place: Place) -> dict[str, int]:
 
 
 def read_reply(request: SoakRequest, reply: Reply) -> tuple[list[int], str | None]:
-    """The tokens and the last finish_reason.
+    """Return the tokens and the last finish_reason.
 
     Raises:
-        Lost: it is an error, a stream without an end or with several, or tells another number of
-            tokens than it has.
+        Lost: it is an error, a stream without exactly one end, or its usage has another number of
+            tokens.
     """
     if request.way is Way.WHOLE:
         answer = decode_answer(reply.body)

@@ -1,6 +1,6 @@
-"""A light HTTP/1.1 client: one connection that is kept, one request at a time, no library.
+"""A light HTTP/1.1 client: one kept connection, one request at a time.
 
-It exists so that the client of a soak costs less than the server that it measures.
+It must cost less than the server that the soak measures.
 """
 
 import asyncio
@@ -12,20 +12,21 @@ _MAX_BYTES = 2**22
 
 
 class ConnectionBroken(Exception):
-    """The server has closed the connection, or has sent what is no HTTP."""
+    """The server has closed the connection, or has sent invalid HTTP."""
 
     def __init__(self, text: str, *, is_untouched: bool) -> None:
         super().__init__(text)
         self.is_untouched = is_untouched
-        """Whether nothing of an answer had come: an idle connection may be closed at any time."""
+        """Whether no byte of an answer had arrived: an idle connection may be closed at any
+        time."""
 
 
 class Reply(NamedTuple):
-    """What came back."""
+    """The response."""
 
     status: int
     body: bytes
-    """Without the chunks' framing; the beginning only if the client left."""
+    """Without chunk framing; only the beginning if the client has left."""
     has_left: bool = False
     """Whether the client has left before the end."""
 
@@ -44,7 +45,7 @@ class HttpConnection(asyncio.Protocol):
         """Connect.
 
         Raises:
-            OSError: nobody listens there.
+            OSError: the connection is refused.
         """
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: cls(f"{host}:{port}"), host, port)
@@ -52,7 +53,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether another request can be sent."""
+        """Return whether another request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(
@@ -65,11 +66,11 @@ class HttpConnection(asyncio.Protocol):
             path: with the query.
             body: JSON.
             timeout_s: the longest wait.
-            leave_after: break the connection after so many server-sent events; 0: never.
+            leave_after: disconnect after this number of server-sent events; 0: never.
 
         Raises:
-            TimeoutError: no end in time; the connection is broken off.
-            ConnectionBroken: the server has ended the connection.
+            TimeoutError: no end in time; the connection is aborted.
+            ConnectionBroken: the server has closed the connection.
         """
         if self._transport is None or not self.is_open:
             raise ConnectionBroken("closed before the request", is_untouched=True)
@@ -88,7 +89,7 @@ class HttpConnection(asyncio.Protocol):
             self._reset(None)
 
     async def close(self) -> None:
-        """Close it, and wait until its descriptor is."""
+        """Close the connection and wait until its descriptor is closed."""
         if self._transport is not None:
             self._transport.abort()
             await self._closed
@@ -96,7 +97,7 @@ class HttpConnection(asyncio.Protocol):
     # Called by the event loop -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -109,7 +110,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None or self._waiter.done():
-            return  # of an answer that nobody waits for any more
+            return  # the rest of an answer after a timeout
         self._buffer += data
         try:
             reply = self._parse()
@@ -125,17 +126,17 @@ class HttpConnection(asyncio.Protocol):
         self._leave_after = leave_after
         self._buffer = bytearray()
         self._at = 0
-        """Where the next chunk, or the body, begins; 0 before the end of the head."""
+        """Position of the next chunk or of the body; 0 before the end of the head."""
         self._status = 0
         self._length: int | None = None
-        """Of the body; None: it comes in chunks."""
+        """Of the body; None: it is chunked."""
         self._body = bytearray()
 
     def _parse(self) -> Reply | None:
-        """The answer, if it is complete, or complete enough to leave.
+        """Return the answer if it is complete, or complete enough to leave.
 
         Raises:
-            ValueError: it is no HTTP.
+            ValueError: it is not valid HTTP.
         """
         if self._at == 0 and not self._parse_head():
             return None
@@ -168,7 +169,7 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _parse_chunks(self) -> bool:
-        """Take what is complete over into the body; True after the last chunk."""
+        """Append complete chunks to the body; True after the last chunk."""
         while (line_end := self._buffer.find(b"\r\n", self._at)) >= 0:
             size = int(self._buffer[self._at : line_end], 16)
             end = line_end + 2 + size

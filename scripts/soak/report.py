@@ -1,4 +1,4 @@
-"""What a soak found: slopes of memory, counts before and after, and which bounds are broken."""
+"""The report of a soak: slopes of memory, counts before and after, and broken bounds."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from scripts.soak.census import ProcessReading, Reading
+from scripts.soak.resource_snapshot import ProcessSnapshot, ResourceSnapshot
 
 MAX_SLOPE_MIB = 1.0
-"""Per 10,000 requests, of every process that lives long enough."""
+"""Per 10,000 requests, for every process that lives long enough."""
 MIN_SPAN = 5_000
-"""Requests over which a process must have been seen for its slope to count."""
+"""The fewest requests over which a slope counts."""
 WARM_UP = 5_000
-"""Requests of a process's life before its slope begins: caches fill, pools grow."""
+"""Requests in a process's life before its slope begins: caches fill, pools grow."""
 _PER = 10_000
 _MIB = 2**20
 
@@ -26,13 +26,13 @@ class Life(msgspec.Struct, frozen=True):
     first_request: int
     last_request: int
     slope_mib: float | None
-    """Of resident memory per 10,000 requests; None: it was not seen for long enough."""
+    """Of resident memory per 10,000 requests; None: its life was too short."""
     first_mib: float
     last_mib: float
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Of one role, or of the engine: what should come back to where it was."""
+    """One count of a role or of the engine, which must not grow."""
 
     what: str
     before: int
@@ -44,19 +44,19 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Tally(msgspec.Struct):
-    """What became of the requests."""
+    """The results of the requests."""
 
     num_ended: int = 0
     num_right: int = 0
     num_left: int = 0
-    """Of these: clients that disconnected."""
+    """Correct answers whose client disconnected."""
     num_deferred: int = 0
-    """Answers that asked to come again later."""
-    num_repeated: int = 0
+    """Answers with 429 or 503, and the like of the embedding client."""
+    num_resent: int = 0
     """Requests sent again because the server had just closed an idle connection."""
     num_kills: int = 0
     stops_s: list[float] = []
-    """Of each process that was stopped: until it was killed for that."""
+    """For each stopped process: the time until the supervisor killed it."""
     lost: list[str] = []
     mismatched: list[str] = []
     num_lost: int = 0
@@ -64,7 +64,7 @@ class Tally(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Everything that a soak knows at its end."""
+    """The results of a soak."""
 
     seconds: float
     tally: Tally
@@ -72,11 +72,11 @@ class Outcome(msgspec.Struct, frozen=True):
     counts: list[Counts]
     latency_ms: dict[str, float]
     broken: list[str]
-    """Bounds, in words; empty: all is well."""
+    """Broken bounds, in words."""
 
 
 def theil_sen(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """The median of the slopes between all pairs of points; None without two distinct xs."""
+    """Return the median of the slopes between all pairs of points; None without two distinct xs."""
     slopes = [
         (ys[j] - ys[i]) / (xs[j] - xs[i])
         for i in range(len(xs))
@@ -86,18 +86,18 @@ def theil_sen(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     return statistics.median(slopes) if slopes else None
 
 
-def lives_of(readings: Sequence[Reading]) -> list[Life]:
-    """One line for each process that was seen at least twice, longest lives first."""
-    seen: dict[tuple[str, int], list[tuple[int, ProcessReading]]] = {}
-    for reading in readings:
-        for process in reading.processes:
+def lives_of(snapshots: Sequence[ResourceSnapshot]) -> list[Life]:
+    """Return one line for each process that was seen at least twice, longest lives first."""
+    seen: dict[tuple[str, int], list[tuple[int, ProcessSnapshot]]] = {}
+    for snapshot in snapshots:
+        for process in snapshot.processes:
             key = (process.role, process.pid)
-            seen.setdefault(key, []).append((reading.num_requests, process))
+            seen.setdefault(key, []).append((snapshot.num_requests, process))
     lives = [_life(points) for points in seen.values() if len(points) > 1]
     return sorted(lives, key=lambda life: life.first_request - life.last_request)
 
 
-def _life(points: Sequence[tuple[int, ProcessReading]]) -> Life:
+def _life(points: Sequence[tuple[int, ProcessSnapshot]]) -> Life:
     start, process = points[0]
     end, last = points[-1]
     warm = [(x, p) for x, p in points if x >= start + WARM_UP]
@@ -115,8 +115,8 @@ def _life(points: Sequence[tuple[int, ProcessReading]]) -> Life:
     )
 
 
-def counts_of(before: Reading, after: Reading) -> list[Counts]:
-    """What both readings, taken while nothing ran, say of each role and of the whole."""
+def counts_of(before: ResourceSnapshot, after: ResourceSnapshot) -> list[Counts]:
+    """Compare two snapshots that were taken while nothing ran."""
     rows = [
         Counts("processes", len(before.processes), len(after.processes)),
         Counts("strays", before.num_strays, after.num_strays),
@@ -124,7 +124,7 @@ def counts_of(before: Reading, after: Reading) -> list[Counts]:
         Counts("requests held", before.num_held, after.num_held),
         Counts("KV blocks in use, millionths", before.kv_usage_ppm, after.kv_usage_ppm),
         Counts(
-            "restarts of what was not killed", *[r.num_unasked_restarts for r in (before, after)]
+            "restarts of what was not killed", *[r.num_unexpected_restarts for r in (before, after)]
         ),
         Counts("sockets in the run directory", before.num_sockets, after.num_sockets),
         Counts("files in the run directory", before.num_files, after.num_files),
@@ -143,7 +143,7 @@ def counts_of(before: Reading, after: Reading) -> list[Counts]:
 
 
 def broken_bounds(tally: Tally, lives: Sequence[Life], counts: Sequence[Counts]) -> list[str]:
-    """In words, one line each."""
+    """Return one line per broken bound."""
     broken = []
     if tally.num_lost:
         broken.append(f"{tally.num_lost} requests lost: {'; '.join(tally.lost)}")
@@ -161,7 +161,6 @@ def broken_bounds(tally: Tally, lives: Sequence[Life], counts: Sequence[Counts])
 
 
 def render(outcome: Outcome) -> str:
-    """Tables for people."""
     return "\n".join(_lines(outcome))
 
 
@@ -171,7 +170,7 @@ def _lines(outcome: Outcome) -> Iterator[str]:
         f"{tally.num_ended} requests in {outcome.seconds:.0f} s: {tally.num_right} right, "
         f"{tally.num_left} of them left by their clients, {tally.num_lost} lost, "
         f"{tally.num_mismatched} mismatched, {tally.num_deferred} deferred, "
-        f"{tally.num_repeated} sent again; {tally.num_kills} kills, {len(tally.stops_s)} stops"
+        f"{tally.num_resent} sent again; {tally.num_kills} kills, {len(tally.stops_s)} stops"
     )
     if tally.stops_s:
         stops = sorted(tally.stops_s)
@@ -198,7 +197,7 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield from outcome.broken or ["all bounds hold"]
 
 
-def document(outcome: Outcome, readings: Sequence[Reading], **facts: Any) -> bytes:
-    """Everything as JSON."""
-    whole = {**facts, "outcome": outcome, "readings": readings}
+def document(outcome: Outcome, snapshots: Sequence[ResourceSnapshot], **facts: Any) -> bytes:
+    """Return everything as JSON."""
+    whole = {**facts, "outcome": outcome, "snapshots": snapshots}
     return msgspec.json.format(msgspec.json.encode(whole), indent=2)

@@ -1,6 +1,7 @@
-"""What a soak sends, each request a pure function of the seed and its number, and what is right.
+"""The requests of a soak and their expected answers.
 
-The null model's next token is a pure function of the context, so every answer can be checked.
+Each request is a pure function of the seed and its number. The null model's next token is a pure
+function of the context, so every answer can be checked.
 """
 
 import enum
@@ -18,7 +19,7 @@ _SHARED_TOKENS = 48
 _SHARED_ONE_IN = 3
 _STREAMED_ONE_IN = 4
 _LONG_TOKENS = 512
-"""Of an answer whose reader leaves: far more than it waits for."""
+"""Length of an answer whose client disconnects: far more than it waits for."""
 _LEAVES_AFTER = (1, 16)
 
 
@@ -30,7 +31,7 @@ class Way(enum.StrEnum):
     STREAM = "stream"
     """HTTP, server-sent events, read to the end."""
     LEAVE = "leave"
-    """The same, but the client disconnects in the middle."""
+    """Server-sent events, but the client disconnects in the middle."""
     EMBEDDED = "embedded"
     """The embedding client, in the soak's own process."""
 
@@ -52,13 +53,13 @@ class Workload:
     def __init__(
         self, seed: int, facts: ModelFacts, leaving: frozenset[int], embedded_share: float
     ) -> None:
-        """Send what the model of `facts` can serve.
+        """Send requests that the model of `facts` can serve.
 
         Args:
-            seed: of everything that is drawn.
+            seed: of all random numbers.
             facts: of the null model.
             leaving: numbers of the requests whose client disconnects.
-            embedded_share: of the others, through the embedding client.
+            embedded_share: share of the others that uses the embedding client.
         """
         self._seed = seed
         self._vocab_size = facts.vocab_size
@@ -69,7 +70,7 @@ class Workload:
         self._prefixes = [self._draw(rng, _SHARED_TOKENS) for _ in range(NUM_SHARED_PREFIXES)]
 
     def request(self, number: int) -> SoakRequest:
-        """The request with this number: the same one at every call."""
+        """Return the request with this number, the same one at every call."""
         rng = random.Random((self._seed << 40) + number)
         prompt = self._draw(rng, rng.randint(4, 32))
         if rng.randrange(_SHARED_ONE_IN) == 0:
@@ -84,33 +85,33 @@ class Workload:
         return SoakRequest(number, way, prompt, rng.randint(4, 12), 0)
 
     def expected(self, request: SoakRequest, num_tokens: int) -> list[int]:
-        """The first tokens of the only right answer."""
+        """Return the first tokens of the expected answer."""
         token_ids = list(request.prompt)
         for _ in range(num_tokens):
             token_ids.append(next_token_id(token_ids, self._vocab_size, self._eos_token_ids))
         return token_ids[len(request.prompt) :]
 
     def _draw(self, rng: random.Random, num_tokens: int) -> list[int]:
-        """Random ids, at least as many as the next one depends on."""
+        """Draw random ids, at least as many as the next token depends on."""
         count = max(num_tokens, CONTEXT_TOKENS)
         return [int(rng.random() * self._vocab_size) for _ in range(count)]
 
 
 class Choice(msgspec.Struct):
-    """What a soak reads of an answer's choice."""
+    """The fields of a choice that a soak reads."""
 
     token_ids: list[int] = []
     finish_reason: str | None = None
 
 
 class Usage(msgspec.Struct):
-    """What a soak reads of an answer's usage."""
+    """The fields of the usage that a soak reads."""
 
     completion_tokens: int = -1
 
 
 class Answer(msgspec.Struct):
-    """What a soak reads of a completion, or of a chunk of one."""
+    """The fields of a completion, or of a chunk, that a soak reads."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -121,7 +122,7 @@ decode_answer: Callable[[bytes], Answer] = msgspec.json.Decoder(Answer).decode
 
 
 def body_of(request: SoakRequest, model: str) -> bytes:
-    """The JSON of a completion request."""
+    """Return the JSON of a completion request."""
     return msgspec.json.encode(
         {
             "model": model,
@@ -136,13 +137,13 @@ def body_of(request: SoakRequest, model: str) -> bytes:
 def problem_of(
     workload: Workload, request: SoakRequest, token_ids: list[int], finish_reason: str | None
 ) -> str | None:
-    """What is wrong with an answer; None: it is right, or the right beginning if its client left.
+    """Check an answer; None if it is right, or a right prefix and its client left.
 
     Args:
-        workload: knows what is right.
-        request: what was asked for.
-        token_ids: what has come.
-        finish_reason: of the last event; None where the client has left before the end.
+        workload: computes the expected answer.
+        request: the request.
+        token_ids: the received tokens.
+        finish_reason: of the last event; None if the client has left before the end.
     """
     if request.way is not Way.LEAVE or finish_reason is not None:
         if finish_reason != "length":

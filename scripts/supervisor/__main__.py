@@ -15,6 +15,7 @@ from scripts.supervisor.console import Console
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
 from scripts.supervisor.startup import complete, leave_word, open_listener, parse, watch_signals
 from scripts.supervisor.supervisor import Supervisor
+from scripts.supervisor.system import System
 
 
 def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> int:
@@ -64,6 +65,7 @@ def _serve(
             listener=listener,
             parent_fd=arguments.parent_fd,
             started_at=started_at,
+            system=System(),
         )
         run_dir.register()
         status = supervisor.run(signal_fd)

@@ -11,10 +11,12 @@ import zmq
 from protocol import zygote_link
 from protocol.child_handle import Child, ChildHandle
 from protocol.config import EngineConfig
-from protocol.forked_child import ForkServer, reap_strangers
+from protocol.forked_child import ForkServer
 from protocol.lifecycle import Fatal, Progress, Ready
 from protocol.message import ProtocolError
+from protocol.runtime import Poller
 from protocol.zygote_link import ForkFailed
+from scripts.supervisor.system import System
 
 _MAX_EARLY = 16
 
@@ -41,8 +43,9 @@ Event = Forked | ForkFailed | ZygoteMessage
 class ZygoteClient:
     """At most one zygote at a time; without any, nothing here does anything."""
 
-    def __init__(self, poller: zmq.Poller) -> None:
+    def __init__(self, poller: Poller, system: System) -> None:
         self._poller = poller
+        self._system = system
         self._server: ForkServer | None = None
         self._early: dict[int, tuple[int, bytes]] = {}
         """Pid and peer of workers that have said Hello before the zygote told of them."""
@@ -54,7 +57,7 @@ class ZygoteClient:
             OSError: it cannot be started.
         """
         assert self._server is None
-        self._server = ForkServer(config, epoch, progress_fd)
+        self._server = self._system.start_fork_server(config, epoch, progress_fd)
         self._poller.register(self._server.link, zmq.POLLIN)
         return self._server.child
 
@@ -113,4 +116,4 @@ class ZygoteClient:
 
     def reap(self, known: frozenset[int]) -> None:
         """Reap dead workers that were given up; `known` are the pids of all others."""
-        reap_strangers(known)
+        self._system.reap_strangers(known)

@@ -12,12 +12,14 @@ from protocol.child_handle import Child, ChildHandle, rss_bytes
 from protocol.config import EngineConfig
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
+from protocol.runtime import Poller
 from protocol.zygote_link import ForkFailed
 from scripts.supervisor.forks import Event, Forked, ZygoteClient
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import SUPERVISOR_EPOCH
 from scripts.supervisor.succession import HELPERS
 from scripts.supervisor.supervised import Origin, Process, Slot, Start
+from scripts.supervisor.system import System
 
 MODULES = {
     Role.API: "api_proc",
@@ -36,9 +38,10 @@ class ProcessTable:
     def __init__(
         self,
         config: EngineConfig,
-        poller: zmq.Poller,
+        poller: Poller,
         pages: Pages,
         listener: socket.socket | None,
+        system: System,
     ) -> None:
         """Start processes with this configuration.
 
@@ -47,13 +50,15 @@ class ProcessTable:
             poller: gets the pidfd of each process.
             pages: the progress pages to hand on.
             listener: what the API serves on.
+            system: how processes are started.
         """
         self._config = config
         self._poller = poller
         self._pages = pages
         self._listener = listener
         self._children: dict[Slot, ChildHandle] = {}
-        self._forks = ZygoteClient(poller)
+        self._forks = ZygoteClient(poller, system)
+        self._start_child = system.start_child
         self._asked: dict[int, Slot] = {}
         """Slots of processes that are to be forked, by epoch."""
 
@@ -89,7 +94,7 @@ class ProcessTable:
         if slot.role is Role.API:
             assert self._listener is not None
             listen_fd = self._listener.fileno()
-        return Child(
+        return self._start_child(
             MODULES[slot.role],
             self._config,
             epoch=epoch,

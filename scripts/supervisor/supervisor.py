@@ -2,10 +2,8 @@
 
 import logging
 import os
-import random
 import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +34,7 @@ from protocol.lifecycle import (
 from protocol.message import ProtocolError
 from protocol.zygote_link import ForkFailed
 from scripts.supervisor.console import Console
-from scripts.supervisor.death_causes import Evidence, OomCounter
+from scripts.supervisor.death_causes import Evidence
 from scripts.supervisor.forks import Event, Forked, ZygoteMessage
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import Peers
@@ -65,6 +63,7 @@ from scripts.supervisor.supervised import (
     Tell,
 )
 from scripts.supervisor.supervision import Supervision
+from scripts.supervisor.system import System
 
 _DRAIN_LIMIT = 256
 _LAST_WORDS_S = 0.5
@@ -86,6 +85,7 @@ class Supervisor:
         listener: socket.socket | None,
         parent_fd: int | None,
         started_at: float,
+        system: System,
     ) -> None:
         """Listen for children; `run` starts them.
 
@@ -94,6 +94,7 @@ class Supervisor:
             listener: socket for the API; None: no API.
             parent_fd: its EOF, or the end of this process's parent, ends everything at once.
             started_at: monotonic time from which the start is counted.
+            system: clock, poller, sockets and processes.
         """
         self._config = config
         self._console = console
@@ -101,30 +102,31 @@ class Supervisor:
         # Both: a fork of the parent may hold the pipe open beyond the parent's end.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
+        self._clock = system.clock
         self.supervision = Supervision(
             config.recovery,
             num_ranks(config, has_api=listener is not None),
             run_dir.next_epoch,
-            random.Random(),
+            system.make_rng(),
             is_api_alone=config.api.journal_dir is not None,
         )
         self._pages = Pages(process.slot for process in self.supervision.processes)
-        self._oom_counter = OomCounter()
+        self._oom_counter = system.make_oom_counter()
         self.num_fenced_frames = 0
         """Messages of the dead, dropped."""
         self._stillborn: list[Slot] = []
         self._exit_status: int | None = None
         self.was_orphaned = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = system.make_context()
         self._link = RouterChannel(
             self._context, lifecycle_address(run_dir.path), HighWaterMark.LIFECYCLE_LINK
         )
         self._peers = Peers(self._link)
-        self._poller = zmq.Poller()
+        self._poller = system.make_poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         for fd in self._parent_fds:
             self._poller.register(fd, zmq.POLLIN)
-        self._table = ProcessTable(config, self._poller, self._pages, listener)
+        self._table = ProcessTable(config, self._poller, self._pages, listener, system)
 
     @property
     def url(self) -> str | None:
@@ -141,17 +143,17 @@ class Supervisor:
             The exit status.
         """
         self._poller.register(signal_fd, zmq.POLLIN)
-        self._perform(self.supervision.begin(time.monotonic()))
+        self._perform(self.supervision.begin(self._clock.monotonic()))
         while self._exit_status is None:
             ready = dict(self._poller.poll(self._poll_ms()))
-            self.supervision.on_turn(time.monotonic())
+            self.supervision.on_turn(self._clock.monotonic())
             if signal_fd in ready:
                 os.read(signal_fd, 64)
-                self._perform(self.supervision.on_signal(time.monotonic()))
+                self._perform(self.supervision.on_signal(self._clock.monotonic()))
             if any(fd in ready for fd in self._parent_fds):
                 self._on_orphaned()
             self.turn(ready)
-            self._console.tick(time.monotonic())
+            self._console.tick(self._clock.monotonic())
         self._pages.close()
         self._link.close()
         self._context.term()
@@ -162,7 +164,7 @@ class Supervisor:
         self._on_births(self._table.births())
         self._drain_link()
         self._reap(ready)
-        self._perform(self.supervision.tick(time.monotonic()))
+        self._perform(self.supervision.tick(self._clock.monotonic()))
         self._look()
 
     def _poll_ms(self) -> int:
@@ -171,11 +173,11 @@ class Supervisor:
         supervision = self.supervision
         deadlines = [supervision.next_deadline(), supervision.next_look, self._console.next_tick()]
         deadline = min(due for due in deadlines if due is not None)
-        return max(0, int((deadline - time.monotonic()) * 1000) + 1)
+        return max(0, int((deadline - self._clock.monotonic()) * 1000) + 1)
 
     def _look(self) -> None:
         """Who hangs? The pages are read when the earliest deadline in them is over."""
-        now = time.monotonic()
+        now = self._clock.monotonic()
         due = self.supervision.next_look
         if due is None or now >= due:
             self._perform(self.supervision.look(self._pages.marks(), now))
@@ -187,7 +189,7 @@ class Supervisor:
             self._poller.unregister(fd)
         self._parent_fds.clear()
         self.was_orphaned = True
-        self._perform(self.supervision.on_orphaned(time.monotonic()))
+        self._perform(self.supervision.on_orphaned(self._clock.monotonic()))
 
     def _drain_link(self) -> None:
         for received in self._link.drain(_DRAIN_LIMIT):
@@ -218,10 +220,10 @@ class Supervisor:
                 self._peers.learn(process.slot, received.peer)
         elif child is not None:
             self._peers.meet(process.slot, received.peer)
-        self._perform(self.supervision.on_message(epoch, message, time.monotonic()))
+        self._perform(self.supervision.on_message(epoch, message, self._clock.monotonic()))
 
     def _on_restart_query(self, peer: bytes, query: RestartQuery) -> None:
-        refusal, actions = self.supervision.on_restart(query.role, time.monotonic())
+        refusal, actions = self.supervision.on_restart(query.role, self._clock.monotonic())
         self._peers.answer(peer, RestartReply(refusal is None, refusal or ""))
         self._perform(actions)
 
@@ -235,13 +237,13 @@ class Supervisor:
                 case ForkFailed():
                     self._die_unborn(slot, event.epoch, event.error)
                 case ZygoteMessage():
-                    now = time.monotonic()
+                    now = self._clock.monotonic()
                     self._perform(self.supervision.on_message(event.epoch, event.message, now))
 
     def _die_unborn(self, slot: Slot, epoch: int, error: str) -> None:
         """One that cannot be started dies at once, and says why."""
         fatal = Fatal("start", error)
-        self._perform(self.supervision.on_message(epoch, fatal, time.monotonic()))
+        self._perform(self.supervision.on_message(epoch, fatal, self._clock.monotonic()))
         self._stillborn.append(slot)
 
     def _reap(self, ready: Mapping[Any, int]) -> None:
@@ -249,7 +251,7 @@ class Supervisor:
         stillborn, self._stillborn = self._stillborn, []
         for slot in stillborn:
             self._console.ended(slot)
-            self._perform(self.supervision.on_death(slot, _CANNOT_START, time.monotonic()))
+            self._perform(self.supervision.on_death(slot, _CANNOT_START, self._clock.monotonic()))
         for child in self._table.dead(ready):
             self._bury(child)
         self._table.reap_strangers()
@@ -268,14 +270,14 @@ class Supervisor:
         failpoint("supervisor.after_death")
         is_oom = status == -signal.SIGKILL and self._oom_counter.take()
         evidence = Evidence(self._pages.step_of(slot, child.epoch), is_oom)
-        self._perform(self.supervision.on_death(slot, status, time.monotonic(), evidence))
+        self._perform(self.supervision.on_death(slot, status, self._clock.monotonic(), evidence))
 
     def _hear_last_words(self, epoch: int) -> None:
         process = self.supervision.find(epoch)
         was_ready = self.supervision.was_ready
-        deadline = time.monotonic() + (_LATER_WORDS_S if was_ready else _LAST_WORDS_S)
+        deadline = self._clock.monotonic() + (_LATER_WORDS_S if was_ready else _LAST_WORDS_S)
         while process is not None and process.fatal is None:
-            left_ms = int((deadline - time.monotonic()) * 1000)
+            left_ms = int((deadline - self._clock.monotonic()) * 1000)
             if left_ms <= 0 or not self._link.socket.poll(left_ms):
                 return
             self._drain_link()
@@ -315,7 +317,7 @@ class Supervisor:
                     self._exit_status = action.status
 
     def _start(self, action: Start) -> None:
-        self._console.starting(slot := action.slot, time.monotonic())
+        self._console.starting(slot := action.slot, self._clock.monotonic())
         try:
             if action.origin is Origin.PROMOTED:
                 self._promote(slot, action.epoch)
@@ -340,7 +342,7 @@ class Supervisor:
             self._peers.tell(action.slot, child.epoch, action.message)
 
     def _show(self, action: Show) -> None:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if isinstance(action.message, Progress):
             self._console.progress(action.slot, action.message, now)
         else:
@@ -350,5 +352,5 @@ class Supervisor:
     def _announce(self) -> None:
         name = served_name(self._config)
         place = f"{self.url}/v1" if self.url else client_address(str(self._config.run.run_dir))
-        seconds = time.monotonic() - self._started_at
+        seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")

@@ -18,6 +18,7 @@ from api_proc.state import ApiState
 from api_proc.text import TextProcessor
 from protocol.api_core import AddRequest
 from protocol.config import EngineConfig
+from protocol.journal import Journal
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
 from tests.api.fake_engine import FakeClient, saying
@@ -32,13 +33,20 @@ SAID = [100 + i % 50 for i in range(900)]
 class Server:
     """The parts of a server that sessions need, in a running event loop."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, make_journal: Callable[..., Journal] = Journal, **settings: Any
+    ) -> None:
         self.client = FakeClient(script=saying(SAID))
         self.config: EngineConfig = configure(model="null", journal_dir=str(directory), **settings)
         text = TextProcessor.load(self.config.model)
         self.state = ApiState(self.client, self.config, text)  # type: ignore[arg-type]
         count_end = self.state.metrics.count_end
-        self.sessions = Sessions(self.client, self.config.api, count_end)  # type: ignore[arg-type]
+        self.sessions = Sessions(
+            self.client,  # type: ignore[arg-type]
+            self.config.api,
+            count_end,
+            make_journal=make_journal,
+        )
         self.state.sessions = self.sessions
         self.sessions.start({PATH: reread})
 

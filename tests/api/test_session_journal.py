@@ -53,11 +53,10 @@ async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
     server.sessions.close()
     disk = SlowDisk(4e6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journaling_module, "Journal", partial(Journal, write=disk.write))
         patch.setattr(journal_module, "MAX_QUEUED_BYTES", 200_000)
         patch.setattr(journaling_module, "_SNAPSHOT_QUEUE_BYTES", 50_000)
         patch.setattr(journaling_module, "_SNAPSHOT_BYTES", 10_000)
-        server = await Server(tmp_path).written()
+        server = await Server(tmp_path, partial(Journal, write=disk.write)).written()
         assert disk.num_bytes > 2 * 200_000
         assert server.sessions.journaling.num_failures == 0
         assert len(server.sessions) == 60

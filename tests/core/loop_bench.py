@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import zmq
+
 from core_proc.engine import EngineCore
 from core_proc.loop import CoreLoop
 from protocol.api_core import (
@@ -33,6 +35,7 @@ from protocol.core_worker import decode_from_core as decode_step
 from protocol.frame_sequence import Flag
 from protocol.lifecycle import Role, Suspect
 from protocol.message import Message, encode
+from protocol.runtime import SystemProcesses
 from protocol.sampling import SamplingParams
 from tests.core.fake_worker import FakeWorker
 from tests.played_child import PlayedChild
@@ -198,7 +201,13 @@ class Bench:
     def _start_core(self, epoch: int) -> None:
         self.child = PlayedChild(Role.CORE, self._run_dir.name, epoch, **self._settings)
         self.engine = EngineCore(self.child.config)
-        self.loop = CoreLoop(self.child, self.engine)
+        self.loop = CoreLoop(
+            self.child,
+            self.engine,
+            clock=time,
+            poller=zmq.Poller(),
+            processes=SystemProcesses(),
+        )
 
     def __enter__(self) -> "Bench":
         return self

@@ -11,6 +11,7 @@ import zmq
 from core_proc.watch import DeathWatch
 from core_proc.workers import WorkerGroup
 from protocol.core_worker import ModelFacts, WorkerHello
+from protocol.runtime import SystemProcesses
 
 FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])
 
@@ -99,7 +100,7 @@ def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 30.0) -> bool:
 
 def test_a_watched_death_is_found_once_and_by_its_peer(process: subprocess.Popen[bytes]) -> None:
     poller = zmq.Poller()
-    watch = DeathWatch(poller)
+    watch = DeathWatch(poller, SystemProcesses())
     assert watch.add(b"peer", process.pid)
     assert watch.dead(dict(poller.poll(0))) == []
     watch.kill(b"peer")
@@ -115,7 +116,7 @@ def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
     process: subprocess.Popen[bytes],
 ) -> None:
     poller = zmq.Poller()
-    watch = DeathWatch(poller)
+    watch = DeathWatch(poller, SystemProcesses())
     assert watch.add(b"peer", process.pid)
     watch.add(b"peer", 0)
     process.kill()
@@ -127,5 +128,5 @@ def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
 def test_a_process_that_cannot_be_watched_is_said_to_be_so(pid: int) -> None:
     """No number is an error: it comes from the wire. The core itself is nobody's process."""
     poller = zmq.Poller()
-    assert not DeathWatch(poller).add(b"peer", pid)
+    assert not DeathWatch(poller, SystemProcesses()).add(b"peer", pid)
     assert poller.sockets == []

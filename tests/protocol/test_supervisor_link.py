@@ -6,7 +6,6 @@ from typing import cast
 
 import pytest
 
-from protocol import supervisor_link
 from protocol.channel import DealerChannel, Received
 from protocol.lifecycle import (
     REPEAT_S,
@@ -53,10 +52,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(supervisor_link, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def channel() -> PlayedChannel:
 
 @pytest.fixture
 def link(channel: PlayedChannel, clock: Clock) -> SupervisorLink:
-    return SupervisorLink(cast(DealerChannel, channel), EPOCH)
+    return SupervisorLink(cast(DealerChannel, channel), EPOCH, clock)
 
 
 def test_what_holds_is_said_again_and_nothing_else(

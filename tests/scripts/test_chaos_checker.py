@@ -1,4 +1,4 @@
-"""The checker of chaos runs: whatever is planted into a recorded stream, it must find."""
+"""The checker of chaos runs finds every bug that is planted into a recorded stream."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def usage(num_tokens: int) -> Message:
 
 
 def stream(event: Callable[..., Message]) -> list[Message]:
-    """Two choices, interleaved; neighbours differ, and ids come again later."""
+    """Two choices, interleaved; neighbours differ, and ids repeat later."""
     ids = [(7 * position) % 11 for position in range(NUM_TOKENS)]
     messages = [event(token_id, index) for token_id in ids for index in (0, 1)]
     for index in (0, 1):
@@ -53,7 +53,7 @@ def stream(event: Callable[..., Message]) -> list[Message]:
 
 
 def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None = None) -> Recording:
-    """One event every 0.1 s, from 0 on; the end comes with the last one."""
+    """One event every 0.1 s, starting at 0; the end comes with the last one."""
     names = [""] * len(messages) if ids is None else ids
     events = [
         Event(0.1 * i, json.dumps(message), name)
@@ -66,7 +66,7 @@ def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None =
 
 
 def ids_of(messages: list[Message]) -> list[str]:
-    """As our servers would name them: how many tokens of each choice were told."""
+    """Event ids in Troika's format: the token counts of each choice."""
     told, names = [0, 0], []
     for message in messages:
         for choice in message["choices"]:
@@ -80,7 +80,7 @@ def harms(messages: list[Message], golden: list[Message], end: End = End.DONE) -
 
 
 @pytest.mark.parametrize("event", [completion, chat])
-def test_equal_streams_are_equal_however_they_are_cut(event: Callable[..., Message]) -> None:
+def test_equal_streams_are_equal_in_any_pieces(event: Callable[..., Message]) -> None:
     """Pieces may be joined, and the number of cached tokens may differ."""
     golden = stream(event)
     assert not harms(golden, golden)
@@ -169,8 +169,8 @@ def found(recording: Recording, golden: list[Message], excuse: Excuse) -> set[Ha
     return {violation.harm for violation in check_stream(recording, record(golden), excuse)}
 
 
-def test_stream_that_is_cut_is_lost_unless_who_held_it_was_killed() -> None:
-    """Right then, and not at any time."""
+def test_broken_stream_is_lost_unless_the_process_that_held_it_died() -> None:
+    """The break must follow the death at once."""
     golden = stream(completion)
     cut = record(golden[:12], End.CUT)
     killed = Excuse([cut.ended_at - 0.01])
@@ -183,13 +183,13 @@ def test_stream_that_is_cut_is_lost_unless_who_held_it_was_killed() -> None:
 
 
 @pytest.mark.parametrize("end", [End.TIMEOUT, End.UNREACHABLE, End.DECLINED, End.GARBLED])
-def test_who_held_it_was_killed_excuses_a_break_and_nothing_else(end: End) -> None:
-    """A stream that hangs was not told that it is broken; the socket refuses nobody."""
+def test_the_death_of_a_holder_excuses_a_break_only(end: End) -> None:
+    """It excuses neither a silent stream nor a refused connection."""
     recording = record(stream(completion)[:12], end)
     assert found(recording, stream(completion), Excuse([recording.ended_at]))
 
 
-def test_answer_that_breaks_after_its_end_has_no_end() -> None:
+def test_answer_that_breaks_after_done_has_no_end() -> None:
     golden = stream(completion)
     recording = record(golden)
     recording.problem = "no end"
@@ -197,8 +197,8 @@ def test_answer_that_breaks_after_its_end_has_no_end() -> None:
     assert not found(recording, golden, Excuse([recording.ended_at]))
 
 
-def test_whoever_comes_back_must_have_been_cut_by_a_death() -> None:
-    """Nor may a connection be refused, or the request be sent away, but where all has died."""
+def test_resumed_stream_must_have_been_broken_by_a_death() -> None:
+    """A refused connection or a 503 is excused only if the whole engine died."""
     golden = stream(completion)
     recording = record(golden)
     recording.breaks = [1.0]
@@ -254,8 +254,8 @@ PREFIX_BUGS: dict[str, tuple[Callable[[list[Message]], Any], Harm]] = {
 
 
 @pytest.mark.parametrize("bug", PREFIX_BUGS)
-def test_planted_bugs_are_found_in_streams_that_were_left(bug: str) -> None:
-    """A beginning of everything is no beginning of the whole."""
+def test_planted_bugs_are_found_in_abandoned_streams(bug: str) -> None:
+    """Prefixes of tokens, text and logprobs must end together."""
     golden = stream(completion)
     if bug == "text of more tokens":
         for message in golden[:-1]:
@@ -272,12 +272,12 @@ def test_events_after_the_end_are_found() -> None:
     recording = record(golden)
     recording.events += recording.events[-2:]
     assert found(recording, golden, Excuse()) == {Harm.DUPLICATED, Harm.MISMATCHED}
-    recording.events[-2:] = recording.events[-1:]  # the mark alone, twice
+    recording.events[-2:] = recording.events[-1:]  # [DONE] alone, twice
     assert found(recording, golden, Excuse()) == {Harm.DUPLICATED}
 
 
-def test_role_told_twice_is_found_where_it_is_told_once() -> None:
-    """Some servers tell it with each piece; pieces may be joined."""
+def test_repeated_role_is_found_where_the_golden_run_has_one() -> None:
+    """Some servers repeat the role in each piece; pieces may be joined."""
     role = chat(1)
     role["choices"][0].update(delta={"role": "assistant", "content": ""}, logprobs=None)
     golden = [role, *stream(chat)]
@@ -305,7 +305,7 @@ def test_logprobs_are_compared_where_some_columns_are_empty() -> None:
 
 
 def test_ids_of_events_count_the_tokens() -> None:
-    """Whoever comes back with such an id would otherwise miss some, or read them twice."""
+    """A client that resumes with a wrong id would miss tokens, or get some twice."""
     messages = stream(completion)
     ids = ids_of(messages)
     golden = record(messages, ids=ids)
@@ -313,7 +313,7 @@ def test_ids_of_events_count_the_tokens() -> None:
     ids[7] = "req.1.4-5"
     (violation,) = check_stream(record(messages, ids=ids), golden)
     assert violation.harm is Harm.MISMATCHED
-    for message in messages[:-1]:  # also where the ids are all that tells
+    for message in messages[:-1]:  # also if only the ids have counts
         message["choices"][0]["token_ids"] = []
     names = [*ids_of(stream(completion))[:-1], "req.1.20-19u"]
     plain = record(messages, ids=ids_of(stream(completion)))
@@ -346,7 +346,7 @@ BAD_REFERENCES: dict[str, Callable[[list[Message]], Any]] = {
 
 
 @pytest.mark.parametrize("bug", BAD_REFERENCES)
-def test_golden_run_that_is_wrong_itself_is_no_reference(bug: str) -> None:
+def test_invalid_golden_run_is_rejected(bug: str) -> None:
     messages = finish_at_length(stream(completion))
     assert not reference_problems([REQUEST], [record(messages)])
     BAD_REFERENCES[bug](messages)

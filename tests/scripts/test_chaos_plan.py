@@ -1,4 +1,4 @@
-"""Chaos runs: requests and plans from a seed, places of faults, stalls, the table."""
+"""Chaos runs: requests and plans from a seed, failpoints of faults, stalls, the table."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_plan_is_a_function_of_the_seed_and_holds_every_cell() -> None:
 
 @pytest.mark.parametrize(("fault", "phase"), PAIRS)
 def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phase) -> None:
-    """Nobody kills itself but a victim, or who is to become one."""
+    """Only a victim, or a process that is to become one, kills itself."""
     for seed in range(20):
         cell = Cell(1, fault, phase, seed)
         where, second = place(cell, random.Random(seed)), sequel(cell)
@@ -83,7 +83,7 @@ def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phas
 
 
 def test_places_are_reached_with_any_number_of_streams() -> None:
-    """Half of the streams run, so no more than that many are accepted before some wait."""
+    """Half of the streams run, so no more than that are accepted before the others wait."""
     for num_streams in (4, 8, 16, 32, 64):
         for seed in range(50):
             where = place(Cell(1, Fault.CORE, Phase.QUEUED, 1), random.Random(seed), num_streams)
@@ -115,7 +115,7 @@ def test_no_stall_without_an_event_before_and_after_a_kill() -> None:
     assert stall_s(recording(3.0, 4.0), [2.5]) is None
 
 
-def test_silence_that_begins_before_everybody_is_back_is_a_stall() -> None:
+def test_silence_that_begins_before_the_recovery_is_a_stall() -> None:
     """However long after the kill."""
     late = recording(0.0, 0.9, 1.1, 2.2, 60.0, 60.1)
     assert stall_s(late, [1.0]) == pytest.approx(1.1)
@@ -130,7 +130,7 @@ def test_wait_is_for_the_first_event_of_streams_that_had_not_begun() -> None:
     assert wait_s(recording(3.0), []) is None
 
 
-def test_each_notice_is_of_one_death() -> None:
+def test_each_notice_belongs_to_one_death() -> None:
     kills = [Kill(time, "core", 5, "outside") for time in (1.0, 1.001, 2.0, 3.0)]
     found = detections_s(kills, [0.5, 1.01, 1.02, 2.5])
     assert found == [pytest.approx(0.01), pytest.approx(0.019), pytest.approx(0.5), None]
@@ -155,8 +155,8 @@ def stream(opened_at: float, *times: float, end: End = End.DONE) -> Recording:
         (Phase.ABORT, stream(1.0, 4.0, end=End.LEFT), stream(1.0, 6.0, end=End.LEFT)),
     ],
 )
-def test_a_kill_in_another_phase_is_told(phase: Phase, right: Recording, wrong: Recording) -> None:
-    """By what the streams had brought until then."""
+def test_a_kill_in_another_phase_is_found(phase: Phase, right: Recording, wrong: Recording) -> None:
+    """From the events of the streams until the kill."""
     assert phase_problem(phase, [5.0, 8.0], [right]) is None
     assert phase_problem(phase, [5.0, 8.0], [wrong]) is not None
     assert phase_problem(phase, [], [wrong]) is None
@@ -168,7 +168,7 @@ def result(number: int, **more: object) -> RoundResult:
 
 
 def test_table_and_document() -> None:
-    """A stream counts once for each harm; everything is in the document."""
+    """A stream counts once for each kind of damage; the document has all results."""
     bad = [Violation(Harm.LOST, "greedy-1", "end"), Violation(Harm.LOST, "greedy-1", "no finish")]
     results = [result(1, stalls_s=[0.25, 0.5]), result(2, violations=bad)]
     lines = report.table(results).splitlines()
@@ -183,11 +183,11 @@ def test_table_and_document() -> None:
     assert (document["seed"], document["violations"], len(document["rounds"])) == (3, 2, 2)
 
 
-def test_figures_of_a_fault_are_of_kills_while_all_else_was_in_order() -> None:
+def test_figures_of_a_fault_exclude_kills_during_a_recovery() -> None:
     kills = [Kill(1.0, "core", 5, "outside"), Kill(2.0, "core", 6, "outside")]
     results = [result(1, stalls_s=[0.25]), result(2, stalls_s=[7.0]), result(3, stalls_s=[9.0])]
     results[1].kills = kills
-    results[2].missed = "nobody was there to be killed"
+    results[2].missed = "no process was there to kill"
     (line,) = report.singles(results)
     assert line.startswith("core, 1 kills")
     assert "1 streams stalled 0.250 / 0.250 / 0.250 s" in line
@@ -208,7 +208,7 @@ def test_quantiles(share: float, value: int) -> None:
 
 
 def test_processes_are_found_and_killed_from_outside() -> None:
-    """By their environment and by their command line; the dead are nobody."""
+    """By their environment and by their command line; dead processes are not found."""
     script = "print(1, flush=True); import time; time.sleep(60)  # marked-for-this-test"
     environ = {**os.environ, "CHAOS_MARK": str(os.getpid())}
     command = [sys.executable, "-c", script]

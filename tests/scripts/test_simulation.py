@@ -1,19 +1,23 @@
-"""The simulation: the same seed is the same run, planted bugs are found, and nothing else is."""
+"""The simulation: a seed reproduces its run, and planted bugs are found."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import zmq
 
 from protocol.core_worker import ModelFacts
 from scripts import simulate_faults
-from scripts.simulation.batch import Batch, Tally, run_batch, run_chunk
+from scripts.simulation.batch import Batch, Tally, run_batch, run_chunk, silence
 from scripts.simulation.model import expected_stream, next_token_id
-from scripts.simulation.oracle import VERDICTS
+from scripts.simulation.oracle import VERDICTS, Oracle, Stream
+from scripts.simulation.patched_os import FAILPOINT_MODULES
 from scripts.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, make_plan
 from scripts.simulation.planted import PLANTS
 from scripts.simulation.report import verdicts
@@ -26,23 +30,23 @@ NUM_SEEDS = 10_000
 """In each mode, if the machine is fast enough."""
 LIMIT_S = 3.0
 LEAST_SEEDS = 100
-"""However slow it is: among so many every kind of fault happens."""
+"""Every kind of fault happens within this number of seeds."""
 PLANT_SEEDS = 600
-"""Within so many a planted bug must show."""
+"""A planted bug must be found within this number of seeds."""
 RARE = {
     "forget-pause": frozenset({"kill", "pause"}),
     "promote-old-epoch": frozenset({"kill"}),
     "resume-other-seed": frozenset({"kill", "disconnect"}),
     "drain-at-once": frozenset({"kill"}),
 }
-"""Faults under which a bug shows often that seldom does under all of them."""
+"""Faults under which a bug shows often that is rare under all of them."""
 ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once"}
 """Bugs that show only where faults end."""
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_wrong_is_seen_under_any_fault(mode: str) -> None:
-    """As many seeds as fit into the time; `scripts.simulate_faults` runs more."""
+def test_no_violation_under_any_fault(mode: str) -> None:
+    """Run as many seeds as fit into the time; `scripts.simulate_faults` runs more."""
     jobs = min(2, len(os.sched_getaffinity(0)))
     tally = run_batch(Batch(mode, 0, LEAST_SEEDS, ALL), jobs)
     rest = Batch(mode, LEAST_SEEDS, NUM_SEEDS - LEAST_SEEDS, ALL)
@@ -67,7 +71,7 @@ def test_nothing_wrong_is_seen_under_any_fault(mode: str) -> None:
     assert kinds <= set(tally.counts), "a kind of fault did not happen"
 
 
-def test_the_same_seed_is_the_same_run_in_another_process_and_another_seed_is_not() -> None:
+def test_a_seed_reproduces_its_run_in_another_process() -> None:
     hashes = []
     for hash_seed in ("1", "2"):
         command = [sys.executable, "-m", "scripts.simulate_faults", "--seeds", "30", "--jobs", "1"]
@@ -118,7 +122,7 @@ def run_seeds(mode: str, seeds: Iterable[int], kinds: frozenset[str]) -> Tally:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_clients_read_on_where_they_were_when_the_api_dies_over_a_bad_disk(mode: str) -> None:
+def test_clients_resume_after_the_death_of_the_api_on_a_failing_disk(mode: str) -> None:
     kinds = frozenset({"kill", "disconnect", "disk"})
     seeds = [seed for seed in range(200) if make_plan(seed, mode, kinds).journal is not None]
     tally = run_seeds(mode, seeds[:30], kinds)
@@ -128,7 +132,7 @@ def test_clients_read_on_where_they_were_when_the_api_dies_over_a_bad_disk(mode:
     assert any(kind.startswith("disk") for kind in tally.counts)
 
 
-def test_standbys_take_the_places_of_the_dead_and_others_wait_in_theirs() -> None:
+def test_standbys_are_promoted_and_replaced() -> None:
     kinds = frozenset({"kill"})
     recoveries = {seed: make_plan(seed, "progress", kinds).config.recovery for seed in range(400)}
     seeds = [s for s, r in recoveries.items() if r.standby_workers and r.standby_cores]
@@ -142,12 +146,12 @@ def test_standbys_take_the_places_of_the_dead_and_others_wait_in_theirs() -> Non
     ("plant", "name"),
     [("drop-token", "lost"), ("repeat-token", "duplicated"), ("stateful-random", "mismatched")],
 )
-def test_the_table_calls_bugs_by_their_names(plant: str, name: str) -> None:
+def test_the_table_names_the_kind_of_a_bug(plant: str, name: str) -> None:
     found = verdicts(run_chunk(Batch("progress", 0, 20, ALL, plant)))
     assert found.most_common(1)[0][0] == name
 
 
-def test_every_stream_ends_where_nothing_goes_wrong() -> None:
+def test_every_stream_ends_without_faults() -> None:
     tally = run_chunk(Batch("progress", 0, 20, frozenset()))
     assert tally.violations == []
     assert set(tally.counts) == {"end", "end at rest"}
@@ -155,14 +159,14 @@ def test_every_stream_ends_where_nothing_goes_wrong() -> None:
 
 
 @pytest.mark.parametrize("kind", FRAME_FAULTS)
-def test_harmed_frames_alone_cost_nothing_but_time(kind: str) -> None:
-    """One kind at a time, and no death that would repair its harm by the way."""
+def test_damaged_frames_alone_violate_nothing(kind: str) -> None:
+    """One kind at a time, without a death whose recovery would repair its damage."""
     tally = run_chunk(Batch("progress", 0, 30, frozenset({kind})))
     assert tally.violations == []
     assert tally.counts[kind] > 0
 
 
-def test_a_plan_holds_only_the_faults_that_were_asked_for() -> None:
+def test_a_plan_has_only_the_requested_faults() -> None:
     for seed in range(50):
         plan = make_plan(seed, "safety", frozenset({"kill", "drop"}))
         assert {fault.kind for fault in plan.faults} <= {"kill"}
@@ -170,7 +174,7 @@ def test_a_plan_holds_only_the_faults_that_were_asked_for() -> None:
         assert plan.failpoint_rate == 0.0
 
 
-def test_the_model_depends_on_context_prompt_and_seed_and_on_nothing_else() -> None:
+def test_the_model_depends_on_context_prompt_and_seed_only() -> None:
     known = [5, 6, 7, 8, 9]
     tokens = [next_token_id(known, n, seed, VOCAB_SIZE) for n in (2, 3) for seed in (1, 2)]
     assert len(set(tokens)) == 4
@@ -187,7 +191,7 @@ def simulate_facts() -> ModelFacts:
     return ModelFacts("simulated", VOCAB_SIZE, 64, 4, 33, [2])
 
 
-def test_the_command_fails_and_names_the_seed_where_something_is_wrong(
+def test_the_command_fails_and_prints_the_seed_of_a_violation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["--seeds", "10", "--jobs", "1", "--mode", "progress"]
@@ -204,6 +208,55 @@ def test_the_command_prints_the_events_of_one_seed(capsys: pytest.CaptureFixture
     assert len(lines) > 50
 
 
+def test_a_run_replaces_no_global_but_the_failpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops get clock, poller, sockets and processes as arguments."""
+    packages = ("api_proc.", "core_proc.", "worker_proc.", "protocol.", "scripts.supervisor.")
+    modules = [module for name, module in sys.modules.items() if name.startswith(packages)]
+
+    def snapshot() -> dict[tuple[str, str], object]:
+        return {
+            (module.__name__, name): value
+            for module in modules
+            for name, value in vars(module).items()
+        }
+
+    during: list[dict[tuple[str, str], object]] = []
+    accepted = Oracle.accepted
+
+    def accept(oracle: Oracle, *arguments: Any) -> Stream:
+        during.append(snapshot())
+        return accepted(oracle, *arguments)
+
+    monkeypatch.setattr(Oracle, "accepted", accept)
+    before = snapshot()
+    run_seed(0, "progress")
+    replaced = {key for key, value in during[0].items() if before.get(key) is not value}
+    assert {module for module, _ in replaced} == {m.__name__ for m in FAILPOINT_MODULES}
+    assert {name for _, name in replaced} == {"failpoint"}
+    assert snapshot() == before
+
+
+def test_a_run_calls_no_real_clock_socket_or_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that ignores its arguments would make runs depend on the machine."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("the simulation must not reach the operating system")
+
+    seeds = [s for s in range(40) if make_plan(s, "progress", ALL).journal is not None]
+    with silence():
+        for module, names in {
+            time: ("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "sleep"),
+            os: ("pidfd_open",),
+            signal: ("pidfd_send_signal",),
+            zmq: ("Context", "Poller"),
+        }.items():
+            for name in names:
+                monkeypatch.setattr(module, name, refuse)
+        outcomes = [run_seed(seed, "progress") for seed in (*range(5), *seeds[:3])]
+        monkeypatch.undo()
+    assert [outcome.violation for outcome in outcomes] == [None] * 8
+
+
 def test_unknown_faults_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         simulate_faults.main(["--faults", "kill,earthquake"])
@@ -212,7 +265,7 @@ def test_unknown_faults_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Idler(Process):
-    """Notes when it is called."""
+    """Records when its turns are called."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "idler")
@@ -223,7 +276,7 @@ class Idler(Process):
         return None
 
 
-def test_a_stopped_process_does_nothing_until_it_is_resumed_and_a_dead_one_nothing_at_all() -> None:
+def test_a_stopped_process_takes_its_turn_after_the_resume_and_a_dead_one_none() -> None:
     world = World(1)
     idler = Idler(world)
     start = world.now

@@ -1,4 +1,4 @@
-"""The soak: its judgement on made-up readings, its light client, and a short run of it all."""
+"""The soak: its verdict on made-up snapshots, its light client, and a short run."""
 
 import asyncio
 import json
@@ -13,21 +13,21 @@ import pytest
 
 from protocol.core_worker import ModelFacts
 from scripts.soak import clients
-from scripts.soak.census import ProcessReading, Reading
 from scripts.soak.clients import Lost, Place, SoakClient, read_reply
 from scripts.soak.http_connection import ConnectionBroken, HttpConnection, Reply
-from scripts.soak.killing import ROLES, draw_blows
+from scripts.soak.injection import ROLES, draw_faults
 from scripts.soak.report import Tally, broken_bounds, counts_of, lives_of, theil_sen
 from scripts.soak.requests import SoakRequest, Way, Workload, problem_of
+from scripts.soak.resource_snapshot import ProcessSnapshot, ResourceSnapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 FACTS = ModelFacts("null", 1000, 512, 16, 64, [2])
 
 
-def reading(
+def snapshot(
     num_requests: int = 0, *, rss: int = 100 * MIB, num_fds: int = 9, **counts: int
-) -> Reading:
+) -> ResourceSnapshot:
     """An engine with one process."""
     fields = dict.fromkeys(
         (
@@ -37,17 +37,17 @@ def reading(
             "num_strays",
             "num_held",
             "kv_usage_ppm",
-            "num_unasked_restarts",
+            "num_unexpected_restarts",
         ),
         0,
     )
-    process = ProcessReading(7, "core", rss, rss, rss, num_fds, 4)
+    process = ProcessSnapshot(7, "core", rss, rss, rss, num_fds, 4)
     gauges = {"sessions": counts.pop("num_sessions", 0)}
-    return Reading(num_requests, 0.0, [process], **(fields | counts), gauges=gauges)
+    return ResourceSnapshot(num_requests, 0.0, [process], **(fields | counts), gauges=gauges)
 
 
 def test_theil_sen_ignores_outliers() -> None:
-    """A third of wild values does not move it."""
+    """A third of outliers does not move the slope."""
     xs = [float(x) for x in range(30)]
     ys = [2.0 * x + (500.0 if x % 4 == 0 else 0.0) for x in xs]
     assert theil_sen(xs, ys) == pytest.approx(2.0)
@@ -56,21 +56,21 @@ def test_theil_sen_ignores_outliers() -> None:
 
 @pytest.mark.parametrize(("growth_mib", "is_broken"), [(0.9, False), (1.2, True), (-3.0, False)])
 def test_growth_past_the_bound_is_found(growth_mib: float, is_broken: bool) -> None:
-    """Per 10,000 requests, behind noise, and with a warm-up that grows more."""
+    """Per 10,000 requests, with noise, and with a warm-up that grows more."""
     rng = random.Random(1)
-    readings = [reading(x, rss=50 * MIB + 20_000 * x) for x in range(0, 5000, 500)]
-    readings += [
-        reading(x, rss=round((200 + growth_mib * x / 10_000 + rng.gauss(0, 0.2)) * MIB))
+    snapshots = [snapshot(x, rss=50 * MIB + 20_000 * x) for x in range(0, 5000, 500)]
+    snapshots += [
+        snapshot(x, rss=round((200 + growth_mib * x / 10_000 + rng.gauss(0, 0.2)) * MIB))
         for x in range(5000, 40_000, 500)
     ]
-    lives = lives_of(readings)
+    lives = lives_of(snapshots)
     assert lives[0].slope_mib == pytest.approx(growth_mib, abs=0.08)
     assert bool(broken_bounds(Tally(), lives, [])) is is_broken
 
 
 def test_brief_lives_have_no_slope() -> None:
-    """A process that is killed soon has shown its warm-up and nothing else."""
-    lives = lives_of([reading(x, rss=x * MIB) for x in range(0, 9500, 500)])
+    """The memory of a process that is killed soon shows its warm-up only."""
+    lives = lives_of([snapshot(x, rss=x * MIB) for x in range(0, 9500, 500)])
     assert lives[0].slope_mib is None
     assert not broken_bounds(Tally(), lives, [])
 
@@ -86,19 +86,19 @@ def test_brief_lives_have_no_slope() -> None:
         "num_held",
         "kv_usage_ppm",
         "num_sessions",
-        "num_unasked_restarts",
+        "num_unexpected_restarts",
     ],
 )
-def test_counts_that_do_not_come_back_are_found(field: str) -> None:
-    """One more of anything is one too many; fewer are welcome."""
-    low, high = reading(**{field: 9}), reading(**{field: 10})
+def test_counts_that_have_grown_are_found(field: str) -> None:
+    """A count may fall, but not grow."""
+    low, high = snapshot(**{field: 9}), snapshot(**{field: 10})
     assert len(broken_bounds(Tally(), [], counts_of(low, high))) == 1
     assert not broken_bounds(Tally(), [], counts_of(high, low))
     assert not broken_bounds(Tally(), [], counts_of(low, low))
 
 
 def test_wrong_answers_are_found() -> None:
-    """A token changed, dropped or repeated; an early end; a wrong beginning for one that left."""
+    """A changed, dropped or repeated token, an early end, a wrong prefix of an abandoned answer."""
     workload = Workload(1, FACTS, frozenset([1]), 0.5)
     request = SoakRequest(0, Way.WHOLE, [5, 6, 7, 8], 6, 0)
     right = workload.expected(request, 6)
@@ -124,7 +124,7 @@ STREAM = chunk(5) + chunk(6, "length") + DONE
 
 
 def test_streams_are_read_to_one_end() -> None:
-    """Also those of clients that mean to leave, unless they have left."""
+    """Also the streams of clients that mean to leave, unless they have left."""
     leaving = SoakRequest(0, Way.LEAVE, [5], 512, 9)
     for request in (leaving, SoakRequest(0, Way.STREAM, [5], 2, 0)):
         assert read_reply(request, Reply(200, STREAM)) == ([5, 6], "length")
@@ -156,10 +156,10 @@ def test_usage_counts_the_tokens() -> None:
 def test_only_a_race_with_an_idle_connection_is_sent_again(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, is_lost: bool
 ) -> None:
-    """A kept connection that is closed later was closed instead of an answer."""
+    """A kept connection that is closed later is an error."""
     workload, tally = Workload(1, FACTS, frozenset(), 0.0), Tally()
     if not is_lost:
-        monkeypatch.setattr(clients, "_RACE_S", 30.0)  # the machine may be slower than the race
+        monkeypatch.setattr(clients, "_RACE_S", 30.0)  # the machine may be slow
 
     def answer(body: bytes) -> bytes:
         asked = json.loads(body)
@@ -191,20 +191,20 @@ def test_only_a_race_with_an_idle_connection_is_sent_again(
             await client.close()
 
     asyncio.run(main())
-    assert (tally.num_lost, tally.num_repeated) == ((1, 0) if is_lost else (0, 1))
+    assert (tally.num_lost, tally.num_resent) == ((1, 0) if is_lost else (0, 1))
     assert tally.num_right == 2 - is_lost
 
 
-def test_blows_hit_the_roles_in_turn() -> None:
-    blows = draw_blows(random.Random(1), 10, 90, 5, 4)
-    assert [blow.point for blow in blows] == sorted(blow.point for blow in blows)
+def test_faults_hit_the_roles_in_turn() -> None:
+    faults = draw_faults(random.Random(1), 10, 90, 5, 4)
+    assert [fault.point for fault in faults] == sorted(fault.point for fault in faults)
     for number, count in ((signal.SIGKILL, 5), (signal.SIGSTOP, 4)):
-        roles = [blow.role for blow in blows if blow.number is number]
+        roles = [fault.role for fault in faults if fault.number is number]
         assert roles == [ROLES[i % len(ROLES)] for i in range(count)]
 
 
 def test_requests_depend_on_seed_and_number_only() -> None:
-    """And use every way."""
+    """They use every path to the engine."""
     one, same, other = (Workload(seed, FACTS, frozenset([3]), 0.25) for seed in (1, 1, 2))
     requests = [one.request(number) for number in range(50)]
     assert [same.request(number) for number in reversed(range(50))] == requests[::-1]
@@ -213,7 +213,7 @@ def test_requests_depend_on_seed_and_number_only() -> None:
 
 
 def exchange(answers: list[list[bytes]], **ask: int) -> list[Reply | Exception]:
-    """Ask a server once per answer, which it gives in these pieces; then it hangs up."""
+    """Ask a server that sends each answer in these pieces and then closes the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for pieces in answers:
@@ -260,8 +260,8 @@ def test_connection_is_kept_for_answers_in_any_pieces() -> None:
     ]
 
 
-def test_connection_that_breaks_says_whether_an_answer_had_begun() -> None:
-    """Only an untouched one may be repeated."""
+def test_broken_connection_reports_whether_an_answer_had_begun() -> None:
+    """A request may be sent again only if no byte was answered."""
     for pieces, is_untouched in (([], True), ([CHUNKED[:70]], False), ([WHOLE[:-1]], False)):
         (broken,) = exchange([pieces])
         assert isinstance(broken, ConnectionBroken)
@@ -269,7 +269,7 @@ def test_connection_that_breaks_says_whether_an_answer_had_begun() -> None:
 
 
 def test_client_leaves_in_the_middle() -> None:
-    """After the first event, though the server goes on."""
+    """After the first event, while the server continues."""
     (reply,) = exchange([[CHUNKED[:66], CHUNKED[66:]]], leave_after=1)
     assert isinstance(reply, Reply)
     assert reply.body.startswith(b"data: 1\n\n")
@@ -280,7 +280,7 @@ def test_client_leaves_in_the_middle() -> None:
 
 
 def test_short_soak(tmp_path: Path) -> None:
-    """Real processes, kills, disconnects: everything is right, and everything comes back."""
+    """Real processes, kills, disconnects: every answer is right, and no count grows."""
     report = tmp_path / "soak.json"
     command = [sys.executable, "-m", "scripts.soak", "--json", str(report), "--concurrency", "16"]
     command += ["--requests", "500", "--kills", "3", "--stops", "1"]

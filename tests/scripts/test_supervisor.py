@@ -27,6 +27,7 @@ from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.supervised import Slot
 from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
 from scripts.supervisor.supervisor import Supervisor
+from scripts.supervisor.system import System
 from tests.system.conftest import eventually
 
 CONFIG = configure(model="null", tensor_parallel_size=2)
@@ -43,7 +44,7 @@ def run_dir() -> Iterator[RunDir]:
 
 
 def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir,
 ) -> None:
     """One rank's failure is to kill the other, which has no process either; tries are counted."""
     tries: list[str] = []
@@ -52,7 +53,6 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
         tries.append(module)
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(process_table, "Child", refuse)
     config: EngineConfig = msgspec.structs.replace(
         CONFIG, run=msgspec.structs.replace(CONFIG.run, run_dir=run_dir.path)
     )
@@ -64,6 +64,7 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
         listener=None,
         parent_fd=None,
         started_at=time.monotonic(),
+        system=System(start_child=refuse),
     )
     read_fd, write_fd = os.pipe()
     assert starting.run(read_fd) == 1
@@ -85,7 +86,7 @@ class StillChild:
 def test_the_dead_are_found_where_they_are_by_then() -> None:
     """The last words of one may move another, as when an API's successor is ready."""
     pages = Pages([])
-    table = process_table.ProcessTable(CONFIG, zmq.Poller(), pages, None)
+    table = process_table.ProcessTable(CONFIG, zmq.Poller(), pages, None, System())
     old, new, core = StillChild(3), StillChild(4), StillChild(5)
     api, next_api = Slot(Role.API), Slot(Role.API, 1)
     table._children = {api: old, next_api: new, Slot(Role.CORE): core}  # type: ignore[dict-item]
@@ -109,11 +110,10 @@ class MournedChild(Child):
 
 
 def test_successor_is_started_when_its_predecessor_is_reaped(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_dir: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Killed, stopped and hanging alike: a zombie could still send what nobody expects."""
     MournedChild.predecessors.clear()
-    monkeypatch.setattr(process_table, "Child", MournedChild)
     recovery = msgspec.structs.replace(CONFIG.recovery, hang_timeout_s=1.0, standby_cores=0)
     config: EngineConfig = msgspec.structs.replace(
         CONFIG,
@@ -128,6 +128,7 @@ def test_successor_is_started_when_its_predecessor_is_reaped(
         listener=None,
         parent_fd=None,
         started_at=time.monotonic(),
+        system=System(start_child=MournedChild),
     )
     read_fd, write_fd = os.pipe()
     harm = threading.Thread(target=_harm, args=(running, write_fd))

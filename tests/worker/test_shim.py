@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from protocol.channel import HighWaterMark, Received, RouterChannel
 from protocol.core_worker import (
@@ -159,7 +160,7 @@ class Bench:
     def __init__(self, run_dir: str, runner: FakeRunner) -> None:
         self.child = PlayedChild(Role.WORKER, run_dir, OWN_EPOCH)
         self.core = self.bind()
-        self.loop = WorkerLoop(self.child, runner)
+        self.loop = WorkerLoop(self.child, runner, clock=time, poller=zmq.Poller())
         self.received: list[tuple[Received, WorkerToCore]] = []
 
     def bind(self) -> RouterChannel:

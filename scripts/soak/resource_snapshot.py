@@ -1,4 +1,4 @@
-"""Counts what an engine holds: memory, descriptors, threads, processes, zombies, sockets."""
+"""Counts the resources of an engine: memory, descriptors, threads, processes, zombies, sockets."""
 
 import os
 import re
@@ -10,45 +10,45 @@ import msgspec
 _ROLLUP = re.compile(rb"^(Rss|Pss|Private_Clean|Private_Dirty): +(\d+) kB$", re.MULTILINE)
 
 
-class ProcessReading(msgspec.Struct, frozen=True):
-    """One process at one moment; bytes."""
+class ProcessSnapshot(msgspec.Struct, frozen=True):
+    """One process at one moment; sizes in bytes."""
 
     pid: int
     role: str
     rss: int
     pss: int
-    """Its share of what it shares; 0 where the system does not tell."""
+    """Proportional share of shared memory; 0 if the system does not report it."""
     private: int
-    """What nobody shares with it; 0 where the system does not tell."""
+    """Memory that is not shared; 0 if the system does not report it."""
     num_fds: int
     num_threads: int
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ResourceSnapshot(msgspec.Struct, frozen=True):
     """A whole engine at one moment."""
 
     num_requests: int
-    """Ended so far."""
+    """Requests that have ended."""
     elapsed_s: float
-    processes: list[ProcessReading]
+    processes: list[ProcessSnapshot]
     num_zombies: int
     num_sockets: int
     """In the run directory."""
     num_files: int
     """In the run directory, sockets included."""
     num_strays: int
-    """Processes of the engine that do not descend from this one any more."""
+    """Processes of the engine that are not descendants of this process any more."""
     num_held: int
     """Requests in the core and in the ledger of the embedding client."""
     kv_usage_ppm: int
     """Millionths of the KV blocks."""
-    num_unasked_restarts: int
-    """Of processes that nobody has killed."""
+    num_unexpected_restarts: int
+    """Restarts of processes that the soak has not killed."""
     gauges: dict[str, int]
-    """What the API says that it holds, by name."""
+    """Gauges of the API by name."""
 
 
-def take_census(
+def take_snapshot(
     names: Mapping[int, str],
     run_dir: Path,
     *,
@@ -57,51 +57,47 @@ def take_census(
     living: Set[int],
     num_held: int,
     kv_usage_ppm: int,
-    num_unasked_restarts: int,
+    num_unexpected_restarts: int,
     gauges: dict[str, int],
-) -> Reading:
-    """Look at this process and all that descend from it.
+) -> ResourceSnapshot:
+    """Read the resources of this process and its descendants.
 
     Args:
-        names: roles by pid; others are called after what they run.
-        run_dir: whose files are counted.
-        num_requests: to be noted down.
-        elapsed_s: likewise.
-        living: pids known to belong to the engine, to find those that do not descend from here.
-        num_held: to be noted down.
-        kv_usage_ppm: likewise.
-        num_unasked_restarts: likewise.
-        gauges: likewise.
+        names: roles by pid; other processes are named after their program.
+        run_dir: the directory whose files are counted.
+        living: pids of the engine, to find those that are not descendants of this process.
+
+    The other arguments are recorded unchanged.
     """
-    readings, num_zombies = [], 0
+    snapshots, num_zombies = [], 0
     family = _family(os.getpid())
     for pid, is_zombie in family.items():
         if is_zombie:
             num_zombies += 1
             continue
-        reading = _read_process(pid, names.get(pid) or _program(pid))
-        if reading is not None:
-            readings.append(reading)
+        snapshot = _process_snapshot(pid, names.get(pid) or _program(pid))
+        if snapshot is not None:
+            snapshots.append(snapshot)
     files = [entry.name for entry in run_dir.iterdir()]
     num_sockets = sum(name.endswith(".sock") for name in files)
     num_strays = len(living - family.keys())
-    return Reading(
+    return ResourceSnapshot(
         num_requests,
         elapsed_s,
-        readings,
+        snapshots,
         num_zombies,
         num_sockets,
         len(files),
         num_strays,
         num_held,
         kv_usage_ppm,
-        num_unasked_restarts,
+        num_unexpected_restarts,
         gauges,
     )
 
 
 def _family(root: int) -> dict[int, bool]:
-    """Pids of a process and its descendants, and whether each is a zombie."""
+    """Return the pids of a process and its descendants, and whether each is a zombie."""
     states: dict[int, bool] = {}
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -123,8 +119,8 @@ def _family(root: int) -> dict[int, bool]:
     return family
 
 
-def _read_process(pid: int, role: str) -> ProcessReading | None:
-    """None if it is gone."""
+def _process_snapshot(pid: int, role: str) -> ProcessSnapshot | None:
+    """Return the snapshot of a process; None if it has ended."""
     proc = Path(f"/proc/{pid}")
     try:
         num_fds = len(os.listdir(proc / "fd"))
@@ -132,11 +128,11 @@ def _read_process(pid: int, role: str) -> ProcessReading | None:
         memory = _memory(proc)
     except OSError:
         return None
-    return ProcessReading(pid, role, *memory, num_fds, num_threads)
+    return ProcessSnapshot(pid, role, *memory, num_fds, num_threads)
 
 
 def _memory(proc: Path) -> tuple[int, int, int]:
-    """Resident, proportional and private bytes."""
+    """Return resident, proportional and private bytes."""
     try:
         text = (proc / "smaps_rollup").read_bytes()
     except (FileNotFoundError, PermissionError):
@@ -150,7 +146,7 @@ def _memory(proc: Path) -> tuple[int, int, int]:
 
 
 def _program(pid: int) -> str:
-    """The module that a Python process runs, or its name."""
+    """Return the module that a Python process runs, or its name."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if "-m" in words[:-1]:

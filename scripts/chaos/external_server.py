@@ -1,4 +1,4 @@
-"""Another server with OpenAI's API, to be measured by the same client under the same kills."""
+"""Another server with OpenAI's API, measured with the same client and the same kills."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ _MODELS_TIMEOUT_S = 10.0
 _RETURN_POLL_S = 0.1
 
 
-class ForeignServer:
-    """What is known of it: an address, and a way to kill something."""
+class ExternalServer:
+    """The address of a server, and a way to kill it."""
 
     def __init__(self, url: str, kill_command: str | None, kill_pattern: str | None) -> None:
         """Take the root of its API, and one of two ways to kill."""
@@ -26,17 +26,17 @@ class ForeignServer:
         self._kill_pattern = kill_pattern
 
     async def model(self) -> str:
-        """The first model that it serves.
+        """Return the first model that it serves.
 
         Raises:
             OSError: it cannot be reached.
-            Declined: it does not say.
+            Declined: it does not list its models.
         """
         page = await self.client.get("/v1/models", _MODELS_TIMEOUT_S)
         return str(json.loads(page)["data"][0]["id"])
 
     async def kill(self, rng: random.Random) -> Kill | None:
-        """Kill; None if there was nobody."""
+        """Kill; None if there was no process to kill."""
         if self._kill_command is not None:
             moment = time.monotonic()
             process = await asyncio.create_subprocess_shell(self._kill_command)
@@ -55,7 +55,7 @@ class ForeignServer:
     async def wait_back(self, model: str, timeout_s: float) -> bool:
         """Wait until it generates a token; False if it does not in time.
 
-        Nothing less counts: a server whose engine is dead may still name its models.
+        A server whose engine is dead may still list its models.
         """
         body = {"model": model, "prompt": "x", "max_tokens": 1, "stream": True}
         request = ChaosRequest("probe", COMPLETIONS, body)
