@@ -101,7 +101,7 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
         return unavailable(error.message, ErrorCode.DRAINING)
     if error.code is ErrorCode.ENGINE_FAILED:
         return unavailable(error.message, ErrorCode.ENGINE_FAILED)
-    if error.code in (ErrorCode.INTERNAL, ErrorCode.QUARANTINED):
+    if error.code in (ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED, ErrorCode.QUARANTINED):
         return ApiError(500, error.message, code=error.code)
     param = prompt_param if error.param == "prompt" else error.param
     return ApiError(400, error.message, param=param, code=error.code)

@@ -279,6 +279,9 @@ class EngineCore:
                 continue
             if news:
                 rows.setdefault(owner_of(request).client, []).extend(news)
+        for req_id, error in output.request_errors.items():
+            if req_id != CANARY_ID:
+                self._scheduler.fail_request(req_id, error, ErrorCode.COMPUTATION_FAILED)
         results = self._scheduler.update_from_output(output)
         self._quarantine.computed(result.request for result in results)
         for result in results:
@@ -313,7 +316,7 @@ class EngineCore:
         assert self._scheduler is not None
         for failure in self._scheduler.take_failures():
             log.error("request %d failed: %s", failure.request.req_id, failure.error)
-            self._refuse(failure.request, failure.error)
+            self._refuse(failure.request, failure.error, failure.code)
 
     def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """Tell whoever still waits for a request that nothing more will come."""

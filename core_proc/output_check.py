@@ -39,6 +39,10 @@ def check_output(
         )
     if output.logprobs:
         _check_logprobs(output, due[1])
+    if output.request_errors:
+        unknown = output.request_errors.keys() - {request.req_id for request in due[1]}
+        if unknown:
+            raise WorkerMisbehaved(f"request_errors names {min(unknown)}, which did not sample")
 
 
 def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_drafts: int) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from core_proc.request import Request
+from protocol.api_core import ErrorCode
 from protocol.sampling import FinishReason
 
 
@@ -38,3 +39,4 @@ class Failure(NamedTuple):
 
     request: Request
     error: str
+    code: ErrorCode = ErrorCode.INTERNAL

@@ -18,6 +18,7 @@ from core_proc.step_calendar import StepCalendar
 from core_proc.swap import Swapper
 from core_proc.victims import VictimChoice
 from core_proc.waiting import WaitingQueue
+from protocol.api_core import ErrorCode
 from protocol.sampling import FinishReason
 
 
@@ -185,11 +186,11 @@ class Roster:
         """
         return self._end(req_id, FinishReason.ABORT)
 
-    def fail_request(self, req_id: int, error: str) -> None:
+    def fail_request(self, req_id: int, error: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """End a request because something that it alone needs has failed."""
         request = self._end(req_id, FinishReason.ERROR)
         if request is not None:
-            self._failures.append(Failure(request, error))
+            self._failures.append(Failure(request, error, code))
 
     def take_failures(self) -> list[Failure]:
         """Return the requests that failed since the last call."""

@@ -56,6 +56,8 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"
     DRAINING = "draining"
     INTERNAL = "internal_error"
+    COMPUTATION_FAILED = "computation_failed"
+    """The model's logits for this request are not finite."""
     QUARANTINED = "request_quarantined"
     """It has killed workers repeatedly."""
     ENGINE_FAILED = "engine_failed"

@@ -95,7 +95,7 @@ class CacheConfig(Section):
         Annotated[int, Meta(ge=1, lt=2**50)] | None,
         Meta(
             description="Bytes for the KV cache. Default on the CPU: 4 GiB, at most half of the "
-            "free memory.",
+            "memory that is free, in the host and in the cgroup.",
         ),
     ] = None
     enable_prefix_caching: Annotated[
@@ -133,7 +133,7 @@ class WorkerConfig(Section):
 
     num_threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="CPU threads. Default: the usable cores."),
+        Meta(description="CPU threads. Default: the cores that affinity and cgroup allow."),
     ] = None
     null_step_ms: Annotated[
         float, Meta(ge=0.0, le=60_000.0, description="Time a step of the null worker takes.")

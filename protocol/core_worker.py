@@ -208,6 +208,8 @@ class ModelRunnerOutput(Message):
     prompt_logprobs: list[PromptLogprobs] = []
     forward_ns: Annotated[int, Meta(ge=0)] = 0
     """From the step's arrival to its tokens."""
+    request_errors: dict[RequestId, Text] = {}
+    """Why requests that sampled have failed. Their tokens count as computed, and mean nothing."""
 
 
 class StepFailed(Message):

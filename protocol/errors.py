@@ -39,6 +39,7 @@ _KINDS: dict[ErrorCode, type[RequestFailed]] = {
     ErrorCode.DRAINING: Overloaded,
     ErrorCode.QUARANTINED: RequestQuarantined,
     ErrorCode.INTERNAL: EngineFailed,
+    ErrorCode.COMPUTATION_FAILED: EngineFailed,
     ErrorCode.ENGINE_FAILED: EngineFailed,
 }
 

@@ -111,33 +111,28 @@ VARIANTS = {
         ),
     },
     "worker/test_hybrid_kv.py": {
-        "test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards": "gathering native",
+        "test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards": "sdpa native",
         "test_blocks_that_a_window_has_passed_are_never_read": (
-            "gathering-gemma2 gathering-gemma3 gathering-mistral_window"
+            "sdpa-gemma2 sdpa-gemma3 sdpa-mistral_window"
         ),
-        "test_tokens_survive_a_stay_on_the_host": "gathering-llama gathering-gemma3",
+        "test_tokens_survive_a_stay_on_the_host": "sdpa-llama sdpa-gemma3",
     },
     "worker/test_lean_import.py": {
         "test_worker_loads_without_what_it_never_uses": "",
     },
     "worker/test_output_equality.py": {
-        "test_tokens_are_equal_however_they_are_scheduled": (
-            "gathering-gemma3 gathering-llama native-llama"
-        ),
-        "test_tokens_are_equal_with_drafts": (
-            "gathering-gemma3 gathering-llama native-llama native-gemma3"
-        ),
+        "test_tokens_are_equal_however_they_are_scheduled": ("sdpa-gemma3 sdpa-llama native-llama"),
+        "test_tokens_are_equal_with_drafts": ("sdpa-gemma3 sdpa-llama native-llama native-gemma3"),
     },
     "worker/test_parity.py": {
         "test_outputs_equal_generate_in_every_mode": (
-            "gathering-llama_tied gathering-qwen2 gathering-qwen3 gathering-gemma2 gathering-phi3 "
-            "gathering-gpt2 gathering-opt gathering-mixtral gathering-qwen3_moe"
+            "sdpa-llama_tied sdpa-qwen2 sdpa-qwen3 sdpa-gemma2 sdpa-phi3 "
+            "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe"
         ),
     },
     "worker/test_speculation.py": {
         "test_tokens_and_logprobs_are_those_without_drafts": (
-            "gemma3-gathering-float32 llama-native-float32 llama-gathering-float32 "
-            "gemma3-native-float32"
+            "gemma3-sdpa-float32 llama-native-float32 llama-sdpa-float32 gemma3-native-float32"
         ),
     },
     "worker/test_zygote.py": {

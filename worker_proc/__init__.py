@@ -1,1 +1,1 @@
-"""The computing process: holds the model and its KV cache, and obeys the core."""
+"""The computing process: holds the model and its KV cache, and executes the core's steps."""

@@ -1,6 +1,6 @@
 """The worker process: `python -m worker_proc --run-dir DIR`, or started by a supervisor.
 
-With `--zygote` it computes nothing, but loads what workers share and forks them (zygote.py).
+With `--zygote` it loads the model and forks workers, and computes nothing itself (zygote.py).
 """
 
 import sys
@@ -11,7 +11,7 @@ from worker_proc.start import make_runner, work
 
 
 def main() -> None:
-    """Load, then compute until told to stop."""
+    """Load the model, then compute until the supervisor sends Stop."""
     if "--zygote" in sys.argv:
         from worker_proc import zygote
 

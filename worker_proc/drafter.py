@@ -1,41 +1,41 @@
-"""Guesses what a request samples next: whatever followed when its last tokens occurred before.
+"""Drafts the next tokens of a request by prompt lookup: what followed its last tokens before.
 
-Prompt lookup: texts repeat names, quotations, code and tables, and each repetition is predicted by
-the one before. A guess is a pure function of the request's token ids, so every rank makes the same
-one. It costs no forward, and a wrong one costs one row of the step that verifies it.
+Texts repeat names, quotations, code and tables, and each repetition is predicted by the one before.
+Drafts are a pure function of the request's token ids, so every rank makes the same ones. They cost
+no forward, and a wrong one costs one row of the step that verifies it.
 """
 
 from array import array
 
 MAX_CANDIDATES = 16
-"""Earlier occurrences of the last pair that are looked at, latest first: they bound the time for
-pairs that are everywhere (line breaks with indents), and latest is likeliest to be of use."""
+"""Earlier occurrences of the last pair that are compared, latest first. Bounds the time for pairs
+that are frequent, such as line breaks with indents."""
 
 _NONE = -1
 _TOKEN_BITS = 31
 
 
 class NgramIndex:
-    """Where each pair of tokens of one request occurred; grows with its text and goes with it.
+    """Positions at which each pair of one request's tokens occurred; grows with its text.
 
-    Per token it holds 4 bytes, and about 120 for each pair that had not occurred before.
+    Takes 4 bytes per token, and about 120 for each distinct pair.
     """
 
     __slots__ = ("_before", "_latest")
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}
-        """By pair: the position after its last occurrence that something followed."""
+        """By pair: the position after its last occurrence that has a next token."""
         self._before = array("i", [_NONE, _NONE])
-        """By such a position: that of the occurrence before, or `_NONE`."""
+        """By such a position: the one of the previous occurrence, or `_NONE`."""
 
     @property
     def num_tokens(self) -> int:
-        """Positions that are known as the continuation of what stands before them."""
+        """Number of tokens that are indexed."""
         return len(self._before)
 
     def extend(self, token_ids: list[int], end: int) -> None:
-        """Take in the tokens up to position `end`, not included, that are not in it yet."""
+        """Index the tokens before position `end` that are not indexed yet."""
         latest, before = self._latest, self._before
         for position in range(len(before), end):
             pair = token_ids[position - 2] << _TOKEN_BITS | token_ids[position - 1]
@@ -43,19 +43,18 @@ class NgramIndex:
             latest[pair] = position
 
     def propose(self, token_ids: list[int], max_tokens: int) -> list[int]:
-        """Return guesses for the tokens after `token_ids`, all of which are taken in.
+        """Return drafts for the tokens after `token_ids`, all of which are indexed.
 
-        The text's last four tokens are looked for, else its last three, else two; of their
-        occurrences the latest decides. Single tokens repeat in every text without being followed by
-        the same, and longer agreement than four says little more. What followed may run into the
-        end of the text; the guess is then that it goes on in circles.
+        Looks for the last four tokens of the text, else the last three, else two; the latest
+        occurrence counts. Matches of one token predict little, and those longer than four hardly
+        more. Where the continuation reaches the end of the text, it is repeated.
 
         Args:
             token_ids: all tokens of the request.
-            max_tokens: guesses wanted.
+            max_tokens: drafts to return.
 
         Returns:
-            `max_tokens` ids, or none where nothing occurred before.
+            `max_tokens` ids, or none without an earlier occurrence.
         """
         position = self._find(token_ids)
         if position == _NONE:
@@ -76,7 +75,7 @@ class NgramIndex:
         best_of_three = _NONE
         before = self._before
         for _ in range(MAX_CANDIDATES):
-            if position < 3:  # nothing stands before the pair, and no occurrence before this one
+            if position < 3:  # no token before the pair, and no earlier occurrence
                 break
             if token_ids[position - 3] == third:
                 if position > 3 and token_ids[position - 4] == fourth:

@@ -1,13 +1,13 @@
-"""Why a checkpoint cannot be served: raised while loading, before any request."""
+"""Reasons why a checkpoint cannot be served; raised while loading, and final."""
 
 
 class UnsupportedModel(ValueError):
-    """The model cannot be computed correctly here; the text says which part and why."""
+    """The model cannot be computed correctly here; the text names the part and the reason."""
 
 
 class CheckpointError(ValueError):
-    """The directory is no complete checkpoint; the text names the file or tensor."""
+    """The checkpoint is incomplete or wrong; the text names the file, and the key or tensor."""
 
 
 class InsufficientMemory(ValueError):
-    """The KV cache cannot hold one sequence of the length asked for."""
+    """The KV cache cannot hold one sequence of the configured length."""

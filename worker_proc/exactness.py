@@ -1,9 +1,9 @@
-"""Decides, when a model has been loaded, whether its logits are the same bits in every schedule.
+"""Checks at load whether a model's logits have the same bits in every schedule.
 
 A request that lost its worker is computed again from its tokens, in other chunks and beside other
 requests. Its next token is certain to be the same only if a row's result depends on its own text
-alone. What is known of the backend decides first; then the model's own modules are tried, on the
-threads and shapes that it will run with.
+alone. Known properties of the backend decide first. Then the model's own modules are tried, with
+the threads and shapes that they will run with.
 """
 
 from collections.abc import Iterator
@@ -22,27 +22,24 @@ from worker_proc.self_check import check_texts, compute_whole
 
 ROW_COUNTS = (1, 3, 17, 65)
 MAX_PRODUCTS = 2**28
-"""Multiplications in one call of a module: some milliseconds. Larger row counts are left out."""
+"""Most multiplications in one trial of a module: some milliseconds."""
 
 
 class Exactness(NamedTuple):
-    """Whether a request that is computed again gets the same tokens."""
+    """Whether a request that is computed again gets the same tokens, and why not."""
 
     holds: bool
     reason: str
-    """Why not; empty if it holds."""
+    """Empty if it holds."""
 
 
-def judge(
-    loaded: LoadedModel,
-    backend: AttentionBackend,
-    layout: KVLayout,
-    stepwise: list[torch.Tensor],
+def check_exactness(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
 ) -> Exactness:
-    """Judge a model whose cache is attached; overwrites the first blocks.
+    """Check a model whose cache is attached; overwrites the first blocks.
 
     Args:
-        loaded: with its modules fused and packed, where that was possible.
+        loaded: after its modules were fused and packed.
         backend: its attention.
         layout: of the attached cache.
         stepwise: what `self_check.check_forward` returned.
@@ -52,7 +49,7 @@ def judge(
 
 
 def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
-    """What is known to depend on the batch, without computing anything."""
+    """Return the first part that is known to depend on the batch, if any."""
     if loaded.device.type != "cpu":
         return f"matrix products on {loaded.device.type} may depend on the batch"
     if not can_pack(loaded.dtype, loaded.device):
@@ -69,21 +66,19 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
 
 
 def _plain_products(model: nn.Module) -> Iterator[str]:
-    """Modules with matrices of their own that are neither packed nor looked up."""
+    """Yield modules with used matrices of their own that are neither packed nor embeddings."""
     for name, module in model.named_modules():
         if not isinstance(module, PackedLinear | nn.Embedding) and any(
-            parameter.dim() > 1 for parameter in module.parameters(recurse=False)
+            parameter.dim() > 1 and not parameter.is_meta
+            for parameter in module.parameters(recurse=False)
         ):
             yield f"{name} ({type(module).__name__})"
 
 
 def _difference(
-    loaded: LoadedModel,
-    backend: AttentionBackend,
-    layout: KVLayout,
-    stepwise: list[torch.Tensor],
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
 ) -> str:
-    """Compute the texts of the self check at once, and its modules for more and fewer rows."""
+    """Compute the self check's texts at once, and each module among other numbers of rows."""
     calls = _Calls(loaded.model)
     with calls:
         whole = compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
@@ -99,7 +94,7 @@ def _difference(
 
 
 class _Calls:
-    """While entered, notes what each part of a model that holds no attention is called with."""
+    """Context that records the arguments of each part of a model without attention."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parts = list(_parts_without_attention("", model))
@@ -108,21 +103,21 @@ class _Calls:
 
     def __enter__(self) -> None:
         for _, module in self._parts:
-            self._handles.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Called in another way, it is tried as a part of the whole forward only.
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A part with other arguments is tried only as a part of the whole forward.
         if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() == 3 for v in args):
             return
         if len({value.shape[1] for value in args}) == 1:
             self._args[module] = args
 
     def distinct(self) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
-        """One part of each kind, shape and input shape, with its arguments."""
+        """Yield one part of each type, shape and input shape, with its arguments."""
         seen = set()
         for name, module in self._parts:
             args = self._args.get(module)
@@ -149,7 +144,7 @@ def _num_weights(module: nn.Module) -> int:
 
 @torch.inference_mode()
 def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
-    """Return whether repeated rows have the outputs that they have once, bit for bit."""
+    """Return whether repeated rows have the same bits as the single ones."""
     once = args[0].shape[1]
     index = torch.arange(num_rows) % once
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))

@@ -1,4 +1,4 @@
-"""One forward of the model over a packed step, and the cache that it runs on."""
+"""Runs the model over a packed step, and attaches the KV cache to it."""
 
 import torch
 from torch import nn
@@ -17,9 +17,9 @@ def attach_cache(
     num_blocks: int,
     num_host_blocks: int = 0,
 ) -> KVPool:
-    """Allocate a pool of `num_blocks` and give every attention module its part of it.
+    """Allocate a pool of `num_blocks` and attach each attention module to its part of it.
 
-    Takes the place of the pool that was attached before.
+    Replaces the pool that was attached before.
     """
     specs = [layer.spec for layer in loaded.layers]
     shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
@@ -36,7 +36,7 @@ def attach_cache(
 def compute_logits(
     model: nn.Module, backend: AttentionBackend, inputs: StepInputs, vocab_size: int
 ) -> torch.Tensor:
-    """Run the model over a packed step; `[N, vocab_size]`, for the rows that want logits."""
+    """Run the model over a packed step; returns `[N, vocab_size]`, for `inputs.logits_indices`."""
     backend.begin_step(inputs)
     output = model(
         input_ids=inputs.input_ids,

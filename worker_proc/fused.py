@@ -1,10 +1,11 @@
-"""Takes modules that transformers computes in many passes to kernels that need one.
+"""Replaces modules that transformers computes in many passes by kernels of one pass.
 
 Which modules qualify is not read off their names: a candidate's own forward is run on random
-rows and must agree with the kernel, otherwise the module stays as it is.
+rows, small, ordinary and large, and must agree with the kernel, otherwise the module stays as it
+is. Large rows show bounds, such as a clamp of the gate, and small ones the epsilon of a norm.
 
-The kernels treat every row alike. What torch computes value by value it does in vectors, and the
-rest of a tensor in another way: there a row's bits can depend on its place.
+The kernels compute every row alike. torch computes elementwise functions in vectors, and the end of
+a tensor in another way: there a row's bits can depend on its place.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,15 @@ from worker_proc.native.kernels import NATIVE_DTYPES, Activation, NativeLibrary
 from worker_proc.packed_linear import PackedLinear
 
 NUM_TRIAL_ROWS = 5
-NUM_TRIAL_VALUES = 500
+NUM_TRIAL_VALUES = 492
+"""With the large ones, a multiple of the rows."""
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Relative to the largest value: the order of a sum, and one rounding."""
+"""Relative to the largest value: another order of a sum, and one rounding."""
+TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
+"""Of the random rows."""
 TRIAL_RANGE = 9.0
-"""Past it, activations are 0 or their argument."""
+"""Where activations bend; past it they should be 0 or their argument, which is tried too."""
+LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 
 
 class FusedRMSNorm(nn.Module):
@@ -30,7 +35,7 @@ class FusedRMSNorm(nn.Module):
     def __init__(
         self, library: NativeLibrary, weight: torch.Tensor, epsilon: float, round_first: bool
     ) -> None:
-        """Take the factors of each column, `weight`, and the kernel's other arguments."""
+        """Take the factors of the columns and the kernel's other arguments."""
         super().__init__()
         self.weight = weight.detach().float().contiguous()
         self._library = library
@@ -38,7 +43,6 @@ class FusedRMSNorm(nn.Module):
         self._round_first = round_first
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalize the last dimension."""
         return self._library.rms_norm(hidden, self.weight, self._epsilon, self._round_first)
 
 
@@ -51,7 +55,6 @@ class FusedActivation(nn.Module):
         self._activation = activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply it to every value."""
         return self._library.activate(hidden, self._activation)
 
 
@@ -66,7 +69,6 @@ class FusedMLP(nn.Module):
         up: nn.Linear,
         down: nn.Linear,
     ) -> None:
-        """Pack the three layers."""
         super().__init__()
         bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
         self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias)
@@ -75,7 +77,6 @@ class FusedMLP(nn.Module):
         self._activation = activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the rows of `[..., hidden_size]`."""
         gate_up = self.gate_up_proj(hidden)
         product = self._library.activate(gate_up, self._activation, multiplies=True)
         out: torch.Tensor = self.down_proj(product)
@@ -83,7 +84,7 @@ class FusedMLP(nn.Module):
 
 
 def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> int:
-    """Replace what can be replaced in `model`, before its linear layers are packed.
+    """Replace the modules of `model` for which a kernel is proven; before packing.
 
     Returns:
         The number of modules replaced.
@@ -102,7 +103,7 @@ def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -
 
 
 def _release(module: nn.Module) -> None:
-    """Drop the weights of a replaced module, which lists of modules may keep alive."""
+    """Drop the weights of a replaced module, which may be referred to elsewhere."""
     for part in module.modules():
         for name, _ in list(part.named_parameters(recurse=False)):
             delattr(part, name)
@@ -158,20 +159,21 @@ def _fused_activation(module: nn.Module, library: NativeLibrary) -> nn.Module | 
 
 
 def _activation_of(function: object, library: NativeLibrary) -> Activation | None:
-    """Return which activation a module or function computes; tried in float32."""
+    """Return the activation that a module or function computes; tried in float32."""
     if not callable(function):
         return None
     values = torch.linspace(-TRIAL_RANGE, TRIAL_RANGE, NUM_TRIAL_VALUES)
-    values = values.view(1, NUM_TRIAL_ROWS, -1)
+    large = torch.tensor([*LARGE_VALUES, *(-value for value in LARGE_VALUES)])
+    values = torch.cat([values, large]).view(1, NUM_TRIAL_ROWS, -1)
     try:
         expected = function(values)
     except Exception:
-        return None  # it takes something else
+        return None  # it takes other arguments
     if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
         return None
     for activation in Activation:
-        error = (library.activate(values, activation) - expected).abs().max()
-        if error <= MAX_ERROR[torch.float32]:
+        error = (library.activate(values, activation) - expected).abs()
+        if bool((error <= MAX_ERROR[torch.float32] * expected.abs().clamp(min=1.0)).all()):
             return activation
     return None
 
@@ -179,18 +181,21 @@ def _activation_of(function: object, library: NativeLibrary) -> Activation | Non
 def _agreeing(
     module: nn.Module, candidates: list[Callable[[], nn.Module]], size: int
 ) -> nn.Module | None:
-    """Return the first candidate that computes what `module` does."""
+    """Return the first candidate that computes what `module` does, on rows of every scale."""
     dtype = next(module.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     # Off zero, so that a norm that subtracts the mean does not pass.
-    rows = (torch.randn(1, NUM_TRIAL_ROWS, size, generator=generator) + 1.0).to(dtype)
+    rows = torch.randn(1, NUM_TRIAL_ROWS, size, generator=generator) + 1.0
+    trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
     try:
-        expected = module(rows)
+        expected = [module(trial).float() for trial in trials]
     except (TypeError, RuntimeError):
         return None  # a module of another interface
     for make in candidates:
         candidate = make()
-        error = (candidate(rows).float() - expected.float()).abs().max()
-        if error <= MAX_ERROR[dtype] * expected.float().abs().max():
+        if all(
+            (candidate(trial).float() - want).abs().max() <= MAX_ERROR[dtype] * want.abs().max()
+            for trial, want in zip(trials, expected, strict=True)
+        ):
             return candidate
     return None

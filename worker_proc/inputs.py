@@ -1,4 +1,4 @@
-"""Packs what one step computes into a single row of tokens, and says where everything lies."""
+"""Packs the tokens of one step into a single row, with the indices that attention needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ import torch
 from worker_proc.mirror import ScheduledRequest
 
 NULL_SLOT = 0
-"""First slot of the null block: takes the KV that is not to be kept."""
+"""First slot of the null block, for KV that is not kept."""
 
 
 class LogitsRange(NamedTuple):
-    """Rows of the step's logits that belong to one request."""
+    """One request's rows of the step's logits: first those of its prompt, then those to sample."""
 
     part: ScheduledRequest
     first_row: int
     num_prompt_rows: int
-    """Rows that predict prompt tokens; those that sample, if any, come after them."""
+    """Rows that predict prompt tokens."""
     num_drafts: int = 0
-    """A request that samples has one row for its last known token, and one for each draft."""
+    """A request that samples has a row for its last known token, and one for each draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One packed step of T tokens, N of whose rows get logits."""
+    """One packed step of T tokens; N rows get logits."""
 
     parts: Sequence[ScheduledRequest]
     first_rows: list[int]
@@ -35,9 +35,9 @@ class StepInputs:
     position_ids: torch.Tensor
     """`[1, T]`"""
     slot_mappings: list[torch.Tensor]
-    """For each KV group `[T]`: block · block_size + offset, where each token's KV goes."""
+    """For each KV group, `[T]`: block · block_size + offset of each token's KV."""
     logits_indices: torch.Tensor
-    """`[N]`: rows whose logits are wanted."""
+    """`[N]`: rows that get logits."""
     logits_ranges: list[LogitsRange]
     """In mirror order; requests without logits are left out."""
 
@@ -52,7 +52,7 @@ def to_device(values: list[int], device: torch.device) -> torch.Tensor:
 def pack_step(
     parts: Sequence[ScheduledRequest], block_size: int, device: torch.device
 ) -> StepInputs:
-    """Lay the tokens of `parts`, one at least, in one row, in mirror order."""
+    """Pack the tokens of `parts`, at least one, in mirror order."""
     tokens: list[int] = []
     positions: list[int] = []
     first_rows: list[int] = []
@@ -86,7 +86,7 @@ def pack_step(
 
 
 def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> list[int]:
-    """Return where one KV group's layers keep the KV of each token."""
+    """Return the slot of each token's KV in the layers of one group."""
     slots: list[int] = []
     for part in parts:
         request, position, num_tokens, _ = part

@@ -18,12 +18,12 @@ from worker_proc.philox import NUM_DRAW_BITS
 from worker_proc.ranking import head, sorted_members
 
 MAX_VOCAB_SIZE = 2**22 - 1
-"""A row of so many weights still sums to less than 2**62."""
+"""The weights of a row of this size sum to less than 2**62."""
 
 _UNIT = 2**40
 _NUM_BUCKETS = 2048
 _BUCKETS_PER_NAT = _NUM_BUCKETS / 28.0
-"""Weights vanish 27.8 nats under the maximum, so the last bucket weighs nothing."""
+"""Weights are 0 from 27.8 nats under the maximum on, so the last bucket has weight 0."""
 _HALF = NUM_DRAW_BITS // 2
 _HALF_MASK = (1 << _HALF) - 1
 
@@ -91,9 +91,8 @@ def sample_full(scores: Tensor, filters: Filters, *, with_top_p: bool) -> Tensor
 class _Histogram:
     """Weights of all tokens, summed in buckets of similar score.
 
-    A bucket holds a run of the sorted vocabulary, because the bucket's number never falls where the
-    score does. So finding a place in the running sum needs the sums of the buckets and a sort of
-    one bucket.
+    A bucket holds a run of the sorted vocabulary, because its number is monotonic in the score. So
+    finding a place in the running sum needs the sums of the buckets and a sort of one bucket.
     """
 
     def __init__(self, scores: Tensor, filters: Filters) -> None:

@@ -1,8 +1,8 @@
-"""Groups layers that see equally far, so that windows give back the blocks that they have passed.
+"""Groups layers by window, so that the blocks that a window has passed can be freed.
 
-A block of the pool belongs to one group at a time. All groups have equally many layers and share
-the tensors: layer i of every group keeps its KV in tensor pair i. So one pool of equal blocks
-serves all groups, and a request takes from it what each of its windows needs.
+A block of the pool belongs to one group at a time. All groups have the same number of layers and
+share the tensors: layer i of every group keeps its KV in tensor pair i. So one pool of equal blocks
+serves all groups, and a request holds only the blocks that each window needs.
 """
 
 from bisect import bisect_right
@@ -13,9 +13,9 @@ from protocol.core_worker import KVGroup
 from worker_proc.attention.layer_spec import LayerSpec
 
 MAX_GROUPS = 64
-"""As on the wire."""
+"""Bound of the wire format."""
 MAX_PADDING = 1.25
-"""Kinds of layers that differ in number by no more than this factor fill one group each."""
+"""Kinds of layers whose counts differ by at most this factor fill one group each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +23,40 @@ class LayerGroup:
     """Layers with block tables of their own."""
 
     window: int | None
-    """A token sees so many positions, itself included; None: nothing is ever passed."""
+    """Positions that a token attends to, itself included; None: all before it."""
     layers: tuple[int, ...]
-    """Indices of its layers, in the order of the forward; the i-th has tensor pair i."""
+    """Layer indices in the order of the forward; the i-th layer has tensor pair i."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How the layers of a model share the pool."""
+    """The groups of a model's layers, which share one pool."""
 
     groups: tuple[LayerGroup, ...]
     block_size: int
     max_chunk: int
-    """Most tokens that one request computes in one step."""
+    """Largest number of tokens that one request computes in one step."""
 
     @property
     def windows(self) -> list[int | None]:
-        """Of each group."""
         return [group.window for group in self.groups]
 
     @property
     def tensor_layers(self) -> tuple[int, ...]:
-        """One layer for each tensor pair, whose shapes it has."""
+        """One layer for each tensor pair, with its shape."""
         return max((group.layers for group in self.groups), key=len)
 
     def kv_groups(self) -> list[KVGroup]:
-        """Return what the core must know of the groups."""
+        """Return the groups as they are announced to the core."""
         return [KVGroup(group.window, self._max_blocks(group.window)) for group in self.groups]
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks a request of so many tokens holds at once, at most."""
+        """Return the most blocks that a request of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(min(num_blocks, g.max_blocks or num_blocks) for g in self.kv_groups())
 
     def num_tokens_in(self, num_blocks: int, limit: int) -> int:
-        """Return the greatest number of tokens, `limit` at most, that so many blocks can serve."""
+        """Return the greatest number of tokens, at most `limit`, for which `num_blocks` suffice."""
         return bisect_right(range(limit + 1), num_blocks, key=self.num_blocks_for) - 1
 
     def _max_blocks(self, window: int | None) -> int | None:
@@ -70,15 +69,15 @@ class KVLayout:
 def lay_out(
     specs: Sequence[LayerSpec], block_size: int, max_chunk: int, max_model_len: int, hybrid: bool
 ) -> KVLayout:
-    """Cut the layers of a model into groups, those that see everything first.
+    """Divide the layers of a model into groups, first those without a window.
 
     Args:
         specs: of the layers, in the order of the forward.
         block_size: tokens per block.
-        max_chunk: most tokens that one request computes in one step.
-        max_model_len: of the longest request; a window that reaches as far counts as none.
-        hybrid: whether to tell windows apart at all. Without it, and where several kinds of layers
-            cannot share tensors, all layers form one group that gives nothing back.
+        max_chunk: largest number of tokens that one request computes in one step.
+        max_model_len: of the longest request; a window of this size counts as none.
+        hybrid: whether windows get groups of their own. Without it, and where several kinds of
+            layers cannot share tensors, all layers form one group that frees no blocks.
     """
     kinds: dict[int | None, list[int]] = {}
     for index, spec in enumerate(specs):

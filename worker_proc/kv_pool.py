@@ -1,4 +1,4 @@
-"""The pool of KV blocks on the device, and the one on the host that it is swapped to."""
+"""The pool of KV blocks on the device, and the host's pool for swapped blocks."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from protocol.core_worker import BlockCopies
 from worker_proc.kv_tensors import DeviceMemory, HostMemory, KVTensors, Memory
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Of keys and of values; the first dimension counts blocks."""
+"""Shapes of keys and of values; the first dimension counts blocks."""
 
 
 class KVPool:
-    """All KV tensors of a worker. A step's copies and its computing must use one stream."""
+    """All KV tensors of a worker. Copies and forward of a step must use one stream."""
 
     def __init__(
         self,
@@ -21,12 +21,12 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate one pair of tensors for each of `shapes`, and their like for the host."""
+        """Allocate a pair of tensors for each of `shapes`, on the device and on the host."""
         self._device = device
         self._memory: list[Memory] = []
         self._is_asleep = False
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """On the device and on the host."""
+        """Each tensor on the device and its counterpart on the host."""
         self.tensors: list[KVTensors] = []
         for pair in shapes:
             keys, values = (self._allocate(shape, num_host_blocks, dtype) for shape in pair)
@@ -45,7 +45,7 @@ class KVPool:
         return memory.tensor
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
-        """Copy blocks to the host, then others from it, in the order of the current stream."""
+        """Copy blocks to the host, then others from it, on the current stream."""
         copy = copy_by_index if self._device.type == "cpu" else copy_one_by_one
         if out.host_block_ids:
             self.wake()
@@ -57,7 +57,7 @@ class KVPool:
                 copy(host, device, into.host_block_ids, into.device_block_ids)
 
     def sleep(self) -> None:
-        """Give all memory back until `wake`; what it held is lost."""
+        """Release all memory until `wake`; its content is lost."""
         if self._is_asleep:
             return
         if self._device.type != "cpu":
@@ -69,7 +69,7 @@ class KVPool:
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Make the tensors usable again; they hold zeros if there was a sleep."""
+        """Make the tensors usable again, with zeros after a sleep."""
         if not self._is_asleep:
             return
         for memory in self._memory:
@@ -88,6 +88,6 @@ def copy_by_index(
 def copy_one_by_one(
     source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
 ) -> None:
-    """Copy rows between a device and pinned host memory; the host does not wait for them."""
+    """Copy rows between a device and pinned host memory, without waiting for them."""
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         target[target_id].copy_(source[source_id], non_blocking=True)

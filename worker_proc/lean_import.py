@@ -1,7 +1,7 @@
-"""Imports the model's libraries without what a worker never uses: in about half of the time.
+"""Imports the model's libraries without the parts that a worker never uses, in half of the time.
 
-transformers imports torch's tensors for sharded models, and torch.compile with all that belongs to
-it, only to say of its own functions how they would be sharded or compiled. A worker does neither.
+transformers imports torch's distributed tensors, and torch.compile with all of its dependencies,
+only to mark how its own functions would be sharded or compiled. A worker does neither.
 """
 
 import gc
@@ -19,10 +19,10 @@ _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """While entered, what is imported finds no sharding, and torch.compile only by name.
+    """Within this context, imports find no distributed torch, and torch.compile only by name.
 
-    Whoever needs more of `torch._dynamo` than its decorators, then or later, gets the real package.
-    The garbage collector rests meanwhile: nearly all that is made stays.
+    Code that uses more of `torch._dynamo` than its decorators gets the real package.
+    The garbage collector is off meanwhile, since nearly all new objects stay.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -35,7 +35,7 @@ def lean_imports() -> Iterator[None]:
             yield
     finally:
         if was_enabled:
-            gc.freeze()  # else it would look through all of it again and again while a model loads
+            gc.freeze()  # or it would scan all of them repeatedly while a model loads
             gc.enable()
 
 
@@ -50,11 +50,11 @@ def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
 
 
 def _scan_models_once() -> None:
-    """transformers reads all of its models to learn their names: for itself and for a package."""
+    """Let transformers read its models for their names once; it does so for two packages."""
     from transformers.utils import import_utils
 
     scan = getattr(import_utils, "create_import_structure_from_path", None)
-    if scan is None:  # another version, which may read them as often as it likes
+    if scan is None:  # another version of transformers
         return
 
     def scan_folder(path: str | Path) -> Any:
@@ -66,7 +66,7 @@ def _scan_models_once() -> None:
 
 
 class _Deferred(ModuleType):
-    """A package of which only some names are there until another is asked for."""
+    """A package with a few names, which is loaded when another one is accessed."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -90,5 +90,5 @@ def _defer_dynamo() -> None:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
-    """A decorator, with arguments or without, of what is never compiled."""
+    """A decorator, with or without arguments, that returns its function."""
     return _as_it_is if function is None else function

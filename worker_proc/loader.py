@@ -1,76 +1,84 @@
-"""Turns a checkpoint directory into a model that is ready to run, or into a clear refusal.
+"""Loads a checkpoint directory, or raises the reason why it cannot be served.
 
-Everything that can be known without weights is checked before they are read: the configuration,
-and, by running the model's own code on the meta device, which attention it asks for.
+Everything that is known without weights is checked before they are read: the configuration, and, by
+running the model's own code on the meta device, its attention and the parameters that it uses.
 """
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from worker_proc.attention.interface import IMPLEMENTATION, register
-from worker_proc.attention.probe import ProbedLayer, probe_layers
+from worker_proc.attention.probe import ProbedLayer, probe_model
+from worker_proc.checkpoint import (
+    DTYPES,
+    StoredTensor,
+    check_config_files,
+    check_stored_dtypes,
+    describe_rejection,
+    is_unused_buffer,
+)
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.runner import Progress
+from worker_proc.runner import ReportProgress
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and what its configuration says."""
+    """A model with its weights, and the facts of its configuration."""
 
     model: PreTrainedModel
     layers: list[ProbedLayer]
-    """Its attention layers, in the order in which the forward calls them."""
+    """Attention layers, in the order in which the forward calls them."""
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     model_len: int
-    """The longest context that it can compute."""
+    """Longest context that the model can compute, in tokens."""
     eos_token_ids: list[int]
 
 
-def load_model(directory: str, dtype: str, device: torch.device, progress: Progress) -> LoadedModel:
+def load_model(
+    directory: str, dtype: str, device: torch.device, progress: ReportProgress
+) -> LoadedModel:
     """Load the checkpoint in `directory`.
 
     Args:
         directory: with config.json and safetensors files.
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: where the weights go.
-        progress: told about the phases "inspect" and "load_weights".
+        progress: called in the phases "inspect" and "load_weights".
 
     Raises:
-        CheckpointError: a file or tensor is missing.
+        CheckpointError: a file or tensor is missing, wrong or not used by the model.
         UnsupportedModel: the model cannot be computed correctly here.
     """
     progress("inspect", 0, 1)
     config = _read_config(directory)
     text_config = config.get_text_config(decoder=True)
     _check_config(config, text_config)
-    layers = probe_layers(_meta_model(config), text_config.num_hidden_layers)
+    probed = probe_model(_meta_model(directory, config), text_config.num_hidden_layers)
     model_len = _model_len(text_config)
     torch_dtype = _resolve_dtype(dtype, config, device)
+    stored = check_stored_dtypes(directory)
     progress("inspect", 1, 1)
-    model = _load_weights(directory, torch_dtype, progress).to(device)
+    model = _load_weights(directory, torch_dtype, stored, progress).to(device)
+    _release_unused(model, probed.parameters)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
-        layers=layers,
+        layers=probed.layers,
         dtype=torch_dtype,
         device=device,
         vocab_size=text_config.vocab_size,
@@ -80,14 +88,17 @@ def load_model(directory: str, dtype: str, device: torch.device, progress: Progr
 
 
 def _read_config(directory: str) -> PretrainedConfig:
-    if not (Path(directory) / "config.json").is_file():
-        raise CheckpointError(f"{directory} holds no config.json")
+    check_config_files(directory)
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise UnsupportedModel(
             f"{directory}: transformers has no code of its own for this configuration: {error}"
         ) from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(describe_rejection(directory, error)) from error
 
 
 def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
@@ -105,12 +116,16 @@ def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> No
         raise UnsupportedModel(f"{kind}: cross attention is not supported")
 
 
-def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
+def _meta_model(directory: str, config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     except ValueError as error:
         raise UnsupportedModel(f"{config.model_type}: no causal language model: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(describe_rejection(directory, error)) from error
 
 
 def _model_len(text_config: PretrainedConfig) -> int:
@@ -121,7 +136,7 @@ def _model_len(text_config: PretrainedConfig) -> int:
     nested = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in nested or [rope]:
         if parameters.get("rope_type") == "longrope":
-            # Past this length every request of a step would get other frequencies.
+            # Past this length every request of a step would use other frequencies.
             original = parameters.get("original_max_position_embeddings") or model_len
             model_len = min(model_len, original)
     return int(model_len)
@@ -141,7 +156,9 @@ def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) ->
     return dtype  # type: ignore[no-any-return]
 
 
-def _load_weights(directory: str, dtype: torch.dtype, progress: Progress) -> PreTrainedModel:
+def _load_weights(
+    directory: str, dtype: torch.dtype, stored: dict[str, StoredTensor], progress: ReportProgress
+) -> PreTrainedModel:
     register()
     try:
         with _reported(progress):
@@ -159,16 +176,36 @@ def _load_weights(directory: str, dtype: torch.dtype, progress: Progress) -> Pre
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
     problems += [f"has another shape of {key}" for key in sorted(map(str, info["mismatched_keys"]))]
+    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    problems += [
+        f"has {key}, which {model.config.model_type} does not use"
+        for key in sorted(info["unexpected_keys"])
+        if not is_unused_buffer(key, stored.get(key))
+        and not (is_tied and key.endswith("lm_head.weight"))
+    ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
     return model
 
 
-class _ReportingBar:
-    """Passes an iteration on, and tells how far it is."""
+def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
+    """Move parameters that the forward does not use, such as a vision tower's, to the meta device.
 
-    def __init__(self, items: Any, progress: Progress) -> None:
+    Their memory is free then, and a forward that uses one after all fails.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kept = {parameters[name].untyped_storage()._cdata for name in used}
+    for name, parameter in parameters.items():
+        if parameter.untyped_storage()._cdata not in kept:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta")))
+
+
+class _ReportingBar:
+    """Wraps an iterable and reports its progress."""
+
+    def __init__(self, items: Any, progress: ReportProgress) -> None:
         self._items = items
         self._progress = progress
 
@@ -181,10 +218,10 @@ class _ReportingBar:
 
 
 @contextmanager
-def _reported(progress: Progress) -> Iterator[None]:
-    """Let transformers' progress bar over the weights speak to `progress`, and print nothing.
+def _reported(progress: ReportProgress) -> Iterator[None]:
+    """Connect transformers' progress bar over the weights to `progress`, and print nothing.
 
-    What its report would say about missing tensors comes as an error instead.
+    Missing tensors are raised as an error by the caller, not reported here.
     """
 
     def hook(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

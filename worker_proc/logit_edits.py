@@ -1,6 +1,6 @@
-"""What changes a row's scores before a token is chosen: min_tokens, logit_bias, penalties.
+"""Changes a row's scores before a token is chosen: min_tokens, logit_bias, penalties.
 
-All of it is rebuilt from the row's ids at every step, so nothing has to survive a preemption.
+All of this is computed from the row's ids at every step, so no state has to survive a preemption.
 """
 
 import math
@@ -14,23 +14,23 @@ from protocol.sampling import SamplingParams
 
 
 class SamplingRow(Protocol):
-    """What the sampler reads of a request."""
+    """The part of a request that the sampler reads."""
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """How to choose."""
+        """The request's own."""
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and outputs so far; the token to choose comes at position len(token_ids)."""
+        """Prompt and outputs so far; the next token has position len(token_ids)."""
 
     @property
     def num_tokens(self) -> int:
-        """How many they are; asked for more often than the ids themselves."""
+        """Length of `token_ids`, which is read more often than the ids."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The first so many of `token_ids` are the prompt."""
+        """Length of the prompt at the beginning of `token_ids`."""
 
 
 def has_edits(row: SamplingRow) -> bool:
@@ -49,7 +49,7 @@ def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequ
     """Apply min_tokens, then logit_bias, then the penalties, in place.
 
     While a row has fewer outputs than min_tokens, the EOS ids and its stop_token_ids are banned
-    (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are passed over. A score
+    (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are ignored. A score
     that a penalty pushes over the largest float becomes the largest float.
 
     Args:

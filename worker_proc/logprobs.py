@@ -9,7 +9,7 @@ from protocol.core_worker import TokenLogprobs
 from worker_proc.ranking import head
 
 MIN_LOGPROB = -9999.0
-"""Stands for everything less likely, so that values stay finite on the wire and in JSON."""
+"""Least value, so that values stay finite on the wire and in JSON."""
 
 
 def token_logprobs(

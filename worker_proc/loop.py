@@ -1,4 +1,4 @@
-"""The worker's loop: it owns the sockets, hands messages to the shim and sends its replies.
+"""The worker's loop: owns the sockets, passes messages to the shim and sends its replies.
 
 A worker whose core dies keeps its weights, reconnects and is adopted by the next core.
 """
@@ -23,14 +23,14 @@ from protocol.message import ProtocolError, encode
 from protocol.runtime import Clock, Poller
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
-from worker_proc.step_clock import StepClock
+from worker_proc.step_timer import StepTimer
 
 HELLO_INTERVAL_S = 1.0
-"""Between two tries to be adopted."""
+"""Interval of WorkerHello."""
 SILENCE_S = 5.0
-"""A core beats every second; one that says nothing for so long does not know this worker."""
+"""A core sends a frame every second; after this silence it does not know the worker any more."""
 _LONGEST_SLEEP_S = 1.0
-"""What counts at most between two turns: a process that was stopped could not hear anything."""
+"""Most that one turn adds to the silence: a process that was stopped could not receive."""
 _FLUSH_MS = 1000
 
 log = logging.getLogger("troika.worker")
@@ -45,16 +45,16 @@ class WorkerLoop:
         self._child = child
         self._clock = clock
         self._reporter = child.reporter
-        self._step_clock = StepClock(child.config.recovery)
+        self._step_timer = StepTimer(child.config.recovery)
         self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch)
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
         self._is_connected = False
         self._next_hello = 0.0
-        self._num_heard = 0
+        self._num_frames_read = 0
         self._silent_s = 0.0
-        """Time without a word of the core that has adopted this worker."""
+        """Seconds without a frame of the core that has adopted this worker."""
         self._turned_at = clock.monotonic()
         self._poller = poller
         poller.register(self._core.socket, zmq.POLLIN)
@@ -63,19 +63,19 @@ class WorkerLoop:
             poller.register(child.lifecycle_socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Compute until the supervisor says Stop.
+        """Compute until the supervisor sends Stop.
 
         Raises:
-            Exception: what a step raised, after the core was told.
+            Exception: the error of a step, once it was reported to the core.
         """
         gc_tuning.freeze()
         while self.turn(self._poll_ms()):
             pass
 
     def turn(self, timeout_ms: int | None) -> bool:
-        """Wait for something to happen and do what follows from it; False if that is the end.
+        """Wait for an event and handle it; returns False on Stop.
 
-        Without a timeout the wait ends with the parent's death at the latest: the process does.
+        Without a timeout the parent's death ends the wait, and the process.
         """
         self._reporter.idle()
         self._poller.poll(timeout_ms)
@@ -83,9 +83,9 @@ class WorkerLoop:
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
-        self._follow_link()
-        self._obey()
-        self._mind_silence()
+        self._handle_link_events()
+        self._handle_messages()
+        self._check_silence()
         return True
 
     @property
@@ -98,7 +98,7 @@ class WorkerLoop:
         until_hello_ms = max(0, int((self._next_hello - self._clock.monotonic()) * 1000) + 1)
         return min(until_hello_ms, self._reporter.tick_ms or until_hello_ms)
 
-    def _follow_link(self) -> None:
+    def _handle_link_events(self) -> None:
         for event in self._core.link_events():
             self._shim.end_adoption()
             self._is_connected = event is LinkEvent.CONNECTED
@@ -110,14 +110,14 @@ class WorkerLoop:
             self._next_hello = now + HELLO_INTERVAL_S
             self._core.send(self._shim.epoch, encode(self._shim.hello()), begins=True)
 
-    def _obey(self) -> None:
+    def _handle_messages(self) -> None:
         for received in self._core.drain(limit=1):
             try:
                 message = decode_from_core(received.body)
             except ProtocolError as error:
-                log.error("core sent what cannot be read: %s", error)
+                log.error("received an unreadable message from the core: %s", error)
                 raise
-            reply = self._follow(received.header.epoch, message)
+            reply = self._handle(received.header.epoch, message)
             if isinstance(message, Adopt) and received.header.epoch == self._shim.link_epoch:
                 self._log_adoption()
                 failpoint("worker.after_adopt")
@@ -130,12 +130,12 @@ class WorkerLoop:
             self._shim.end_adoption()
             self._next_hello = 0.0
 
-    def _mind_silence(self) -> None:
-        """Ask to be adopted again where the core seems to have forgotten its worker."""
+    def _check_silence(self) -> None:
+        """Request adoption again after a silence of the core."""
         slept_s = self._clock.monotonic() - self._turned_at
         self._turned_at += slept_s
-        if self._core.num_read != self._num_heard or self._shim.link_epoch is None:
-            self._num_heard = self._core.num_read
+        if self._core.num_read != self._num_frames_read or self._shim.link_epoch is None:
+            self._num_frames_read = self._core.num_read
             self._silent_s = 0.0
             return
         self._silent_s += min(slept_s, _LONGEST_SLEEP_S)
@@ -144,16 +144,16 @@ class WorkerLoop:
             self._shim.end_adoption()
             self._next_hello = 0.0
 
-    def _follow(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
-        """Let the shim obey; a step declares first how long it may take."""
+    def _handle(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
+        """Pass a message to the shim; before a step, record its deadline."""
         if not isinstance(message, SchedulerOutput):
             return self._shim.on_message(epoch, message)
         num_tokens = message.total_num_scheduled_tokens
-        self._reporter.step(message.step_id, self._step_clock.limit_s(num_tokens))
+        self._reporter.step(message.step_id, self._step_timer.limit_s(num_tokens))
         began = self._clock.monotonic()
         failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
-        self._step_clock.observe(num_tokens, self._clock.monotonic() - began)
+        self._step_timer.observe(num_tokens, self._clock.monotonic() - began)
         failpoint("worker.after_step")
         return reply
 
@@ -165,7 +165,7 @@ class WorkerLoop:
         )
 
     def _send(self, body: bytes) -> None:
-        """A reply that nobody takes is lost with its core; the next one asks again."""
+        """Send a reply. One that does not fit is lost with its core; the next core asks again."""
         sent = self._core.send(self._shim.epoch, body)
         if not sent and self._core.socket.poll(_FLUSH_MS, zmq.POLLOUT):
             self._core.send(self._shim.epoch, body)

@@ -1,6 +1,4 @@
-"""How much memory the KV cache may take."""
-
-from pathlib import Path
+"""Decides how much memory the KV cache may take."""
 
 import torch
 
@@ -8,6 +6,7 @@ from protocol.config import EngineConfig
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.forward import attach_cache, compute_logits
+from worker_proc.host_limits import available_memory
 from worker_proc.inputs import pack_step
 from worker_proc.kv_groups import KVLayout
 from worker_proc.loader import LoadedModel
@@ -15,8 +14,8 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
 CUDA_MARGIN_BYTES = 1024**3
-"""Left free on the device for what the profiled step did not show: the keys and values gathered
-for a group of decodes, the masks of a chunk deep in its context, the sampler's temporaries."""
+"""Left free for memory that the profiled step does not use: keys and values gathered for a group of
+decodes, the masks of a chunk deep in its context, the sampler's temporaries."""
 
 
 def available_cache_bytes(
@@ -24,23 +23,14 @@ def available_cache_bytes(
 ) -> int:
     """Return the bytes for the KV cache, as configured or as measured.
 
-    On the CPU: 4 GiB, at most half of the free memory. On CUDA: the configured share of the device
-    less what the largest step needs besides; that step is computed here, on a pool of its own.
+    On the CPU: 4 GiB, at most half of the memory that is available to this process. On CUDA: the
+    configured share of the device less what the largest step needs; that step is computed here.
     """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     if loaded.device.type == "cpu":
-        return min(DEFAULT_CPU_CACHE_BYTES, free_host_bytes() // 2)
+        return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
     return _free_cuda_bytes(loaded, backend, layout, config)
-
-
-def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that can be allocated without swapping."""
-    for line in meminfo.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    raise RuntimeError(f"{meminfo} has no line MemAvailable")
 
 
 def _free_cuda_bytes(
@@ -49,7 +39,7 @@ def _free_cuda_bytes(
     device, utilization = loaded.device, config.cache.gpu_memory_utilization
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_step(loaded, backend, layout, config)
+    profile_run(loaded, backend, layout, config)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
@@ -57,12 +47,12 @@ def _free_cuda_bytes(
     return max(int(total * utilization) - used_by_others - peak - CUDA_MARGIN_BYTES, 0)
 
 
-def run_largest_step(
+def profile_run(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
 ) -> None:
     """Compute a step of max_num_batched_tokens tokens over as many requests as rows can sample.
 
-    All of them, and all groups, share the blocks: what comes out has no meaning.
+    All requests and groups share the same blocks: the logits mean nothing.
     """
     num_tokens = config.scheduler.max_num_batched_tokens
     rows_per_request = 1 + config.scheduler.num_speculative_tokens

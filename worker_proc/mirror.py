@@ -1,7 +1,7 @@
 """The worker's mirror of the running set: full data once, then only what changed.
 
-Applies the rules written in `protocol/core_worker.py` and checks every delta, so that a core and a
-worker that disagree stop at the first step that shows it. No tensors: both runners share it.
+Applies the rules of `protocol/core_worker.py` and checks every delta, so that a core and a worker
+that disagree stop at the first step that shows it. It holds no tensors: both runners use it.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from protocol.sampling import SamplingParams
 from worker_proc.drafter import NgramIndex
 
 NULL_BLOCK = 0
-"""Stands in block tables where a window has passed."""
+"""Entry of block tables for positions that a window has passed."""
 
 
 class MirrorError(Exception):
-    """A step that contradicts what the worker was told before, or that reaches out of bounds."""
+    """A step contradicts the steps before it, or exceeds a bound."""
 
 
 @dataclass(slots=True, eq=False)
 class MirroredRequest:
-    """What the worker knows of one running request."""
+    """One running request."""
 
     req_id: int
     token_ids: list[int]
@@ -36,13 +36,12 @@ class MirroredRequest:
     num_cached_tokens: int
     """No KV is written for positions before this one."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Guesses for what comes after `token_ids`, made when the last of these was sampled."""
+    """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
     ngram_index: NgramIndex | None = None
-    """What the guesses are made from, if they are made by looking up."""
+    """Source of the drafts, with prompt lookup."""
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens, prompt and outputs."""
         return len(self.token_ids)
 
 
@@ -54,48 +53,46 @@ class ScheduledRequest(NamedTuple):
     """Position of the first token to compute."""
     num_tokens: int
     samples: bool
-    """Whether the step reaches the end of the known tokens, or goes on past it over drafts."""
+    """Whether the step reaches the end of the known tokens, with or without drafts after it."""
 
     @property
     def end(self) -> int:
-        """Position after the last token to compute: the length of its attention's context."""
+        """Position after the last token to compute, which is the length of its context."""
         return self.start + self.num_tokens
 
     @property
     def num_drafts(self) -> int:
-        """Drafts among the tokens to compute, the last ones; holds until the mirror advances."""
+        """Drafts at the end of the tokens to compute; valid until the mirror advances."""
         return max(self.start + self.num_tokens - len(self.request.token_ids), 0)
 
 
-def first_seen(window: int | None, position: int) -> int:
+def first_visible(window: int | None, position: int) -> int:
     """Return the first position that a token at `position` attends to."""
     return 0 if window is None else max(position - window + 1, 0)
 
 
 class Mirror:
-    """Requests in admission order, kept by applying one step after another."""
+    """The running requests in admission order; every step is applied to them."""
 
     def __init__(self, facts: ModelFacts) -> None:
-        """Take the bounds that hold for every step."""
         self._facts = facts
         self._requests: dict[int, MirroredRequest] = {}
         self._next_step_id: int | None = None
 
     @property
     def requests(self) -> dict[int, MirroredRequest]:
-        """The mirrored requests by id, in admission order."""
         return self._requests
 
     def reset(self) -> None:
-        """Forget every request and expect any step next."""
+        """Forget every request; the next step may have any id."""
         self._requests.clear()
         self._next_step_id = None
 
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Take over the step's changes and return what it computes, in mirror order.
+        """Apply the step's changes and return what it computes, in mirror order.
 
         Raises:
-            MirrorError: a rule of the link is broken; the mirror is of no further use.
+            MirrorError: a rule of the link is broken; the mirror cannot be used any more.
         """
         expected = self._next_step_id
         if expected is not None and step.step_id != expected:
@@ -118,16 +115,16 @@ class Mirror:
         sampled_token_ids: list[int],
         num_sampled_tokens: Sequence[int] = (),
     ) -> None:
-        """Count what `scheduled` computed, and append what was sampled.
+        """Count the tokens that `scheduled` computed, and append those that were sampled.
 
         Args:
             scheduled: the step's parts.
             sampled_token_ids: of each part that samples, in order.
-            num_sampled_tokens: for each of these parts, how many of the tokens are its own: one,
-                and one more for each draft that was right. Empty: one each.
+            num_sampled_tokens: for each of these parts, its number of tokens: one, and one more for
+                each draft that was right. Empty: one each.
 
         Raises:
-            MirrorError: these numbers do not fit `scheduled`.
+            MirrorError: the numbers do not match `scheduled`.
         """
         if num_sampled_tokens:
             self._advance_over_drafts(scheduled, sampled_token_ids, num_sampled_tokens)
@@ -149,7 +146,7 @@ class Mirror:
         sampling = [part for part in scheduled if part.samples]
         if len(num_sampled_tokens) != len(sampling):
             raise MirrorError(
-                f"{len(num_sampled_tokens)} requests sampled, and {len(sampling)} were due"
+                f"{len(num_sampled_tokens)} requests sampled, and {len(sampling)} were scheduled to"
             )
         if sum(num_sampled_tokens) != len(sampled_token_ids):
             raise MirrorError(
@@ -172,13 +169,13 @@ class Mirror:
                 request.num_computed_tokens = start + num_tokens
 
     def check_empty(self) -> None:
-        """Make sure that nobody's KV is lost by a sleep.
+        """Check that no request would lose its KV by a sleep.
 
         Raises:
             MirrorError: a request is mirrored.
         """
         if self._requests:
-            raise MirrorError(f"{len(self._requests)} requests are mirrored, and none may be")
+            raise MirrorError(f"{len(self._requests)} requests are mirrored during a sleep")
 
     def _remove(self, req_id: int, field: str) -> None:
         if self._requests.pop(req_id, None) is None:
@@ -228,7 +225,7 @@ class Mirror:
                 table.extend(block_ids)
 
     def _check_tables(self, req_id: int, tables: list[list[int]], start: int | None) -> None:
-        """Check a request's first blocks if it starts at position `start`, else added ones."""
+        """Check the tables of a request that starts at `start`, or blocks added to them."""
         groups = self._facts.kv_groups
         if [len(table) for table in tables] != [len(tables[0]) if tables else 0] * len(groups):
             raise MirrorError(
@@ -238,7 +235,7 @@ class Mirror:
         for group, table in zip(groups, tables, strict=True):
             first = 0
             if start is not None:
-                first = first_seen(group.window, start) // self._facts.block_size
+                first = first_visible(group.window, start) // self._facts.block_size
             self._check_blocks(f"request {req_id}", table[:first], lowest=NULL_BLOCK)
             self._check_blocks(f"request {req_id}", table[first:])
 
@@ -295,7 +292,7 @@ class Mirror:
         return ScheduledRequest(request, start, num_tokens, end >= known)
 
     def _check_drafts(self, request: MirroredRequest, end: int) -> None:
-        """Check a part that goes on past the known tokens."""
+        """Check a part that reaches past the known tokens."""
         known, num_drafts = len(request.token_ids), len(request.draft_token_ids)
         if end > known + num_drafts:
             drafts = f" and {num_drafts} drafts" if num_drafts else ""

@@ -1,7 +1,6 @@
-"""The runner that computes: packs a step, runs the model over the paged cache, samples."""
+"""The runner with a model: packs a step, runs the model over the paged cache, samples."""
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,40 +17,45 @@ from protocol.core_worker import (
 )
 from protocol.failpoints import failpoint
 from worker_proc import kv_tensors
-from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
+from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.drafter import NgramIndex
 from worker_proc.errors import CheckpointError, InsufficientMemory
-from worker_proc.exactness import judge
+from worker_proc.exactness import check_exactness
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.fused import fuse_modules
+from worker_proc.host_limits import available_cpus, available_memory
 from worker_proc.inputs import LogitsRange, StepInputs, pack_step
 from worker_proc.kv_groups import KVLayout, lay_out
 from worker_proc.kv_pool import KVPool
 from worker_proc.loader import LoadedModel, load_model
-from worker_proc.memory import available_cache_bytes, free_host_bytes
+from worker_proc.memory import available_cache_bytes
 from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.packed_linear import can_pack, pack_linears
-from worker_proc.runner import Progress
+from worker_proc.runner import ReportProgress
 from worker_proc.sampler import Sampler
 from worker_proc.self_check import check_forward, num_blocks_needed
 from worker_proc.swap_cost import measure_swap_cost
 from worker_proc.verification import count_sampled, sampling_rows
 
+NOT_FINITE = "the model's logits for this request are not finite"
+
 _log = logging.getLogger(__name__)
 
 
 class _Sampled(NamedTuple):
-    """What a step sampled."""
+    """Tokens and logprobs that a step sampled."""
 
     token_ids: list[int]
     num_tokens: list[int]
-    """Of each request that sampled; empty: one each."""
+    """Number of tokens of each request that sampled; empty: one each."""
     logprobs: dict[int, list[TokenLogprobs]]
-    """By id of the requests that asked."""
+    """By request id."""
+    errors: dict[int, str]
+    """By request id: why it failed."""
 
 
 class ModelRunner:
@@ -69,48 +73,37 @@ class ModelRunner:
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`.
 
-        With `num_speculative_tokens` it guesses up to so many tokens ahead; see `drafter`.
+        With `num_speculative_tokens` it makes up to that many drafts per request; see `drafter`.
         """
         self._model = loaded.model
         self._device = loaded.device
-        self._facts = facts
+        self.facts = facts
         self._backend = backend
         self._pool = pool
         self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device)
         self._mirror = Mirror(facts)
-        self._swap_cost_tokens = swap_cost_tokens
+        self.swap_cost_tokens = swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
 
-    @property
-    def facts(self) -> ModelFacts:
-        """What the core must know before its first step."""
-        return self._facts
-
-    @property
-    def swap_cost_tokens(self) -> float:
-        """As measured when the model was loaded."""
-        return self._swap_cost_tokens
-
     def reset(self) -> None:
-        """Forget every request; the pool's content stays, and nobody may rely on it."""
+        """Forget every request; the pool's content stays and is undefined."""
         self._mirror.reset()
 
     def sleep(self) -> None:
-        """Give the memory of the KV back until the next step; see `Runner`."""
+        """Release the memory of the KV cache until the next step; see `Runner`."""
         self._mirror.check_empty()
         self._pool.sleep()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step; see `Runner`."""
         began_ns = time.perf_counter_ns()
         scheduled = self._mirror.apply(step)
         self._pool.swap(step.swap_out, step.swap_in)
         if not scheduled:
             return ModelRunnerOutput(step.step_id, [])
         self._pool.wake()
-        inputs = pack_step(scheduled, self._facts.block_size, self._device)
-        logits = compute_logits(self._model, self._backend, inputs, self._facts.vocab_size)
+        inputs = pack_step(scheduled, self.facts.block_size, self._device)
+        logits = compute_logits(self._model, self._backend, inputs, self.facts.vocab_size)
         failpoint("worker.mid_step")
         sampled = self._sample(inputs, logits)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
@@ -125,12 +118,13 @@ class ModelRunner:
             sampled.logprobs,
             prompt_logprobs,
             forward_ns,
+            sampled.errors,
         )
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> _Sampled:
         ranges = [entry for entry in inputs.logits_ranges if entry.part.samples]
         if not ranges:
-            return _Sampled([], [], {})
+            return _Sampled([], [], {}, {})
         if self._num_speculative_tokens and any(entry.num_drafts for entry in ranges):
             return self._verify(ranges, logits)
         if len(ranges) != len(logits):
@@ -140,10 +134,11 @@ class ModelRunner:
         sampled = self._sampler.sample(logits, requests)
         pairs = zip(requests, sampled.logprobs, strict=True)
         logprobs = {request.req_id: [entry] for request, entry in pairs if entry is not None}
-        return _Sampled(sampled.token_ids, [], logprobs)
+        errors = {requests[row].req_id: NOT_FINITE for row in sampled.not_finite}
+        return _Sampled(sampled.token_ids, [], logprobs, errors)
 
     def _verify(self, ranges: list[LogitsRange], logits: torch.Tensor) -> _Sampled:
-        """Sample all rows at once, and keep those of each request that its drafts agree with."""
+        """Sample all rows at once, and keep those of each request up to its first wrong draft."""
         indices: list[int] = []
         rows = []
         for part, first_row, num_prompt_rows, num_drafts in ranges:
@@ -154,7 +149,7 @@ class ModelRunner:
             logits = logits[torch.tensor(indices, device=logits.device)]
         sampled = self._sampler.sample(logits, rows)
         token_ids, logprobs = sampled.token_ids, sampled.logprobs
-        kept = _Sampled([], [], {})
+        kept = _Sampled([], [], {}, {})
         first = 0
         for part, _, _, num_drafts in ranges:
             request, own = part.request, token_ids[first : first + 1 + num_drafts]
@@ -164,11 +159,13 @@ class ModelRunner:
             entries = [entry for entry in logprobs[first : first + count] if entry is not None]
             if entries:
                 kept.logprobs[request.req_id] = entries
+            if any(first <= row < first + count for row in sampled.not_finite):
+                kept.errors[request.req_id] = NOT_FINITE
             first += 1 + num_drafts
         return kept
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
-        """Guess ahead for each request that sampled; how far, or nothing if for none of them."""
+        """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
         counts = []
         for part in scheduled:
             request = part.request
@@ -180,7 +177,7 @@ class ModelRunner:
                 drafts = index.propose(request.token_ids, self._num_speculative_tokens)
                 request.draft_token_ids = drafts
                 counts.append(len(drafts))
-            else:  # now, and not all of a long prompt when it begins to sample
+            else:  # in parts, and not a whole long prompt when it begins to sample
                 index.extend(request.token_ids, part.end)
         return counts if any(counts) else []
 
@@ -202,13 +199,13 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model with its weights as they are computed with, and the kernels for it, if any."""
+    """A model with fused and packed modules, and the native kernels, if any."""
 
     loaded: LoadedModel
     kernels: NativeLibrary | None
 
 
-def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
+def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
     """Load the configured checkpoint and size its KV cache.
 
     Args:
@@ -221,12 +218,12 @@ def load_model_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
         UnsupportedModel: the model cannot be computed correctly here.
         InsufficientMemory: the KV cache cannot hold max_model_len.
     """
-    torch.set_num_threads(config.worker.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.worker.num_threads or available_cpus())
     return build_runner(prepare_model(config, progress), config, progress)
 
 
-def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
-    """Load the configured checkpoint, and fuse and pack its modules where that is possible.
+def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedModel:
+    """Load the configured checkpoint, and fuse and pack its modules where possible.
 
     Raises:
         CheckpointError: a file or tensor is missing, or max_model_len is beyond the model's.
@@ -251,7 +248,9 @@ def prepare_model(config: EngineConfig, progress: Progress) -> PreparedModel:
     return PreparedModel(loaded, library)
 
 
-def build_runner(prepared: PreparedModel, config: EngineConfig, progress: Progress) -> ModelRunner:
+def build_runner(
+    prepared: PreparedModel, config: EngineConfig, progress: ReportProgress
+) -> ModelRunner:
     """Size and allocate the KV cache of a loaded model, connect the two, and check them.
 
     Raises:
@@ -264,7 +263,7 @@ def build_runner(prepared: PreparedModel, config: EngineConfig, progress: Progre
     backend = make_backend(loaded, layout, prepared.kernels)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))
     stepwise = check_forward(loaded, backend, layout)
-    exactness = judge(loaded, backend, layout, stepwise)
+    exactness = check_exactness(loaded, backend, layout, stepwise)
     specs = [loaded.layers[index].spec for index in layout.tensor_layers]
     block_bytes = kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
     size = kv_tensors.size_cache(
@@ -310,12 +309,12 @@ def build_runner(prepared: PreparedModel, config: EngineConfig, progress: Progre
 
 
 def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks the host can keep.
+    """Return the number of blocks that the swap space holds.
 
     Raises:
-        InsufficientMemory: the host does not have that much; names the setting and what there is.
+        InsufficientMemory: less memory is free; names the setting and the free bytes.
     """
-    free = free_host_bytes()
+    free = available_memory()
     if swap_space_bytes > free:
         raise InsufficientMemory(
             f"swap_space_bytes {swap_space_bytes} is more than the {free} bytes of free memory"
@@ -324,7 +323,7 @@ def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
 
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
-    """Decide which layers share block tables."""
+    """Group the layers that share block tables."""
     return lay_out(
         [layer.spec for layer in loaded.layers],
         config.cache.block_size,
@@ -337,7 +336,7 @@ def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
 def make_backend(
     loaded: LoadedModel, layout: KVLayout, library: NativeLibrary | None
 ) -> AttentionBackend:
-    """Choose how attention is computed: by the native kernel where there is one."""
+    """Return the native backend where its kernel covers the layers, else the portable one."""
     specs = [layer.spec for layer in loaded.layers]
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
         return NativeBackend(library, layout.block_size, loaded.dtype, layout.windows)
@@ -346,7 +345,7 @@ def make_backend(
         for number, group in enumerate(layout.groups)
         for index in group.layers
     }
-    return GatheringBackend(rules, layout.block_size, loaded.dtype, loaded.device)
+    return SdpaBackend(rules, layout.block_size, loaded.dtype, loaded.device)
 
 
 def resolve_device(name: str) -> torch.device:

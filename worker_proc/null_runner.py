@@ -1,7 +1,7 @@
 """A runner without a model: the next token is a pure function of the context.
 
-It lets real API, core and worker processes run in a test within milliseconds, checks every delta it
-is sent, and measures the control plane alone.
+With it, real API, core and worker processes run in a test within milliseconds. It checks every
+delta that it receives, and measures the control plane alone.
 """
 
 import time
@@ -24,22 +24,22 @@ from worker_proc.mirror import (
     MirroredRequest,
     MirrorError,
     ScheduledRequest,
-    first_seen,
+    first_visible,
 )
 from worker_proc.verification import count_sampled
 
 CONTEXT_TOKENS = 4
-"""The next token depends on so many tokens before it, and on its position."""
+"""Tokens before the next one that it depends on, besides its position."""
 ONE_DRAFT_WRONG_IN = 4
-"""So that every number of right drafts occurs."""
+"""Makes every number of right drafts occur."""
 ONE_STEP_SHORT_IN = 8
-"""Its drafts are then fewer than wanted, down to none."""
+"""Such a step has fewer drafts than configured, down to none."""
 SWAP_COST_TOKENS = 1.0
-"""What it announces unless it is told otherwise."""
+"""Announced by default."""
 
 
 def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequence[int]) -> int:
-    """Return the token that follows `token_ids`: never an EOS id, unless there is nothing else."""
+    """Return the token that follows `token_ids`: an EOS id only if there is no other token."""
     tail = token_ids[-CONTEXT_TOKENS:]
     digest = crc32(b"".join(token_id.to_bytes(4, "little") for token_id in tail), len(token_ids))
     first = digest % vocab_size
@@ -53,7 +53,7 @@ def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequ
 def draft_token_ids(
     token_ids: list[int], max_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> list[int]:
-    """Return guesses for what follows `token_ids`: mostly right, wrong at places that these decide.
+    """Return drafts for the tokens after `token_ids`, some of them wrong; a pure function of these.
 
     With a vocabulary of one token all are right.
     """
@@ -61,10 +61,10 @@ def draft_token_ids(
     digest = crc32(b"drafts", next_token_id(token_ids, 2**31, ()))
     if digest % ONE_STEP_SHORT_IN == 0:
         max_tokens = digest // ONE_STEP_SHORT_IN % (max_tokens + 1)
-    # Written behind the text and taken away again: a copy would cost its length in every step.
-    for place in range(max_tokens):
+    # Appended to the text and removed again: a copy would cost its length in every step.
+    for offset in range(max_tokens):
         token_id = next_token_id(token_ids, vocab_size, eos_token_ids)
-        is_wrong = hash((digest, place)) % ONE_DRAFT_WRONG_IN == 0  # of ints: the same everywhere
+        is_wrong = hash((digest, offset)) % ONE_DRAFT_WRONG_IN == 0  # equal on all machines
         token_ids.append((token_id + is_wrong) % vocab_size)
     drafts = token_ids[known:]
     del token_ids[known:]
@@ -74,17 +74,17 @@ def draft_token_ids(
 _POISON = pack_token_ids([POISON_TOKEN_ID])
 
 
-class Place(NamedTuple):
-    """Where a request has a block."""
+class BlockOwner(NamedTuple):
+    """An entry of a request's block table."""
 
     request: MirroredRequest
     group: int
     entry: int
-    """Of the group's block table."""
+    """Index in the group's block table."""
 
 
 class NullRunner:
-    """Obeys the scheduler like a model would, in microseconds."""
+    """Executes steps without a model, in microseconds."""
 
     def __init__(
         self,
@@ -96,39 +96,24 @@ class NullRunner:
         num_speculative_tokens: int = 0,
         clock: Clock = time,
     ) -> None:
-        """Take what to announce, and how long a step and each of its tokens shall last.
-
-        With `num_speculative_tokens` it guesses up to so many tokens ahead.
-        """
-        self._facts = facts
+        """Take what to announce, the duration of a step and of each token, and the most drafts."""
+        self.facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
-        self._swap_cost_tokens = swap_cost_tokens
+        self.swap_cost_tokens = swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
         self._clock = clock
         self._mirror = Mirror(facts)
-        self._writers: dict[int, Place] = {}
-        """By block of the pool."""
+        self._writers: dict[int, BlockOwner] = {}
+        """By block of the pool: the entry that was last written through."""
         self._host_blocks: set[int] = set()
-        """Those that something was copied to."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        """The facts that it was made with."""
-        return self._facts
-
-    @property
-    def swap_cost_tokens(self) -> float:
-        """The cost that it was made with."""
-        return self._swap_cost_tokens
 
     def reset(self) -> None:
-        """Forget every request."""
         self._mirror.reset()
         self._forget_kv()
 
     def sleep(self) -> None:
-        """Forget what would have been lost; see `Runner`."""
+        """Forget which blocks were written; see `Runner`."""
         self._mirror.check_empty()
         self._forget_kv()
 
@@ -140,8 +125,8 @@ class NullRunner:
         """Check the step and return its tokens.
 
         Raises:
-            MirrorError: the step contradicts those before it, writes to a block that somebody
-                still reads, or copies from a host block that nothing was copied to.
+            MirrorError: the step contradicts those before it, writes to a block that another
+                request reads, or copies from a host block that was never written.
         """
         began_ns = self._clock.monotonic_ns()
         scheduled = self._mirror.apply(step)
@@ -181,7 +166,7 @@ class NullRunner:
     def _verify(
         self, scheduled: list[ScheduledRequest]
     ) -> tuple[list[int], list[int], dict[int, list[TokenLogprobs]]]:
-        """Sample over the drafts that were scheduled, as a model would: a row for each."""
+        """Sample a row for each scheduled draft, as a model would."""
         sampled: list[int] = []
         num_sampled: list[int] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -209,7 +194,7 @@ class NullRunner:
         return rows
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
-        """Guess ahead for each request that sampled; how far, or nothing if for none of them."""
+        """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
         counts = []
         for part in scheduled:
             if part.samples:
@@ -217,8 +202,8 @@ class NullRunner:
                 request.draft_token_ids = draft_token_ids(
                     request.token_ids,
                     self._num_speculative_tokens,
-                    self._facts.vocab_size,
-                    self._facts.eos_token_ids,
+                    self.facts.vocab_size,
+                    self.facts.eos_token_ids,
                 )
                 counts.append(len(request.draft_token_ids))
         return counts if any(counts) else []
@@ -229,51 +214,51 @@ class NullRunner:
             self._clock.sleep(delay_s)
 
     def _next_token_id(self, request: MirroredRequest) -> int:
-        return next_token_id(request.token_ids, self._facts.vocab_size, self._facts.eos_token_ids)
+        return next_token_id(request.token_ids, self.facts.vocab_size, self.facts.eos_token_ids)
 
     def _swap_in(self, step: SchedulerOutput) -> None:
         for host_id in step.swap_in.host_block_ids:
             if host_id not in self._host_blocks:
-                raise MirrorError(f"nothing was copied to host block {host_id}")
-        owners: dict[int, Place] = {}
-        for new in step.scheduled_new_reqs:  # the first to have a block; others only read it
+                raise MirrorError(f"host block {host_id} was never written")
+        owners: dict[int, BlockOwner] = {}
+        for new in step.scheduled_new_reqs:  # the first request with a block writes it
             request = self._mirror.requests[new.req_id]
             for group, table in enumerate(new.block_ids):
                 for index, block_id in enumerate(table):
-                    owners.setdefault(block_id, Place(request, group, index))
+                    owners.setdefault(block_id, BlockOwner(request, group, index))
         for block_id in step.swap_in.device_block_ids:
             if block_id not in owners:
                 raise MirrorError(f"swap_in fills block {block_id}, which no new request holds")
             self._claim(block_id, owners[block_id])
 
     def _claim_blocks(self, part: ScheduledRequest) -> None:
-        request, block_size = part.request, self._facts.block_size
+        request, block_size = part.request, self.facts.block_size
         first = max(part.start, request.num_cached_tokens) // block_size
         for group, table in enumerate(request.block_tables):
             for index in range(first, (part.end - 1) // block_size + 1):
-                self._claim(table[index], Place(request, group, index))
+                self._claim(table[index], BlockOwner(request, group, index))
 
-    def _claim(self, block_id: int, place: Place) -> None:
+    def _claim(self, block_id: int, owner: BlockOwner) -> None:
         before = self._writers.get(block_id)
-        if before == place:
+        if before == owner:
             return
         if before is not None and self._is_live(before):
             raise MirrorError(
                 f"block {block_id} is written by requests {before.request.req_id}"
-                f" and {place.request.req_id}"
+                f" and {owner.request.req_id}"
             )
-        self._writers[block_id] = place
+        self._writers[block_id] = owner
 
-    def _is_live(self, place: Place) -> bool:
-        """Whether the request is still there, and its window has not passed the block."""
-        request, group, entry = place
+    def _is_live(self, owner: BlockOwner) -> bool:
+        """Whether the request still runs, and its window has not passed the block."""
+        request, group, entry = owner
         if self._mirror.requests.get(request.req_id) is not request:
             return False
-        window = self._facts.kv_groups[group].window
-        return entry >= first_seen(window, request.num_computed_tokens) // self._facts.block_size
+        window = self.facts.kv_groups[group].window
+        return entry >= first_visible(window, request.num_computed_tokens) // self.facts.block_size
 
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
-        others = [i for i in range(min(num_top + 1, self._facts.vocab_size)) if i != token_id]
+        others = [i for i in range(min(num_top + 1, self.facts.vocab_size)) if i != token_id]
         top_ids = [token_id, *others][:num_top]
         return TokenLogprobs(
             token_id, 0.0, 1, top_ids, [-float(rank) for rank in range(len(top_ids))]

@@ -1,8 +1,8 @@
 """Linear layers over weights that oneDNN has packed: the fast path of the CPU.
 
-Besides being two to four times as fast as `torch.nn.functional.linear` for few rows, they give a
-row the same bits whatever other rows it is computed with. Two exceptions to that are worked around:
-a single row runs as two, and very wide bfloat16 outputs run in slices of rows.
+For few rows they are two to four times as fast as `torch.nn.functional.linear`, and a row has the
+same bits beside any other rows. Two exceptions are worked around: a single row runs as two, and
+very wide bfloat16 outputs run in slices of rows.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
 WIDE_SLICE_ROWS = 32
 PACKING_ROWS = 64
-"""oneDNN picks a layout for a number of rows; it then serves every other."""
+"""Number of rows for which oneDNN chooses the layout; it serves every other number."""
 
 
 class PackedLinear(nn.Module):
-    """Takes the place of `nn.Linear` (or GPT-2's transposed `Conv1D`) for inference on the CPU."""
+    """Replaces `nn.Linear` (or GPT-2's transposed `Conv1D`) for inference on the CPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Pack `weight`, `[out_features, in_features]`."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Models look at their weights' dtype; they never compute with them.
+        # Models read the dtype of their weights, and do not compute with them.
         self.weight = weight.new_empty(weight.shape, device="meta")
         self.bias = None if bias is None else bias.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
         out = rows.new_empty(len(rows), self.out_features)
         first = 0
         while first < len(rows):
-            # A last slice of one row would not be computed like the others.
+            # A last slice of one row would be computed in another way.
             first = min(first, len(rows) - 2)
             part = slice(first, first + self._slice_rows)
             out[part] = self._linear(rows[part])
@@ -79,8 +79,8 @@ def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int
     """Replace every linear layer of `model`, freeing its weights as it goes.
 
     Args:
-        model: whose modules are replaced in place.
-        on_packed: called with (layers done, layers in all) after each.
+        model: changed in place.
+        on_packed: called with (layers done, total layers) after each.
 
     Returns:
         The number of layers replaced.
@@ -89,14 +89,14 @@ def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int
         (parent, name, cast(nn.Linear, child))
         for parent in list(model.modules())
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D)
+        if type(child) in (nn.Linear, Conv1D) and not child.weight.is_meta  # it is not used
     ]
     packed: dict[nn.Module, PackedLinear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
         if child not in packed:
             weight = child.weight.t() if type(child) is Conv1D else child.weight
             packed[child] = PackedLinear(weight, child.bias)
-            del child.weight  # frees it now, unless the embedding shares it
+            del child.weight  # freed now, unless the embedding shares it
         setattr(parent, name, packed[child])
         on_packed(done, len(found))
     return len(packed)

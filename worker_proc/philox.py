@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 over int64 tensors.
 
-A draw depends on nothing but (seed, position), so a request draws the same numbers alone, in any
-batch, after a preemption and on any device. Words are 32-bit values held in int64.
+A draw depends only on (seed, position), so a request draws the same numbers alone, in any batch,
+after a preemption and on any device. Words are 32-bit values held in int64.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     weyl = torch.tensor(_WEYL, device=counter.device)[:, None]
     even, odd = counter[0::2], counter[1::2]
     for _ in range(_NUM_ROUNDS):
-        # The product of two words wraps around in int64: all its 64 bits are there, and the mask
-        # takes off the sign that the shift drags in.
+        # The product of two words wraps around in int64: all of its 64 bits are there, and the mask
+        # removes the sign that the shift extends.
         product = even * multipliers
         high = (product >> 32) & _WORD
         even = high.flip(0) ^ odd ^ key

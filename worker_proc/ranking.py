@@ -1,7 +1,7 @@
 """The one order of a vocabulary: descending score, ties by ascending token id.
 
-Everything that ranks tokens goes through here, so that top-k, top-p, sampling and logprobs agree
-on ties; they are frequent, because bf16 logits take few distinct values.
+All code that ranks tokens uses it, so that top-k, top-p, sampling and logprobs agree on ties, which
+are frequent, because bf16 logits take few distinct values.
 """
 
 import math

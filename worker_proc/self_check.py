@@ -1,13 +1,13 @@
 """Compares the paged forward with transformers' own, once, when a model has been loaded.
 
-What a model does between its attention layers may depend on its tokens standing alone in a row (a
-convolution, positions counted from a mask): that would be wrong for packed rows without any error.
-Two short texts, computed together in two steps, must give the logits that each gives alone.
+Code between the attention layers may rely on rows with a single text (a convolution, positions
+counted from a mask), and would give wrong results for packed rows without an error. Two short
+texts, computed together in steps, must give the logits that each gives alone.
 """
 
 import statistics
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 
 import torch
 
@@ -22,10 +22,10 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 TEXT_LENGTHS = (5, 3)
 NUM_DECODED = 2
-"""The last tokens of each text, computed in a step each."""
+"""Tokens at the end of each text that are computed in a step each."""
 MAX_ERROR = {torch.float32: 0.01}
 MAX_ERROR_OF_HALF = 0.15
-"""Relative. The median over rows counts: rounding may send one row to another expert."""
+"""Relative error. The median over rows counts: rounding may send one row to another expert."""
 
 
 def num_blocks_needed(layout: KVLayout) -> int:
@@ -37,7 +37,7 @@ def num_blocks_needed(layout: KVLayout) -> int:
 def check_forward(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
 ) -> list[torch.Tensor]:
-    """Run the check on the pool that is attached; it overwrites the first blocks.
+    """Run the check on the attached pool; overwrites the first blocks.
 
     Returns:
         The logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`: after its
@@ -71,7 +71,7 @@ def compute_whole(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
 ) -> list[torch.Tensor]:
     """Compute the texts in one step, in reverse order; returns the rows of `check_forward`."""
-    requests = _requests(layout, texts)
+    requests = trial_requests(layout, texts)
     parts = [ScheduledRequest(r, 0, len(r.token_ids), True) for r in reversed(requests)]
     inputs = pack_step(parts, layout.block_size, loaded.device)
     ends = [first + part.num_tokens for first, part in zip(inputs.first_rows, parts, strict=True)]
@@ -82,7 +82,6 @@ def compute_whole(
 
 
 def check_texts(vocab_size: int) -> list[list[int]]:
-    """Return the texts that are computed."""
     first, texts = 1, []
     for length in TEXT_LENGTHS:
         texts.append([(first + i) * 7919 % vocab_size for i in range(length)])
@@ -94,7 +93,7 @@ def _paged_logits(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
 ) -> list[torch.Tensor]:
     """The last rows of each text: `[1 + NUM_DECODED, vocab_size]`, of its prompt's and after."""
-    requests = _requests(layout, texts)
+    requests = trial_requests(layout, texts)
     steps = []
     for back in range(NUM_DECODED, -1, -1):
         parts = []
@@ -107,9 +106,10 @@ def _paged_logits(
     return list(torch.stack(steps, dim=1))
 
 
-def _requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredRequest]:
+def trial_requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredRequest]:
+    """Return requests over `texts` with block tables of their own, from block 1 on."""
     requests = []
-    free_blocks = iter(range(1, num_blocks_needed(layout)))
+    free_blocks = count(1)
     for req_id, text in enumerate(texts):
         num_blocks = -(-len(text) // layout.block_size)
         tables = [list(islice(free_blocks, num_blocks)) for _ in layout.groups]

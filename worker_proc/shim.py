@@ -1,6 +1,6 @@
 """The worker's end of the link to the core, as a state machine: messages in, replies out.
 
-It knows which core it obeys (by epoch) and which step comes next; the runner computes.
+It checks the epoch of each message and the order of the steps; the runner computes.
 """
 
 from protocol.core_worker import (
@@ -26,29 +26,29 @@ class WorkerShim:
         self._own_epoch = epoch
         self._next_step_id = 0
         self.link_epoch: int | None = None
-        """Epoch of the core that has adopted this worker; None before and between adoptions."""
+        """Epoch of the link since the last adoption; None while no core has adopted this worker."""
         self.num_fenced_frames = 0
-        """Messages under another epoch than the one in force, dropped."""
+        """Messages of another epoch, which were dropped."""
         self.failure: Exception | None = None
-        """What a step or a sleep raised; the process must exit after its reply, if any, is sent."""
+        """Error of a step or a sleep; the process must exit once the reply, if any, is sent."""
 
     def end_adoption(self) -> None:
-        """The connection was made or lost: whatever was adopted before is over."""
+        """Forget the adoption, since the connection was made or lost."""
         self.link_epoch = None
 
     def hello(self) -> WorkerHello:
-        """What the core must hear, again and again, until it adopts this worker."""
+        """Return the message that is sent repeatedly until a core adopts this worker."""
         assert self.link_epoch is None
         runner = self._runner
         return WorkerHello(self._rank, self._pid, runner.facts, runner.swap_cost_tokens)
 
     @property
     def epoch(self) -> int:
-        """What the next frame carries."""
+        """Epoch of the next frame that is sent."""
         return self._own_epoch if self.link_epoch is None else self.link_epoch
 
     def on_message(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
-        """Obey one message; returns the reply, if there is one."""
+        """Handle one message; returns the reply, if there is one."""
         if isinstance(message, Adopt):
             self._adopt(epoch, message)
             return None

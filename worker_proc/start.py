@@ -1,7 +1,7 @@
-"""From the settings to a worker that computes: loading, reporting, waiting to be promoted.
+"""Starts a worker: loads the model, reports to the supervisor, waits for promotion, computes.
 
-A worker is started in one of two ways. Alone, it loads everything by itself. Forked from a zygote
-(worker_proc/zygote.py), it shares what was loaded there, and does the rest.
+A worker that is started by command loads everything itself. One that is forked from a zygote
+(worker_proc/zygote.py) shares the weights that were loaded there.
 """
 
 import os
@@ -16,7 +16,7 @@ from protocol.core_worker import ModelFacts
 from protocol.failpoints import failpoint
 from worker_proc.lean_import import lean_imports
 from worker_proc.loop import WorkerLoop
-from worker_proc.runner import MakeRunner, Progress, Runner
+from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.warm_up import warm_up
 
 NULL_VOCAB_SIZE = 32_000
@@ -24,14 +24,14 @@ NULL_MAX_MODEL_LEN = 8192
 NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
 NULL_BLOCK_BYTES = 65_536
-"""What a block of the null runner counts against `swap_space_bytes`."""
+"""Size that a block of the null runner has in `swap_space_bytes`."""
 
 
-def make_runner(config: EngineConfig, progress: Progress) -> Runner:
-    """Load what `config` names. The null runner never imports torch.
+def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
+    """Load the configured model. The null runner never imports torch.
 
     Raises:
-        ValueError: settings or checkpoint cannot be used; another try would fail in the same way.
+        ValueError: settings or checkpoint cannot be used; another attempt would fail as well.
     """
     if config.model.model == "null":
         return _null_runner(config)
@@ -42,18 +42,18 @@ def make_runner(config: EngineConfig, progress: Progress) -> Runner:
     return load_model_runner(config, progress)
 
 
-def load_to_fork(config: EngineConfig, progress: Progress) -> MakeRunner:
-    """Load all that workers can share, without starting a thread or using a device.
+def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
+    """Load the part that workers share, without starting a thread or using a device.
 
     Returns:
-        What each forked worker does with it.
+        A function that makes a runner in a forked worker.
 
     Raises:
-        ValueError: settings or checkpoint cannot be used; another try would fail in the same way.
+        ValueError: settings or checkpoint cannot be used; another attempt would fail as well.
     """
     if config.model.model == "null":
         return lambda _: _null_runner(config)
-    # Before the libraries are loaded: they would start pools of threads, which no fork survives.
+    # Set before the libraries are loaded: they would start threads, which a fork does not copy.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     progress("import", 0, 0)
@@ -63,8 +63,8 @@ def load_to_fork(config: EngineConfig, progress: Progress) -> MakeRunner:
     return load_shared_model(config, progress)
 
 
-def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> None:
-    """Make the runner, and compute until told to stop; a standby from its promotion on."""
+def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) -> None:
+    """Make the runner and compute until Stop arrives; a standby first waits for its promotion."""
     failpoint("worker.load")
     try:
         runner = make(child.progress)
@@ -77,9 +77,10 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
     failpoint("worker.after_load")
     facts = runner.facts
     detail = ", ".join(filter(None, (facts.device, facts.dtype)))
-    # On the CPU a successor would find other free memory; elsewhere it may have to take less.
+    # On the CPU a successor must not size its cache by the memory that is free then. On a device it
+    # may have to take less.
     num_blocks = facts.num_gpu_blocks if facts.device == "cpu" else 0
-    gc_tuning.freeze()  # now, while it counts as loading; a standby has the time anyway
+    gc_tuning.freeze()  # here it counts as loading
     if is_standby:
         child.ready(detail)
         if not child.wait_for_promotion():
@@ -95,7 +96,7 @@ def work(child: ChildProcess, make: MakeRunner, *, is_standby: bool = False) -> 
 
 
 def null_facts(config: EngineConfig) -> ModelFacts:
-    """What the null runner pretends to have loaded."""
+    """Return the facts that the null runner announces."""
     return ModelFacts(
         model="null",
         vocab_size=NULL_VOCAB_SIZE,

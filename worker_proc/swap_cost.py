@@ -1,4 +1,4 @@
-"""Measures what a copy of KV to the host and back costs, in tokens computed instead."""
+"""Measures the cost of copying KV to the host and back, in prompt tokens."""
 
 import statistics
 import time
@@ -8,23 +8,23 @@ from functools import partial
 import torch
 
 from protocol.core_worker import BlockCopies
-from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.kv_groups import KVLayout
 from worker_proc.loader import LoadedModel
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.mirror import ScheduledRequest
+from worker_proc.self_check import trial_requests
 
 NUM_COPIED_BLOCKS = 8
 NUM_REPEATS = 7
 PROMPT_LENGTHS = (32, 256, 256, 256)
-"""The first also warms up; the longer ones follow while there is time for them."""
+"""The first also warms up; the others follow while the budget lasts."""
 BUDGET_S = 0.1
 
 
 def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
-    """Return how many prompt tokens are computed while one block is copied out and in.
+    """Return how many prompt tokens can be computed while one block is copied out and in.
 
     Attaches a small pool of its own, in place of any other.
     """
@@ -37,13 +37,14 @@ def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KV
         for _ in range(NUM_REPEATS)
     ]
     token_time = _seconds_per_token(loaded, backend, layout)
-    pool.sleep()  # the backend may still refer to it; its memory goes now
+    pool.sleep()  # releases the memory; the backend may still refer to the pool
     return statistics.median(block_times) / token_time
 
 
 def _seconds_per_token(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
     def compute(num_tokens: int) -> float:
-        part = ScheduledRequest(_request(num_tokens, layout), 0, num_tokens, True)
+        [request] = trial_requests(layout, [[0] * num_tokens])
+        part = ScheduledRequest(request, 0, num_tokens, True)
         inputs = pack_step([part], layout.block_size, loaded.device)
         forward = partial(compute_logits, loaded.model, backend, inputs, loaded.vocab_size)
         return _seconds(forward, loaded.device) / num_tokens
@@ -57,15 +58,6 @@ def _seconds_per_token(loaded: LoadedModel, backend: AttentionBackend, layout: K
         times.setdefault(num_tokens, []).append(compute(num_tokens))
         last = num_tokens
     return statistics.median(times[last])
-
-
-def _request(num_tokens: int, layout: KVLayout) -> MirroredRequest:
-    num_blocks = -(-num_tokens // layout.block_size)
-    tables = [
-        list(range(1 + group * num_blocks, 1 + (group + 1) * num_blocks))
-        for group in range(len(layout.groups))
-    ]
-    return MirroredRequest(0, [0] * num_tokens, num_tokens, SamplingParams(), tables, 0, 0)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

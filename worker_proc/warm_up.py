@@ -1,7 +1,7 @@
-"""Computes a few short texts that nobody has asked for, so that the first step for others is quick.
+"""Computes a few short texts while a standby waits, so that its first step for clients is fast.
 
-The first step of a process pays for much that stays: memory that is touched for the first time,
-threads, kernels that are made for the shapes of a model. Whoever waits to be promoted has the time.
+The first step of a process touches memory for the first time, starts threads, and makes kernels for
+the shapes of the model.
 """
 
 from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
@@ -12,11 +12,11 @@ from worker_proc.runner import Runner
 NUM_TEXTS = 4
 TEXT_LENGTH = 32
 _NUM_STEPS = 2
-"""One over all texts, one that adds a token to each."""
+"""A prefill of all texts, and a decode."""
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute, and forget it; overwrites the first blocks. Where they do not suffice, do nothing.
+    """Compute the texts and forget them; overwrites the first blocks, if there are enough.
 
     Raises:
         Exception: the model cannot be computed.

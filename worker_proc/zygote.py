@@ -1,8 +1,8 @@
-"""The zygote: `python -m worker_proc --zygote` loads what workers share, and forks them on request.
+"""The zygote: `python -m worker_proc --zygote` loads a model, and forks workers on request.
 
-It stays fit for forking: one thread, no ZMQ context, no OpenMP pool, no device. A worker comes
-from a double fork, so that its parent is the supervisor, which reaps its orphans and confirms the
-death of a forked worker like that of any child.
+It can be forked at any time: one thread, no ZMQ context, no OpenMP pool, no device. A worker is
+forked twice, so that its parent is the supervisor, which reaps it and confirms its death as that of
+any child.
 """
 
 import argparse
@@ -42,30 +42,30 @@ from protocol.zygote_link import (
     close_all,
     decode_to_zygote,
 )
-from worker_proc.runner import MakeRunner
+from worker_proc.runner import RunnerFactory
 from worker_proc.start import load_to_fork, work
 
 FORK_TIMEOUT_S = 5.0
-"""Between the two forks; only a machine that is stuck takes longer than milliseconds."""
+"""Limit for the intermediate process, which takes milliseconds."""
 _PID_BYTES = 4
 
 log = logging.getLogger("troika.zygote")
 
 
 class NotForkable(Exception):
-    """This process has threads, which a fork would not copy."""
+    """This process has other threads, which a fork would not copy."""
 
 
-class Order(NamedTuple):
-    """What a forked process has become."""
+class ForkedWorker(NamedTuple):
+    """The worker that a forked process becomes."""
 
     message: ForkWorker
     fds: dict[str, int]
-    """By the names of the message."""
+    """Descriptors by their names in the message."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Load, then fork until the supervisor is gone. Forked workers come through here, too."""
+    """Load, then fork until the supervisor is gone. Forked workers return through here, too."""
     arguments = _parse(argv)
     die_with_parent()
     set_name("troika-zygote")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
         order = zygote.serve()
     except LinkClosed:
         os._exit(EXIT_ORPHANED)
-    be_worker(order, config, make)
+    run_worker(order, config, make)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -98,7 +98,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Zygote:
-    """One process that forks."""
+    """State of the process that forks workers."""
 
     def __init__(
         self, link: ZygoteLink[ToZygote], parent_fd: int, reporter: ProgressReporter
@@ -107,10 +107,8 @@ class Zygote:
         self._reporter = reporter
         self._parent_fd = parent_fd
 
-    def load(self, config: EngineConfig) -> MakeRunner:
-        """Load what `config` names, and report that.
-
-        Ends the process with a `Fatal` where that is not possible.
+    def load(self, config: EngineConfig) -> RunnerFactory:
+        """Load the configured model and send Ready; ends the process with a `Fatal` on failure.
 
         Raises:
             LinkClosed: the supervisor is gone.
@@ -123,13 +121,13 @@ class Zygote:
         except Exception as error:
             self._fatal(error, retry=True)
         gc.collect()
-        gc.freeze()  # the collector would write to every object, and so copy every page
+        gc.freeze()  # the collector would write to every object, which copies its page
         gc.disable()
         self._link.tell(Ready(f"{_shared_mib()} MiB to share"))
         return make
 
-    def serve(self) -> Order:
-        """Fork whenever asked to. Returns only in forked processes.
+    def serve(self) -> ForkedWorker:
+        """Fork a worker for each request. Returns only in forked processes.
 
         Raises:
             LinkClosed: the supervisor is gone.
@@ -151,7 +149,7 @@ class Zygote:
                 return order
 
     def _report(self, phase: str, done: int, total: int) -> None:
-        """A report that finds no room is as good as the next one."""
+        """Send progress; a report that does not fit is dropped, as the next one replaces it."""
         self._reporter.load(phase, done)
         self._link.send(Progress(phase, done, total))
 
@@ -166,14 +164,14 @@ class Zygote:
         try:
             return self._link.receive()
         except ProtocolError as error:
-            log.error("supervisor sent what cannot be read: %s", error)
+            log.error("received an unreadable message from the supervisor: %s", error)
             return None
 
-    def _fork(self, message: ForkWorker, fds: list[int]) -> Order | None:
-        """Fork one worker and say so. Returns in the worker its order; None in the zygote."""
+    def _fork(self, message: ForkWorker, fds: list[int]) -> ForkedWorker | None:
+        """Fork one worker and report it. Returns None in the zygote."""
         try:
             if len(fds) != len(message.fd_names):
-                raise OSError(f"{len(fds)} descriptors came for {message.fd_names}")
+                raise OSError(f"received {len(fds)} descriptors for {message.fd_names}")
             pid = fork_twice()
         except OSError as error:
             log.error("cannot fork: %s", error)
@@ -183,17 +181,17 @@ class Zygote:
                 self._link.close()
                 self._reporter.close()
                 os.close(self._parent_fd)
-                return Order(message, dict(zip(message.fd_names, fds, strict=True)))
+                return ForkedWorker(message, dict(zip(message.fd_names, fds, strict=True)))
             self._link.tell(Forked(message.epoch, pid))
         close_all(fds)
         return None
 
 
 def check_forkable() -> None:
-    """Make sure that a fork copies everything.
+    """Check that this process has one thread.
 
     Raises:
-        NotForkable: there are other threads; names them.
+        NotForkable: names the other threads.
     """
     tasks = [
         path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()
@@ -203,23 +201,23 @@ def check_forkable() -> None:
 
 
 def fork_twice() -> int:
-    """Fork a process that is no child of this one.
+    """Fork a process that is not a child of this one.
 
     Returns:
         Its pid; 0 in the process itself.
 
     Raises:
-        OSError: there are no processes or descriptors left.
+        OSError: the limit of processes or descriptors is reached.
     """
     read_fd, write_fd = os.pipe()
     try:
-        between = os.fork()
-        if between == 0:
-            return _fork_and_leave(write_fd)
+        intermediate = os.fork()
+        if intermediate == 0:
+            return _run_intermediate(write_fd)
         os.close(write_fd)
         write_fd = -1
         pid = _read_pid(read_fd)
-        _reap(between)  # only then the worker has its new parent
+        _reap(intermediate)  # from then on the worker has its new parent
         if pid == 0:
             raise OSError("the second fork failed")
         return pid
@@ -227,13 +225,13 @@ def fork_twice() -> int:
         close_all([fd for fd in (read_fd, write_fd) if fd >= 0])
 
 
-def _fork_and_leave(write_fd: int) -> int:
-    """The process between: its child goes on, itself it ends here."""
+def _run_intermediate(write_fd: int) -> int:
+    """Fork the worker, write its pid and exit; returns 0 in the worker."""
     try:
         own_pidfd = os.pidfd_open(os.getpid())
         pid = os.fork()
         if pid == 0:
-            _wait_for_end(own_pidfd)
+            _wait_for_exit(own_pidfd)
             os.close(own_pidfd)
             return 0
         os.write(write_fd, pid.to_bytes(_PID_BYTES, "little"))
@@ -243,7 +241,7 @@ def _fork_and_leave(write_fd: int) -> int:
 
 
 def _read_pid(read_fd: int) -> int:
-    """0 where the other end was closed, or nothing came in time."""
+    """Return 0 if the other end was closed, or nothing was received in time."""
     poller = select.poll()
     poller.register(read_fd, select.POLLIN)
     if not poller.poll(FORK_TIMEOUT_S * 1000):
@@ -252,20 +250,17 @@ def _read_pid(read_fd: int) -> int:
 
 
 def _reap(pid: int) -> None:
-    """Wait for the end of a child that is about to end."""
+    """Wait for a child that is about to exit, and reap it."""
     pidfd = os.pidfd_open(pid)
     try:
-        _wait_for_end(pidfd)
+        _wait_for_exit(pidfd)
         os.waitpid(pid, 0)
     finally:
         os.close(pidfd)
 
 
-def _wait_for_end(pidfd: int) -> None:
-    """Wait for the end of a process that is about to end; from then on its child has a new parent.
-
-    One that does not is killed.
-    """
+def _wait_for_exit(pidfd: int) -> None:
+    """Wait for the exit of a process, which orphans its child; kill it after a timeout."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     if not poller.poll(FORK_TIMEOUT_S * 1000):
@@ -273,8 +268,8 @@ def _wait_for_end(pidfd: int) -> None:
         poller.poll(FORK_TIMEOUT_S * 1000)
 
 
-def be_worker(order: Order, config: EngineConfig, make: MakeRunner) -> None:
-    """What a forked process does: the same as one that was started alone, from loading on."""
+def run_worker(order: ForkedWorker, config: EngineConfig, make: RunnerFactory) -> None:
+    """Run a forked worker: from the loaded model on, the same as one that was started alone."""
     os.setsid()
     set_name("troika-worker")
     gc.enable()
@@ -287,6 +282,5 @@ def be_worker(order: Order, config: EngineConfig, make: MakeRunner) -> None:
 
 
 def _shared_mib() -> int:
-    """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -285,12 +285,17 @@ def broken(client: FakeClient) -> None:
     client.refusal = RequestFailed(RequestError(ErrorCode.INTERNAL, "lost"))
 
 
+def not_finite(client: FakeClient) -> None:
+    client.refusal = RequestFailed(RequestError(ErrorCode.COMPUTATION_FAILED, "not finite"))
+
+
 @pytest.mark.parametrize(
     ("prepare", "status", "code"),
     [
         (overloaded, 429, "overloaded"),
         (draining, 503, "draining"),
         (broken, 500, "internal_error"),
+        (not_finite, 500, "computation_failed"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

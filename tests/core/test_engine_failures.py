@@ -2,12 +2,14 @@
 
 import logging
 
+import msgspec
 import pytest
 
 from core_proc import engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
+from core_proc.output_check import WorkerMisbehaved
 from core_proc.owners import Owner
 from core_proc.request import Request
 from core_proc.results import StepResult
@@ -109,6 +111,33 @@ def test_an_error_in_prompt_logprobs_ends_that_request(monkeypatch: pytest.Monke
     )
     assert [row.request_id for row in told[CLIENT].outputs] == [2]
     assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
+
+
+def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
+    """Its token is not an output, and the others go on."""
+    engine = make_engine()
+    for request_id in (1, 2, 3):
+        engine.add(CLIENT, add(request_id))
+    step = scheduled(engine)
+    assert engine._scheduler is not None
+    bad = sorted(engine._scheduler.requests)[1]
+    output = answer(engine, step)
+    failed = msgspec.structs.replace(output, request_errors={bad: "not finite"})
+    told = engine.update(failed)
+    assert [row.request_id for row in told[CLIENT].outputs] == [1, 3]
+    assert refusals(engine) == [(CLIENT, 2, ErrorCode.COMPUTATION_FAILED)]
+    assert bad not in engine._scheduler.requests
+    following = scheduled(engine)
+    assert following.finished_req_ids == [bad]
+    assert engine.update(answer(engine, following))[CLIENT].outputs
+
+
+def test_an_error_for_a_request_that_did_not_sample_is_the_workers_fault() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, add(1))
+    output = answer(engine, scheduled(engine))
+    with pytest.raises(WorkerMisbehaved, match="request_errors names 77"):
+        engine.update(msgspec.structs.replace(output, request_errors={77: "not finite"}))
 
 
 def test_a_request_aborted_in_time_is_not_told_of_its_failure() -> None:

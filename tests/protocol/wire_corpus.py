@@ -182,7 +182,8 @@ DIRECTIONS = [
             WorkerHello(0, 4321, _FACTS, 12.5),
             ModelRunnerOutput(18, list(range(32))),
             ModelRunnerOutput(19, [5, 6, 7], [1, 2], [0, 3], {1: [_LOGPROBS]}, [_PROMPT], 12_345),
-            StepFailed(20, "RuntimeError: out of memory"),
+            ModelRunnerOutput(20, [5, 0], request_errors={2: "the logits are not finite"}),
+            StepFailed(21, "RuntimeError: out of memory"),
         ],
     ),
     Direction(

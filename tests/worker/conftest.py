@@ -29,10 +29,10 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     return make
 
 
-@pytest.fixture(params=["gathering", "native"])
+@pytest.fixture(params=["sdpa", "native"])
 def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test with either way to attend on the CPU."""
-    if request.param == "gathering":
+    if request.param == "sdpa":
         monkeypatch.setattr(model_runner, "load_library", lambda: None)
     elif compiler() is None:
         pytest.skip("no C++ compiler")

@@ -21,7 +21,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import MAX_STEPS, across_the_wire
-from worker_proc.mirror import NULL_BLOCK, first_seen
+from worker_proc.mirror import NULL_BLOCK, first_visible
 from worker_proc.model_runner import ModelRunner
 
 MAX_RUNNING = 5
@@ -208,7 +208,7 @@ class StandIn:
         request.num_entries = max(before, -(-end // size))
         columns = []
         for group, held in zip(self._facts.kv_groups, request.blocks, strict=True):
-            first = first_seen(group.window, request.num_computed) // size
+            first = first_visible(group.window, request.num_computed) // size
             for entry in [entry for entry in held if entry < first]:
                 self._passed.add(held[entry])
                 self._free.append(held.pop(entry))

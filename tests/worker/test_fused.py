@@ -126,3 +126,60 @@ def test_a_row_has_the_same_bits_in_every_batch(library: NativeLibrary) -> None:
     together = model(rows)
     for first, count in ((0, 1), (17, 2), (100, 33)):
         assert torch.equal(together[first : first + count], model(rows[first : first + count]))
+
+
+class ClampedMLP(LlamaMLP):
+    """Bounds its gate, as some models do; ordinary rows never reach the bound."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(hidden).clamp(max=10.0)
+        out: torch.Tensor = self.down_proj(self.act_fn(gate) * self.up_proj(hidden))
+        return out
+
+
+class ClampedSiLU(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(hidden.clamp(max=10.0))
+
+
+class ClampedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(hidden.clamp(max=10.0))
+        return out
+
+
+class OtherEpsilon(LlamaRMSNorm):
+    """Its attribute is not what it computes with."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.variance_epsilon = 1e-12
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return LlamaRMSNorm.forward(_Epsilon(self.weight), hidden)
+
+
+class _Epsilon:
+    variance_epsilon = 1e-5
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_a_bound_that_ordinary_values_never_reach_is_not_lost(
+    dtype: torch.dtype, library: NativeLibrary
+) -> None:
+    torch.manual_seed(4)
+    config = LlamaConfig(hidden_size=SIZE, intermediate_size=2 * SIZE, num_attention_heads=1)
+    model = nn.Sequential(
+        ClampedMLP(config), ClampedSiLU(), ClampedRMSNorm(SIZE), OtherEpsilon(SIZE)
+    ).to(dtype)
+    rows = (torch.randn(1, 9, SIZE) * 60).to(dtype)
+    wanted = [module(rows) for module in model]
+    before = [type(module) for module in model]
+    fuse_modules(model, library, dtype)  # the plain activation inside the MLP may go
+    assert before == [type(module) for module in model]
+    for module, want in zip(model, wanted, strict=True):
+        assert_close(want / want.abs().max(), module(rows) / want.abs().max())

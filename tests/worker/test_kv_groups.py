@@ -10,7 +10,7 @@ from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv_groups import MAX_GROUPS, KVLayout, lay_out
 from worker_proc.kv_tensors import bytes_per_block, size_cache
-from worker_proc.mirror import first_seen
+from worker_proc.mirror import first_visible
 
 FAR = 10_000
 
@@ -75,7 +75,7 @@ def test_no_request_needs_more_blocks_than_its_windows_say() -> None:
         window, chunk, size = rng.randint(1, 40), rng.randint(1, 40), rng.randint(1, 9)
         [group] = layout([window], block_size=size, chunk=chunk).kv_groups()
         held = [
-            (start + count - 1) // size - first_seen(window, start) // size + 1
+            (start + count - 1) // size - first_visible(window, start) // size + 1
             for start in range(100)
             for count in range(1, chunk + 1)
         ]

@@ -301,7 +301,7 @@ def test_drafts_end_with_the_models_length() -> None:
         ([71, 72, 73, 5], [4], "sampled 4 tokens over 2 drafts"),
         ([], [0], "sampled 0 tokens over 2 drafts"),
         ([71, 5], [1], "add up to 1"),
-        ([71, 5], [1, 1], "2 requests sampled, and 1 were due"),
+        ([71, 5], [1, 1], "2 requests sampled, and 1 were scheduled to"),
     ],
 )
 def test_sampled_tokens_fit_the_drafts(sampled: list[int], counts: list[int], message: str) -> None:

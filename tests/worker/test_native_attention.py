@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from worker_proc.attention.gathering import GatheringBackend, Rule
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.attention.native import NativeBackend, can_attend
+from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.inputs import pack_step
 from worker_proc.kv_tensors import KVTensors
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
@@ -103,7 +103,7 @@ def test_equals_the_plain_backend(
     spec: LayerSpec, block_size: int, dtype: torch.dtype, softcap: float | None
 ) -> None:
     texts = Texts(spec, block_size, dtype)
-    plain = texts.layer(GatheringBackend({Rule(0, spec.window)}, block_size, dtype, CPU))
+    plain = texts.layer(SdpaBackend({Rule(0, spec.window)}, block_size, dtype, CPU))
     native = texts.layer(native_backend(block_size, dtype))
     half = [(i, 0, (length + 1) // 2) for i, length in enumerate(LENGTHS)]
     rest = [(i, done, LENGTHS[i] - done) for i, _, done in half if LENGTHS[i] > done]
@@ -170,7 +170,7 @@ def test_nothing_is_loaded_that_was_not_built(
 
 def backend_of(kind: str, spec: LayerSpec, block_size: int) -> AttentionBackend:
     if kind == "plain":
-        return GatheringBackend({Rule(0, spec.window)}, block_size, torch.float32, CPU)
+        return SdpaBackend({Rule(0, spec.window)}, block_size, torch.float32, CPU)
     return native_backend(block_size, torch.float32, [spec.window])
 
 

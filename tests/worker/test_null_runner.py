@@ -182,7 +182,7 @@ def test_who_comes_back_from_the_host_shares_its_blocks_with_whoever_comes_along
 def test_swap_in_fills_blocks_of_those_who_arrive_with_what_was_copied_out() -> None:
     arriving = two_tables(2, [5, 6], [7, 8])
     for block_id, host_id, message in (
-        (5, 1, "nothing was copied to host block 1"),
+        (5, 1, "host block 1 was never written"),
         (1, 0, "fills block 1, which no new request holds"),
     ):
         runner = NullRunner(windowed_facts())
@@ -203,7 +203,7 @@ def test_a_sleep_loses_what_the_host_held() -> None:
     runner.execute(swapping(step(1, 0, preempted=[1]), BlockCopies([1], [0])))
     runner.sleep()
     sent = step(2, 8, [two_tables(1, [1, 2], [3, 4])], counts={1: 8})
-    with pytest.raises(MirrorError, match="nothing was copied to host block 0"):
+    with pytest.raises(MirrorError, match="host block 0 was never written"):
         runner.execute(swapping(sent, into=BlockCopies([1], [0])))
 
 

@@ -66,7 +66,7 @@ class Oracle(NgramIndex):
 @pytest.mark.usefixtures("_backend")
 @pytest.mark.parametrize(
     ("_backend", "dtype"),
-    [("gathering", "float32"), ("native", "float32"), ("native", "bfloat16")],
+    [("sdpa", "float32"), ("native", "float32"), ("native", "bfloat16")],
     indirect=["_backend"],
 )
 @pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)

@@ -1,7 +1,7 @@
 """Connects transformers' attention modules to the paged KV cache.
 
-`IMPLEMENTATION` is the name that models are told to use. No mask is registered under it, so
-transformers builds none: which tokens see which follows from the step's plan.
+`IMPLEMENTATION` is the name under which the function is registered. No mask is registered under it,
+so transformers builds none: the positions that a token attends to follow from the step's inputs.
 """
 
 from typing import NamedTuple, Protocol, cast
@@ -18,7 +18,7 @@ IMPLEMENTATION = "troika_paged"
 
 
 class Rows(NamedTuple):
-    """What T packed tokens bring to one layer."""
+    """Queries, keys and values of T packed tokens in one layer."""
 
     query: torch.Tensor
     """`[T, num_heads, head_dim]`"""
@@ -29,16 +29,16 @@ class Rows(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a query and a key make a score."""
+    """Parameters of the score of a query and a key."""
 
     scale: float
-    """Factor on their product."""
+    """Factor on the dot product."""
     softcap: float | None
     """Bound that scores approach by tanh, if any."""
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention over the pool; holds the plan of the step being computed."""
+    """One way to compute attention over the pool; holds the metadata of the current step."""
 
     def pool_shapes(
         self, spec: LayerSpec, num_blocks: int
@@ -46,20 +46,15 @@ class AttentionBackend(Protocol):
         """Return the shapes of a layer's pools of keys and of values."""
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Build every index that the layers share; called once before a step's forward."""
+        """Build the indices that the layers share; called once before a step's forward."""
 
-    def attend(
-        self,
-        layer: "PagedLayer",
-        rows: Rows,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, layer: "PagedLayer", rows: Rows, scoring: Scoring) -> torch.Tensor:
         """Store the packed row's keys and values, and attend.
 
         Args:
-            layer: whose pool and rule to use.
+            layer: pool and window.
             rows: of the T packed tokens.
-            scoring: how queries and keys make scores.
+            scoring: scale and soft cap.
 
         Returns:
             `[T, num_heads, value_head_dim]`, contiguous.
@@ -67,7 +62,7 @@ class AttentionBackend(Protocol):
 
 
 class PagedLayer:
-    """What one attention module needs to attend: rule, pool, block tables and the backend."""
+    """One attention module's shape, pool, KV group and backend."""
 
     def __init__(
         self, spec: LayerSpec, kv: KVTensors, backend: AttentionBackend, group: int = 0
@@ -76,7 +71,7 @@ class PagedLayer:
         self.kv = kv
         self.backend = backend
         self.group = group
-        """Index of the KV group whose block tables hold for this layer."""
+        """Index of the KV group of this layer."""
 
 
 def register() -> None:
@@ -85,8 +80,8 @@ def register() -> None:
 
 
 def attach(module: nn.Module, layer: PagedLayer) -> None:
-    """Give an attention module what it attends with."""
-    # Straight into the dict: the layer is no submodule and owns no parameter.
+    """Attach a paged layer to an attention module."""
+    # Not by setattr: the layer is not a submodule and owns no parameter.
     module.__dict__["paged_layer"] = layer
 
 

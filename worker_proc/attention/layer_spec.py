@@ -1,11 +1,11 @@
-"""What paged attention must know of one layer of a model."""
+"""Describes the attention of one layer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shape and rule of one layer's attention, as the model's own code asks for it."""
+    """Shape and window of one layer's attention, as the model's own code calls it."""
 
     num_heads: int
     num_kv_heads: int
@@ -13,4 +13,4 @@ class LayerSpec:
     """Of queries and keys."""
     value_head_dim: int
     window: int | None
-    """A token sees so many positions, itself included; None: all before it."""
+    """Positions that a token attends to, itself included; None: all before it."""

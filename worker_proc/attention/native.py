@@ -1,7 +1,7 @@
 """The CPU's fast backend: attends over the pool in place, without gathering.
 
-The kernel's results for a token depend on its own text alone, so they are the same bits whatever
-batch, chunk or step it is computed in.
+A token's results depend on its own text alone, so they have the same bits in every batch, chunk and
+step.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
 ITEM_TOKENS = 64
-"""Tokens of one chunk that one thread takes at a time."""
+"""Tokens of one chunk that a thread computes at a time."""
 
 
 def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
@@ -34,7 +34,7 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
 
 
 class NativeBackend:
-    """Attention by the native kernel; see the module's description."""
+    """Attention by the native kernel, in place."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class NativeBackend:
         )
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Lay out the step's segments and share its work out into items."""
+        """Describe the step's segments, and divide its work into items."""
         parts = inputs.parts
         items = [
             (segment, token)
@@ -90,15 +90,15 @@ class NativeBackend:
             self._steps.append(StepArgs(len(slots), len(items), ITEM_TOKENS, *columns))
 
     def _pointer(self, column: list[int]) -> int:
-        """Return the address of the values as int32, which last until the next step begins."""
+        """Return the address of the values as int32, valid until the next step begins."""
         array = torch.tensor(column, dtype=torch.int32)
         self._arrays.append(array)
         return array.data_ptr()
 
     def _tables(self, parts: Sequence[ScheduledRequest], group: int) -> tuple[list[int], list[int]]:
-        """Return where block 0 of each part would be in the tables, and the tables.
+        """Return the offset of each part's block 0 in the tables, and the tables.
 
-        They begin with the first block that the window shows to a part's first token.
+        A part's table begins with the first block that its first token attends to.
         """
         window, size = self._windows[group], self._block_size
         offsets: list[int] = []
@@ -109,12 +109,7 @@ class NativeBackend:
             tables += part.request.block_tables[group][first : (part.end - 1) // size + 1]
         return offsets, tables
 
-    def attend(
-        self,
-        layer: PagedLayer,
-        rows: Rows,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         """Store the row's keys and values, and attend; see `AttentionBackend`."""
         known = self._layers.get(layer)
         if known is None:

@@ -1,17 +1,22 @@
 """Finds out what attention a model computes, by running its code on the meta device.
 
-The model's own forward is called once without weights or memory. Every attention call and every
-mask it asks for is recorded, so that what paged attention must do is observed instead of guessed
-from field names in `config.json`; and whatever it cannot do is refused before weights are read.
+The model's own forward is called once, as it is served, without weights or memory. All attention
+calls, masks and parameters that it uses are recorded, so that the attention of each layer is
+observed, not guessed from names in `config.json`. A model that paged attention cannot compute is
+rejected before weights are read. Code cannot branch on values of the meta device, so the parameters
+that one forward uses are those of every forward over text.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -22,7 +27,7 @@ from worker_proc.errors import UnsupportedModel
 PROBE = "troika_probe"
 NUM_PROBE_TOKENS = 8
 FAR_POSITION = 2**24
-"""A query this far into a text sees the whole of any window."""
+"""Position whose query sees the whole of any window."""
 
 _HARMLESS_ARGUMENTS = frozenset(
     {
@@ -52,11 +57,11 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ProbedMask:
-    """Stands in for a mask: what it would have shown to each token."""
+    """Takes the place of a mask, with its window."""
 
     window: int | None
     problem: str = ""
-    """Why no layer can be served under it; models also make masks that no layer uses."""
+    """Why no layer can be served with it; models also make masks that no layer uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,18 @@ class ProbedLayer:
     spec: LayerSpec
 
 
-def probe_layers(model: PreTrainedModel, num_layers: int) -> list[ProbedLayer]:
-    """Run `model`, which is on the meta device, and return its attention calls in order.
+@dataclass(frozen=True, slots=True)
+class ProbedModel:
+    """What the forward over one packed row of tokens uses."""
+
+    layers: list[ProbedLayer]
+    """In the order in which the forward calls them."""
+    parameters: frozenset[str]
+    """Names; the others belong to parts that text does not reach."""
+
+
+def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
+    """Run `model`, which is on the meta device, and return what it used.
 
     Raises:
         UnsupportedModel: the forward fails, or holds something other than `num_layers` causal
@@ -77,14 +92,9 @@ def probe_layers(model: PreTrainedModel, num_layers: int) -> list[ProbedLayer]:
     probe = _Probe({module: name for name, module in model.named_modules()})
     config = model.config
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
-    with _registered(probe), _implementation(model), torch.inference_mode():
+    with _registered(probe), _implementation(model), torch.inference_mode(), probe.storages:
         try:
-            model(
-                input_ids=tokens,
-                position_ids=tokens,
-                attention_mask=tokens + 1,
-                use_cache=False,
-            )
+            model(input_ids=tokens, position_ids=tokens, use_cache=False)
         except UnsupportedModel:
             raise
         except Exception as error:
@@ -93,7 +103,12 @@ def probe_layers(model: PreTrainedModel, num_layers: int) -> list[ProbedLayer]:
                 f" ({type(error).__name__}: {error})"
             ) from error
     _check_calls(probe.layers, num_layers, config.model_type)
-    return probe.layers
+    names = (
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if probe.storages.holds(parameter)
+    )
+    return ProbedModel(probe.layers, frozenset(names))
 
 
 def _check_calls(layers: list[ProbedLayer], num_layers: int, model_type: str) -> None:
@@ -108,11 +123,34 @@ def _check_calls(layers: list[ProbedLayer], num_layers: int, model_type: str) ->
         )
 
 
+class _UsedStorages(TorchDispatchMode):
+    """Records the storages of all tensors that are computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._used: set[int] = set()
+
+    def add(self, tensors: Iterable[object]) -> None:
+        self._used.update(
+            leaf.untyped_storage()._cdata for leaf in tensors if isinstance(leaf, torch.Tensor)
+        )
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._used
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.add(tree_leaves((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
 class _Probe:
-    """Records attention calls and answers masks."""
+    """Takes the place of attention, masks and experts, and records how they are called."""
 
     def __init__(self, module_names: dict[nn.Module, str]) -> None:
         self.layers: list[ProbedLayer] = []
+        self.storages = _UsedStorages()
         self._module_names = module_names
 
     def attention(
@@ -125,7 +163,7 @@ class _Probe:
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
-        """Take the place of attention: note the call, return an output of the right shape."""
+        """Take the place of attention: record the call, return an output of the right shape."""
         name = self._module_names.get(module, type(module).__name__)
         self._check_arguments(name, module, attention_mask, args, kwargs)
         if not query.shape[2] == key.shape[2] == value.shape[2] == NUM_PROBE_TOKENS:
@@ -174,7 +212,7 @@ class _Probe:
 
     @staticmethod
     def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
-        """Take the place of a mask: find out its window."""
+        """Take the place of a mask: return its window."""
         try:
             return ProbedMask(observed_window(mask_function))
         except UnsupportedModel as error:
@@ -182,9 +220,11 @@ class _Probe:
         except Exception as error:
             return ProbedMask(None, f"its mask depends on more than positions ({error})")
 
-    @staticmethod
-    def experts(module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the place of experts, whose code looks at values."""
+    def experts(
+        self, module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take the place of experts, whose code branches on values."""
+        self.storages.add(module.parameters())
         return torch.empty_like(hidden)
 
 
@@ -228,9 +268,14 @@ def _registered(probe: _Probe) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(PROBE, probe.attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, probe.mask)
     ALL_EXPERTS_FUNCTIONS.register(PROBE, probe.experts)
+    # Where a mask is built, transformers looks for packed texts in the values of the positions. It
+    # does not where models are served, since no mask is registered there.
+    find_packed = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
+        masking_utils.find_packed_sequence_indices = find_packed
         for registry in (
             ALL_ATTENTION_FUNCTIONS,
             ALL_MASK_ATTENTION_FUNCTIONS,

@@ -1,8 +1,8 @@
-"""Compiles the native kernels once per machine and finds them again.
+"""Compiles the native kernels once per machine, into the user's cache.
 
-`python -m worker_proc.native.build` compiles them now. A worker that does not find them
-starts the same command beside its own start, and uses what it finds when its model is loaded:
-nothing ever waits for a compiler, and nothing needs one.
+`python -m worker_proc.native.build` compiles them now. A worker without them starts the same
+command in parallel, and uses the kernels if they exist when its model is loaded: it never waits for
+a compiler, and needs none.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ COMPILE_TIMEOUT_S = 120.0
 
 
 def library_path() -> Path:
-    """Return where the library for these sources, this compiler line and this CPU belongs."""
+    """Return the path of the library for these sources, flags and this CPU."""
     digest = hashlib.blake2b(digest_size=10)
     for name in SOURCES + HEADERS:
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -49,11 +49,11 @@ def _cpu_description() -> str:
 
 
 def start_building() -> subprocess.Popen[bytes] | None:
-    """Start compiling in a process of its own, unless the library is there or no compiler is."""
+    """Start compiling in a new process, unless the library exists or there is no compiler."""
     try:
         if library_path().exists() or compiler() is None:
             return None
-    except (OSError, RuntimeError):  # no home, or one that may not be read
+    except (OSError, RuntimeError):  # no home directory, or no permission
         return None
     return subprocess.Popen(
         [sys.executable, str(Path(__file__))],
@@ -69,10 +69,10 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Compile the library unless it is there already, and return its path.
+    """Compile the library unless it exists, and return its path.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails; the text holds what it said.
+        RuntimeError: there is no compiler, or it fails; the text holds its messages.
     """
     target = library_path()
     if target.exists():
@@ -82,7 +82,7 @@ def build() -> Path:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     sources = [str(Path(__file__).parent / name) for name in SOURCES]
-    # Renamed when complete, so that a process that looks meanwhile never loads half a library.
+    # Renamed when complete, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         done = subprocess.run(

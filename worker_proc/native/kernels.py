@@ -1,7 +1,7 @@
-"""The compiled kernels as Python functions over tensors: structs, pointers and their order.
+"""The compiled kernels as Python functions over tensors.
 
-One loaded library is shared by whoever computes on the CPU. It uses the same OpenMP threads as
-torch, since both are linked to the libgomp that is loaded already.
+The kernels use the same OpenMP threads as torch, since both are linked to the libgomp that is
+already loaded.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _INT = ctypes.c_int32
 
 
 class Activation(enum.IntEnum):
-    """Those that pointwise.cpp computes."""
+    """Activations of pointwise.cpp, by their numbers there."""
 
     SILU = 0
     GELU_TANH = 1
@@ -102,7 +102,7 @@ class NativeLibrary:
 
         Args:
             layer: pool and shape.
-            step: what the step computes.
+            step: segments and tables of the step.
             rows: query, key and value, `[T, heads, dim]` each.
             scoring: factor on scores, and their soft cap or 0.
             out: `[T, num_heads, value_head_dim]`, contiguous.
@@ -130,9 +130,7 @@ class NativeLibrary:
             round_first: round to the dtype of `hidden` before multiplying by `weight`.
         """
         size = hidden.shape[-1]
-        rows = hidden.reshape(-1, size)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = _dense_rows(hidden)
         out = torch.empty(hidden.shape, dtype=hidden.dtype)
         self._rms_norm(
             rows.data_ptr(),
@@ -152,12 +150,10 @@ class NativeLibrary:
     ) -> torch.Tensor:
         """Apply an activation to every value of `[..., size]`, float32 or bfloat16.
 
-        If it multiplies, `hidden` holds gates and, after them in each row, as many factors:
-        f(gate) · up, `[..., size / 2]`.
+        If it multiplies, each row holds gates and then as many factors: returns f(gate) · up,
+        `[..., size / 2]`.
         """
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = _dense_rows(hidden)
         size = rows.shape[1] // 2 if multiplies else rows.shape[1]
         out = torch.empty(*hidden.shape[:-1], size, dtype=hidden.dtype)
         self._activate(
@@ -174,7 +170,7 @@ class NativeLibrary:
 
 
 def load_library() -> NativeLibrary | None:
-    """Return the kernels if they have been compiled for this machine by this user."""
+    """Return the kernels, if this user has compiled them for this machine."""
     try:
         path = library_path()
         if path.stat().st_uid != os.getuid():
@@ -183,6 +179,11 @@ def load_library() -> NativeLibrary | None:
     except (OSError, RuntimeError, AttributeError) as error:
         _log.info("computing without native kernels: %s", error)
         return None
+
+
+def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _rows_args(tensor: torch.Tensor) -> RowsArgs:

@@ -1,7 +1,7 @@
-"""How long a step may take, from what steps of its size took lately.
+"""Limits how long a step may take, by the durations of recent steps of its size.
 
-Steps are sorted into classes by the number of their tokens, each twice as large as the one before.
-A class that was not seen yet borrows from its neighbours, and is trusted with more time.
+Steps are sorted into classes by their number of tokens; each class is twice as large as the one
+before. The limit of a class without any step yet follows from its neighbours, with a margin.
 """
 
 from collections import deque
@@ -9,12 +9,12 @@ from collections import deque
 from protocol.config import RecoveryConfig
 
 _HISTORY = 128
-"""Steps of a class that count; its 99th percentile is nearly their maximum, but not quite."""
+"""Steps of a class that count. Of so few, the 99th percentile is the second largest."""
 _RECOUNT = 16
 
 
-class StepClock:
-    """Learns from each step; no clock of its own."""
+class StepTimer:
+    """Derives limits from the steps that were observed; reads no clock."""
 
     def __init__(self, recovery: RecoveryConfig) -> None:
         self._least_s = recovery.hang_timeout_s
@@ -23,7 +23,7 @@ class StepClock:
         self._classes: dict[int, _SizeClass] = {}
 
     def limit_s(self, num_tokens: int) -> float:
-        """After how long a step of so many tokens is suspected to hang."""
+        """Return the seconds after which a step of `num_tokens` tokens counts as hanging."""
         size = num_tokens.bit_length()
         known = self._classes.get(size)
         if known is not None:
@@ -31,7 +31,7 @@ class StepClock:
         return max(self._least_s, min(self._first_s, self._factor * self._guess_s(size)))
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
-        """A step is over."""
+        """Record a step that has ended."""
         size = num_tokens.bit_length()
         known = self._classes.get(size)
         if known is None:
@@ -39,7 +39,7 @@ class StepClock:
         known.observe(duration_s)
 
     def _guess_s(self, size: int) -> float:
-        """At most as long as a larger class, or as a smaller one with so many tokens."""
+        """Return the duration of the next larger class, or a smaller one's scaled to this size."""
         larger = min((other for other in self._classes if other > size), default=None)
         if larger is not None:
             return self._classes[larger].p99_s
@@ -50,15 +50,13 @@ class StepClock:
 
 
 class _SizeClass:
-    """The latest durations of one class."""
-
     __slots__ = ("_durations", "_num_seen", "p99_s")
 
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=_HISTORY)
         self._num_seen = 0
         self.p99_s = 0.0
-        """The 99th percentile, counted anew every few steps; at first the maximum."""
+        """99th percentile, recomputed every few steps; at first the maximum."""
 
     def observe(self, duration_s: float) -> None:
         self._durations.append(duration_s)

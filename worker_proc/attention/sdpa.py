@@ -1,8 +1,8 @@
-"""The plain backend: gathers keys and values from the pool and calls torch's attention.
+"""The portable backend: gathers keys and values from the pool and calls torch's attention.
 
-It runs wherever torch does, for every rule that a `LayerSpec` can state, and is what faster
-backends are compared with. Requests that compute one token are batched, padded to the longest of
-their group; every other request is one call of its own.
+It runs on every device and for every `LayerSpec`, and faster backends are compared with it.
+Requests that compute one token are batched, padded to the longest of their group; every other
+request is a call of its own.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from worker_proc.inputs import StepInputs, to_device
 from worker_proc.mirror import ScheduledRequest
 
 MAX_GROUP_TOKENS = 2**17
-"""Bounds the memory of one gathered group."""
+"""Most padded tokens of one group, which bounds its memory."""
 MIN_FILL = 0.6
-"""A group's shortest context has at least so much of the blocks of its longest."""
+"""Least ratio of a group's shortest context to its longest, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class DecodeGroup:
     """B requests that compute one token each, with contexts of similar length."""
 
     rows: torch.Tensor
-    """`[B]`: of the packed row."""
+    """`[B]`: indices in the packed row."""
     block_ids: torch.Tensor
-    """`[B · W]`: W blocks each, filled up with the null block."""
+    """`[B · W]`: W blocks each, padded with the null block."""
     hidden: torch.Tensor
-    """`[B, W · block_size, 1, 1]`: whether a position is outside the token's sight."""
+    """`[B, W · block_size, 1, 1]`: whether the token does not attend to a position."""
     bias: torch.Tensor
-    """`[B, 1, 1, W · block_size]`: the same as 0 and -inf, to be added to scores."""
+    """`[B, 1, 1, W · block_size]`: the same as 0 and -inf, which is added to scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,45 +44,40 @@ class Chunk:
     first_row: int
     end_row: int
     block_ids: torch.Tensor | None
-    """Of its context; None: the context is the chunk itself."""
+    """Blocks of the context; None: the context is the chunk itself."""
     bias: torch.Tensor | None
     """`[T, L]`; None: causal."""
     context_len: int
 
 
 class Rule(NamedTuple):
-    """What layers have in common that can share a plan."""
+    """Group and window of layers that share their metadata."""
 
     group: int
-    """Index of the KV group, whose block tables hold."""
     window: int | None
-    """Of the layers; the group's own may see farther, and never less far."""
+    """Window of the layers; that of the group is at least as large."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A step under one rule."""
+class AttentionMetadata:
+    """Indices of one step for the layers of one rule."""
 
     groups: list[DecodeGroup]
     chunks: list[Chunk]
 
 
-class GatheringBackend:
-    """Attention by gathering; see the module's description."""
+class SdpaBackend:
+    """Attention by torch's `scaled_dot_product_attention` over gathered blocks."""
 
     def __init__(
-        self,
-        rules: set[Rule],
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, rules: set[Rule], block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take the rules that occur in the model, and the shape of the pool."""
+        """Take the rules of the model's layers, and the shape of the pool."""
         self._rules = rules
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._plans: dict[tuple[int, int | None], Plan] = {}
+        self._metadata: dict[tuple[int, int | None], AttentionMetadata] = {}
         self._slots: list[torch.Tensor] = []
 
     def pool_shapes(
@@ -93,26 +88,21 @@ class GatheringBackend:
         return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Plan the step once per rule that occurs in the model."""
+        """Build the step's metadata once per rule."""
         self._slots = inputs.slot_mappings
-        self._plans = {rule: self._plan(inputs, rule) for rule in self._rules}
+        self._metadata = {rule: self._build_metadata(inputs, rule) for rule in self._rules}
 
-    def attend(
-        self,
-        layer: PagedLayer,
-        rows: Rows,
-        scoring: Scoring,
-    ) -> torch.Tensor:
+    def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         """Store the row's keys and values, and attend; see `AttentionBackend`."""
         query, key, value = rows
         kv, spec, slots = layer.kv, layer.spec, self._slots[layer.group]
         kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, slots, key)
         kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(0, slots, value)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
-        plan = self._plans[layer.group, spec.window]
-        for group in plan.groups:
+        metadata = self._metadata[layer.group, spec.window]
+        for group in metadata.groups:
             out[group.rows] = _attend_group(layer, query, group, scoring)
-        for chunk in plan.chunks:
+        for chunk in metadata.chunks:
             part = slice(chunk.first_row, chunk.end_row)
             keys, values = key[part], value[part]
             if chunk.block_ids is not None:
@@ -121,7 +111,7 @@ class GatheringBackend:
             out[part] = _attend_chunk(query[part], keys, values, chunk.bias, scoring)
         return out
 
-    def _plan(self, inputs: StepInputs, rule: Rule) -> Plan:
+    def _build_metadata(self, inputs: StepInputs, rule: Rule) -> AttentionMetadata:
         decodes: list[tuple[int, ScheduledRequest]] = []
         chunks: list[Chunk] = []
         for first_row, part in zip(inputs.first_rows, inputs.parts, strict=True):
@@ -131,7 +121,7 @@ class GatheringBackend:
                 chunks.append(self._chunk(first_row, part, rule))
         decodes.sort(key=lambda entry: entry[1].start)
         groups = [self._group(members, rule) for members in self._grouped(decodes, rule.window)]
-        return Plan(groups, chunks)
+        return AttentionMetadata(groups, chunks)
 
     def _first_block(self, position: int, window: int | None) -> int:
         return 0 if window is None else max(position - window + 1, 0) // self._block_size
@@ -142,7 +132,7 @@ class GatheringBackend:
     def _grouped(
         self, decodes: Sequence[tuple[int, ScheduledRequest]], window: int | None
     ) -> list[list[tuple[int, ScheduledRequest]]]:
-        """Cut `decodes`, ordered by length, so that no group pads or gathers too much."""
+        """Divide `decodes`, ordered by length, so that no group pads or gathers too much."""
         groups: list[list[tuple[int, ScheduledRequest]]] = []
         fewest = 0
         for entry in decodes:
@@ -216,10 +206,7 @@ def _gather(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_group(
-    layer: PagedLayer,
-    query: torch.Tensor,
-    group: DecodeGroup,
-    scoring: Scoring,
+    layer: PagedLayer, query: torch.Tensor, group: DecodeGroup, scoring: Scoring
 ) -> torch.Tensor:
     spec, size = layer.spec, len(group.rows)
     # Query heads that share a KV head become its query rows: no key is repeated.
@@ -227,7 +214,7 @@ def _attend_group(
     queries = query.index_select(0, group.rows).view(heads)
     keys = _gather(layer.kv.keys, group.block_ids)
     values = _gather(layer.kv.values, group.block_ids)
-    # A bias of -inf does not hide a NaN or inf that an earlier owner left in a block.
+    # A bias of -inf does not mask a NaN or inf that an earlier request left in a block.
     keys = keys.view(size, -1, spec.num_kv_heads, spec.head_dim)
     values = values.view(size, -1, spec.num_kv_heads, spec.value_head_dim)
     keys = keys.masked_fill_(group.hidden, 0).transpose(1, 2)

@@ -1,0 +1,213 @@
+"""Checks the files of a checkpoint before transformers reads them.
+
+transformers answers some mistakes with an error that names neither file nor key, and ignores
+others: weights that are stored in a format that it does not expect are loaded as garbage.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from worker_proc.errors import CheckpointError
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Names that config.json may give the type of the weights."""
+
+_STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
+_MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+_LEAST: dict[str, int] = {
+    "vocab_size": 1,
+    "max_position_embeddings": 2,
+    "n_positions": 2,
+    **dict.fromkeys(("hidden_size", "n_embd", "head_dim"), 1),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 1),
+}
+"""Keys of config.json that hold one integer, and the smallest that makes sense."""
+_UNUSED_BUFFER = re.compile(
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$|(^|\.)decoder\.version$"
+)
+_UNUSED_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of a safetensors file describes it."""
+
+    file: str
+    dtype: str
+    """The format's own name, such as F32 or F8_E4M3."""
+    num_dims: int
+
+
+def check_config_files(directory: str) -> None:
+    """Check the keys of config.json and generation_config.json that transformers does not check.
+
+    Raises:
+        CheckpointError: names the file, the key, its value and what it must be.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} holds no config.json")
+    config = _read_object(path)
+    sections = [("", config)]
+    text_config = config.get("text_config")
+    if text_config is not None:
+        _require(isinstance(text_config, dict), path, "text_config", text_config, "an object")
+        sections.append(("text_config.", text_config))
+    for prefix, section in sections:
+        _check_section(path, prefix, section)
+    generation = Path(directory) / "generation_config.json"
+    if generation.is_file():
+        _check_eos(generation, "", _read_object(generation))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _require(holds: bool, path: Path, key: str, value: object, expected: str) -> None:
+    if not holds:
+        raise CheckpointError(f"{path}: {key} is {json.dumps(value)[:100]}, and must be {expected}")
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
+    def require(holds: bool, key: str, expected: str) -> None:
+        _require(holds, path, prefix + key, section[key], expected)
+
+    for key, least in _LEAST.items():
+        if section.get(key) is not None:
+            require(_is_int(section[key], least), key, f"an integer of at least {least}")
+    num_heads = section.get("num_attention_heads") or section.get("n_head") or 1
+    if num_heads % (section.get("num_key_value_heads") or 1):
+        expected = f"a divisor of the {num_heads} of num_attention_heads"
+        require(False, "num_key_value_heads", expected)
+    for key in ("hidden_size", "n_embd"):
+        if section.get("head_dim") is None and (section.get(key) or 0) % num_heads:
+            require(False, key, f"a multiple of the {num_heads} attention heads, without head_dim")
+    for key in ("dtype", "torch_dtype"):
+        if section.get(key) not in (None, "auto"):
+            require(section[key] in DTYPES, key, f"one of {', '.join(DTYPES)}")
+    for key in ("rope_parameters", "rope_scaling"):
+        if section.get(key) is not None:
+            require(isinstance(section[key], dict), key, "an object")
+            _check_rope(path, prefix + key, section[key])
+    layer_types = section.get("layer_types")
+    if layer_types is not None:
+        is_list = isinstance(layer_types, list) and all(isinstance(x, str) for x in layer_types)
+        require(is_list, "layer_types", "a list of names")
+    _check_eos(path, prefix, section)
+
+
+def _check_rope(path: Path, name: str, parameters: dict[str, Any]) -> None:
+    """Check one set of parameters, or a set for each type of layer."""
+    for key in ("rope_theta", "factor"):
+        if (value := parameters.get(key)) is not None:
+            is_number = isinstance(value, int | float) and value > 0
+            _require(is_number, path, f"{name}.{key}", value, "a number greater than 0")
+    for key, value in parameters.items():
+        if isinstance(value, dict):
+            _check_rope(path, f"{name}.{key}", value)
+
+
+def _check_eos(path: Path, prefix: str, section: dict[str, Any]) -> None:
+    eos = section.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    # -1 stands for none in some checkpoints.
+    is_known = eos is None or all(_is_int(token_id, -1) for token_id in ids)
+    _require(is_known, path, f"{prefix}eos_token_id", eos, "a token id or a list of token ids")
+
+
+def describe_rejection(directory: str, error: Exception) -> str:
+    """Return why transformers rejects a configuration, as one sentence that names the key.
+
+    A name that it does not know, such as an activation or a rope_type, comes as a KeyError.
+    """
+    path = Path(directory) / "config.json"
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if key := _key_of(name, _read_object(path)):
+        return f"{path}: {key} is {json.dumps(name)}, which transformers does not know"
+    text = " ".join(str(error).split()) or "it cannot be built"
+    return f"{path}: transformers rejects it: {type(error).__name__}: {text}"
+
+
+def _key_of(value: object, section: dict[str, Any]) -> str:
+    """Return the path of the first key with this text as its value, or an empty one."""
+    for key, found in section.items():
+        if isinstance(value, str) and found == value:
+            return key
+        if isinstance(found, dict) and (inner := _key_of(value, found)):
+            return f"{key}.{inner}"
+    return ""
+
+
+def check_stored_dtypes(directory: str) -> dict[str, StoredTensor]:
+    """Check that every weight is stored as a float that needs nothing beside it.
+
+    Returns:
+        The stored tensors by name; empty if there are no safetensors files.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a tensor is stored in another format: it is
+            quantized, whether config.json mentions that or not.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for path in _weight_files(Path(directory)):
+        stored.update(_read_header(path))
+    for name, tensor in stored.items():
+        if tensor.dtype not in _STORED_DTYPES and not is_unused_buffer(name, tensor):
+            raise CheckpointError(
+                f"{directory}/{tensor.file}: {name} is stored as {tensor.dtype}, and only"
+                f" {', '.join(sorted(_STORED_DTYPES))} are supported: quantized checkpoints are not"
+            )
+    return stored
+
+
+def is_unused_buffer(name: str, tensor: StoredTensor | None) -> bool:
+    """Return whether old versions of transformers stored this tensor, and models compute it now."""
+    if _UNUSED_BUFFER.search(name):
+        return True
+    # Causal masks of GPT-2 and others. A bias that is added has one dimension.
+    is_mask = tensor is not None and tensor.num_dims != 1
+    return is_mask and _UNUSED_MASK.search(name) is not None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that transformers reads: one, or those of an index."""
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").is_file() or not index.is_file():
+        return [path for path in [directory / "model.safetensors"] if path.is_file()]
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map does not map names to files")
+    paths = [directory / file for file in sorted(set(weight_map.values()))]
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointError(f"{index} names {path.name}, which is missing")
+    return paths
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {size} bytes")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            yield name, StoredTensor(path.name, str(entry["dtype"]), len(entry["shape"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error

@@ -1,0 +1,91 @@
+"""What this process may use of its host: CPUs and memory, as its cgroups limit them.
+
+In a container the host's numbers are wrong: more threads than the quota allows are throttled
+together, and a cache larger than the limit ends in an OOM kill. The limits of a cgroup's ancestors
+hold for it too. Version 2 has one hierarchy, version 1 one for each controller.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def available_cpus(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
+    """Return how many threads can compute at the same time, 1 at least.
+
+    The CPUs that this process may run on, and not more than whole CPUs of its quota.
+    """
+    quotas = [_cpu_quota(directory) for directory in _cgroups(root, membership, "cpu")]
+    return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
+
+
+def available_memory(
+    root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP, meminfo: Path = MEMINFO
+) -> int:
+    """Return the bytes that this process can allocate without swapping or being killed."""
+    rests = [_memory_rest(directory) for directory in _cgroups(root, membership, "memory")]
+    return max(0, int(min([_host_memory(meminfo), *rests])))
+
+
+def _host_memory(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise RuntimeError(f"{meminfo} has no line MemAvailable")
+
+
+def _cgroups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """Yield the directories of this process's cgroup and of its ancestors, of either version."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top = root
+        elif controller in controllers.split(","):
+            top = root / controller
+        else:
+            continue
+        # In a container the path may be the host's, and what is mounted is the cgroup itself.
+        place = top / path.lstrip("/")
+        while place != top and top in place.parents:
+            yield place
+            place = place.parent
+        yield top
+
+
+def _cpu_quota(cgroup: Path) -> float:
+    """CPU seconds per second; infinite without a limit."""
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(cgroup / "cpu.cfs_quota_us"), _read(cgroup / "cpu.cfs_period_us")
+    if not (quota.isdigit() and period.isdigit() and int(period)):  # "max" or -1: no limit
+        return float("inf")
+    return int(quota) / int(period)
+
+
+def _memory_rest(cgroup: Path) -> float:
+    """Bytes up to the limit; infinite without one. Cached files count as free: they can go."""
+    for limit_file, usage_file, cached_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, usage = _read(cgroup / limit_file), _read(cgroup / usage_file)
+        if limit.isdigit() and usage.isdigit():
+            stat = dict(line.split(" ", 1) for line in _read(cgroup / "memory.stat").splitlines())
+            return int(limit) - int(usage) + int(stat.get(cached_key, 0))
+    return float("inf")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
