@@ -272,7 +272,7 @@ class Connection:
 
 
 def _without_repetition(parts: list[PromptLogprobs]) -> list[PromptLogprobs]:
-    """What `api_proc.sequence` makes of them: a prompt that was computed again tells them again."""
+    """What the API makes of them: a prompt that was computed again brings them again."""
     kept: list[PromptLogprobs] = []
     end = 1
     for part in parts:

@@ -14,15 +14,15 @@ from typing import Any, cast
 
 import zmq
 
-import api_proc.journaling
-import api_proc.sessions
+import api_proc.resumption.journal
+import api_proc.resumption.journaling
+import api_proc.resumption.sessions
 import core_proc.loop
 import core_proc.watch
 import core_proc.worker_link
 import protocol.channel
 import protocol.client
 import protocol.core_link
-import protocol.journal
 import protocol.multipart
 import protocol.open_requests
 import protocol.progress
@@ -32,6 +32,8 @@ import scripts.supervisor.process_table
 import scripts.supervisor.supervisor
 import worker_proc.loop
 import worker_proc.null_runner
+from api_proc.resumption.journal import Journal
+from api_proc.resumption.journal_segments import Sync
 from protocol.channel import (
     DealerChannel,
     HighWaterMark,
@@ -41,8 +43,6 @@ from protocol.channel import (
 )
 from protocol.child_runtime import ChildProcess
 from protocol.config import EngineConfig
-from protocol.journal import Journal
-from protocol.journal_segments import Sync
 from protocol.lifecycle import (
     Command,
     Drain,
@@ -242,9 +242,12 @@ def _journal_places(disk: Disk, time: object) -> list[tuple[types.ModuleType, di
 
     threads = types.SimpleNamespace(Thread=thread, Condition=Condition)
     return [
-        (api_proc.journaling, {"Journal": journal, "os": types.SimpleNamespace(fsync=disk.sync)}),
-        (api_proc.sessions, {"time": time}),
-        (protocol.journal, {"threading": threads, "time": time}),
+        (
+            api_proc.resumption.journaling,
+            {"Journal": journal, "os": types.SimpleNamespace(fsync=disk.sync)},
+        ),
+        (api_proc.resumption.sessions, {"time": time}),
+        (api_proc.resumption.journal, {"threading": threads, "time": time}),
     ]
 
 
