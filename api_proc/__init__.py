@@ -1,1 +1,1 @@
-"""The HTTP side: text and OpenAI's API in front, token ids and `protocol.client` behind."""
+"""The API process: OpenAI's HTTP API and text in front, token ids and `protocol.client` behind."""

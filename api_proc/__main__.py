@@ -9,12 +9,12 @@ import sys
 
 import uvloop
 
-from api_proc.acceptor import raise_fd_limit
 from api_proc.app import openai_app, start_sessions
 from api_proc.commands import Commands
-from api_proc.server import HttpServer, adopt, listen, url_of
+from api_proc.http.acceptor import raise_fd_limit
+from api_proc.http.server import HttpServer, adopt, listen, url_of
 from api_proc.state import ApiState
-from api_proc.text import TextProcessor
+from api_proc.text.processor import TextProcessor
 from protocol.child_runtime import ChildProcess
 from protocol.client import MAX_OPEN_TOKENS, AsyncEngineClient
 from protocol.config import ConfigError
@@ -27,7 +27,7 @@ _PROGRESS_INTERVAL_S = 10.0
 
 def main() -> None:
     """Serve until the supervisor or a signal ends the process."""
-    # One prompt at a time is tokenized, beside everything else; a pool of threads would disturb it.
+    # The tokenizer's own thread pool would slow down the event loop; one thread is enough.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     child = ChildProcess.from_argv("api_proc", Role.API, sys.argv[1:])
     child.progress("tokenizer")
@@ -60,7 +60,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         commands = Commands(child, state, server)
         loop = asyncio.get_running_loop()
         _beat(child.reporter, loop)
-        child.attach_asyncio(loop, commands.obey)
+        child.attach_asyncio(loop, commands.execute)
         loop.add_signal_handler(signal.SIGTERM, commands.on_sigterm)
         await start_sessions(state)
         reporting = asyncio.create_task(_report_ready(child, client))
@@ -72,7 +72,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
 
 
 def _beat(reporter: ProgressReporter, loop: asyncio.AbstractEventLoop) -> None:
-    """Show that the loop turns: the API whose loop stands still is replaced."""
+    """Report progress of the event loop: the supervisor replaces a process whose loop hangs."""
     reporter.turn()
     if reporter.tick_ms is not None:
         loop.call_later(reporter.tick_ms / 1000, _beat, reporter, loop)
@@ -89,11 +89,11 @@ def _engine_client(child: ChildProcess) -> AsyncEngineClient:
 
 
 async def _report_ready(child: ChildProcess, client: AsyncEngineClient) -> None:
-    """Ready means that requests are served; loading a model may take longer than any deadline."""
+    """Report ready once requests are served, and progress before: loading a model may take long."""
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     for number in itertools.count():
-        child.progress("wait for the model", number)  # its own patience is no failure
-        child.reporter.turn()  # nor a load: the loop turns meanwhile
+        child.progress("wait for the model", number)  # waiting is not a failure
+        child.reporter.turn()  # nor a step that takes too long
         with contextlib.suppress(TimeoutError):
             await client.wait_ready(interval_s)
             break

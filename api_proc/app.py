@@ -1,5 +1,6 @@
-"""The application: all routes over one engine client. A host may mount it anywhere."""
+"""The application: all routes over one engine client. A host may mount it at any path."""
 
+from functools import partial
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -9,17 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from api_proc import admin_routes, chat, completions, info_routes, token_routes
-from api_proc.connection import KEEP_ALIVE_INTERVAL_S
-from api_proc.endpoint import Endpoint, Handler
 from api_proc.errors import ApiError
-from api_proc.gate import Gate
-from api_proc.sessions import Sessions
+from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S
+from api_proc.http.endpoint import Endpoint
+from api_proc.http.middleware import AuthMiddleware, RequestIdMiddleware
+from api_proc.openai import admin_routes, info_routes, token_routes
+from api_proc.openai.chat import CHAT
+from api_proc.openai.completions import COMPLETIONS
+from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 
-_ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", completions.PATH, completions.completions),
-    ("POST", chat.PATH, chat.chat_completions),
+_ROUTES = (
+    ("POST", COMPLETIONS.path, COMPLETIONS.serve),
+    ("POST", CHAT.path, CHAT.serve),
     ("GET", "/v1/models", info_routes.list_models),
     ("GET", "/v1/models/{name:path}", info_routes.show_model),
     ("GET", "/health", info_routes.health),
@@ -31,7 +34,7 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/detokenize", token_routes.detokenize),
     ("GET", "/tokenizer_info", token_routes.tokenizer_info),
 )
-_ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+_ADMIN_ROUTES = (
     ("POST", "/pause", admin_routes.pause),
     ("POST", "/resume", admin_routes.resume),
     ("GET", "/is_paused", admin_routes.is_paused),
@@ -51,14 +54,24 @@ def openai_app(
         state: holds the client, which the host starts and closes.
         keep_alive_interval_s: silence of a stream after which a comment is sent.
     """
-    extra = _ADMIN_ROUTES if state.config.api.enable_admin_routes else ()
+    config = state.config.api
     routes: list[BaseRoute] = [
-        Route(path, Endpoint(state, handler, keep_alive_interval_s), methods=[method])
-        for method, path, handler in (*_ROUTES, *extra)
+        Route(
+            path,
+            Endpoint(partial(handler, state), state.budget, keep_alive_interval_s),
+            methods=[method],
+        )
+        for method, path, handler in (
+            *_ROUTES,
+            *(_ADMIN_ROUTES if config.enable_admin_routes else ()),
+        )
     ]
+    middleware = [Middleware(RequestIdMiddleware)]
+    if config.api_key is not None:
+        middleware.append(Middleware(AuthMiddleware, api_key=config.api_key))
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, api_key=state.config.api.api_key)],
+        middleware=middleware,
         exception_handlers={HTTPException: _on_http_exception},
     )
     app.router.redirect_slashes = False
@@ -66,16 +79,15 @@ def openai_app(
 
 
 async def start_sessions(state: ApiState) -> None:
-    """Go on with what the journal says, if there is one, before anybody asks for it."""
+    """Restore the requests of the journal, if there is one, before the first client connects."""
     if state.config.api.journal_dir is not None:
         state.sessions = Sessions(state.client, state.config.api, state.metrics.count_end)
-        rereaders = {completions.PATH: completions.reread, chat.PATH: chat.reread}
-        state.sessions.start(rereaders)
+        state.sessions.start({api.path: api.decode_accepted for api in (COMPLETIONS, CHAT)})
         await state.sessions.journaling.wait_read()
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Routing errors of Starlette: unknown path, wrong method."""
+    """Render Starlette's routing errors: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase
     code = phrase.lower().replace(" ", "_")

@@ -1,11 +1,11 @@
-"""What requests may say: one struct per body, with the bounds of protocol/sampling.py.
+"""Request bodies: one struct per route, with the bounds of protocol/sampling.py.
 
-Unknown fields are ignored, as OpenAI's own clients need it; known fields with a wrong type or value
-are refused. Fields of features that this server lacks are listed, so that asking for one of them is
-an error instead of a silently different answer.
+Unknown fields are ignored, because OpenAI's own clients send some; a known field with a wrong type
+or value is rejected. Fields of features that this server lacks are listed, so that a request for
+one of them fails instead of getting a different answer without notice.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -36,6 +36,7 @@ from protocol.sampling import (
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 MAX_TOKENS_PER_PROMPT = 2**21
+DEFAULT_COMPLETION_TOKENS = 16
 
 PromptText = Annotated[str, Meta(min_length=1)]
 PromptIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS_PER_PROMPT)]
@@ -54,13 +55,24 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`response_format`; only text is served."""
+    """`response_format`; only text is supported."""
 
     type: str
 
 
+class RequestOptions(TypedDict):
+    """Keyword arguments of the engine client's `submit`."""
+
+    priority: int
+    cache_salt: str
+    tenant: str
+
+
 class SamplingBody(msgspec.Struct, kw_only=True):
     """The fields that completions and chat share. None: the server's default."""
+
+    default_max_tokens: ClassVar[int | None] = None
+    """Without a bound in the body; None: as many as fit."""
 
     model: str | None = None
     n: NumSequences | None = None
@@ -107,9 +119,54 @@ class SamplingBody(msgspec.Struct, kw_only=True):
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
+    @property
+    def output_limit(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def request_options(self) -> RequestOptions:
+        """The fields that the scheduler uses."""
+        return {
+            "priority": self.priority or 0,
+            "cache_salt": self.cache_salt or "",
+            "tenant": self.user or "",
+        }
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Candidates for each output token."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Candidates for each prompt token."""
+        return self.prompt_logprobs
+
+    def check(self) -> None:
+        """Reject contradictory and unsupported fields.
+
+        Raises:
+            ApiError: 400 with the field's name.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "is allowed only with stream")
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "cannot be streamed")
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
+        if self.use_beam_search:
+            raise unsupported("use_beam_search")
+        if self.response_format is not None and self.response_format.type != "text":
+            kind = self.response_format.type
+            raise unsupported("response_format", f"of type {kind!r} is not supported")
+        _reject_unsupported(self, "")
+
 
 class CompletionBody(SamplingBody, kw_only=True):
     """Body of POST /v1/completions."""
+
+    default_max_tokens: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
 
     prompt: PromptText | PromptItems
     best_of: Annotated[int, Meta(ge=1)] | None = None
@@ -118,9 +175,23 @@ class CompletionBody(SamplingBody, kw_only=True):
     suffix: Unsupported = UNSET
     prompt_embeds: Unsupported = UNSET
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in wanted if count is not None), default=None)
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise invalid("best_of", f"must be equal to n, which is {self.n or 1}")
+
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content; only text is served."""
+    """One part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
@@ -136,6 +207,19 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
     tool_calls: Unsupported = UNSET
     function_call: Unsupported = UNSET
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as templates expect it: text in one piece, no absent fields."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join([part.text or "" for part in content])
+        role = "system" if self.role == "developer" else self.role
+        result = {"role": role, "content": content or ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            value = getattr(self, name)
+            if value is not None:
+                result[name] = value
+        return result
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -162,6 +246,26 @@ class ChatBody(SamplingBody, kw_only=True):
     prediction: Unsupported = UNSET
     web_search_options: Unsupported = UNSET
 
+    @property
+    def output_limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().output_limit
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "needs logprobs to be true")
+        if self.continue_final_message:
+            raise unsupported("continue_final_message")
+        if any(modality != "text" for modality in self.modalities or []):
+            raise unsupported("modalities", "other than text are not supported")
+        check_chat_prompt(self.messages, self.chat_template_kwargs)
+
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """Body of POST /tokenize: a prompt or messages."""
@@ -182,48 +286,20 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-RESERVED_TEMPLATE_NAMES = frozenset(
+_RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
 )
-_HARMLESS = frozenset({b"null", b"[]", b"{}", b'""', b"false", b'"none"', b'"auto"'})
+_NO_EFFECT = frozenset({b"null", b"[]", b"{}", b'""', b"false", b'"none"', b'"auto"'})
 
 
-def check_completion(body: CompletionBody) -> None:
-    """Refuse contradictions between fields.
-
-    Raises:
-        ApiError: 400 naming the field.
-    """
-    _check_common(body)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of", f"must be equal to n, which is {body.n or 1}")
-
-
-def check_chat(body: ChatBody) -> None:
-    """Refuse contradictions between fields, and content that is not text.
+def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:
+    """Reject content other than text, and template variables that the server sets.
 
     Raises:
-        ApiError: 400 naming the field.
-    """
-    _check_common(body)
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs to be true")
-    if body.continue_final_message:
-        raise unsupported("continue_final_message")
-    if any(modality != "text" for modality in body.modalities or []):
-        raise unsupported("modalities", "other than text are not supported")
-    check_messages(body.messages)
-    check_template_kwargs(body.chat_template_kwargs)
-
-
-def check_messages(messages: list[ChatMessage]) -> None:
-    """Refuse everything but text.
-
-    Raises:
-        ApiError: 400 naming the message and the part.
+        ApiError: 400 with the field's name.
     """
     for i, message in enumerate(messages):
-        _check_unsupported(message, f"messages[{i}].")
+        _reject_unsupported(message, f"messages[{i}].")
         if message.content is None and message.role != "assistant":
             raise invalid(f"messages[{i}].content", "must be text")
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
@@ -232,36 +308,12 @@ def check_messages(messages: list[ChatMessage]) -> None:
                 raise unsupported(f"{where}.type", f"{part.type!r} is not supported, only text is")
             if part.text is None:
                 raise invalid(f"{where}.text", "the field is missing")
+    for name in _RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
+        raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")
 
 
-def check_template_kwargs(kwargs: dict[str, Any] | None) -> None:
-    """Refuse names that belong to the server.
-
-    Raises:
-        ApiError: 400 naming the field.
-    """
-    for name in RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
-        raise invalid(f"chat_template_kwargs.{name}", "may not be set here", "not_allowed")
-
-
-def _check_common(body: SamplingBody) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "is allowed only with stream")
-    if body.stream and body.prompt_logprobs is not None:
-        raise invalid("prompt_logprobs", "cannot be streamed")
-    if body.truncate_prompt_tokens == 0:
-        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
-    if body.use_beam_search:
-        raise unsupported("use_beam_search")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise unsupported(
-            "response_format", f"of type {body.response_format.type!r} is not supported"
-        )
-    _check_unsupported(body, "")
-
-
-def _check_unsupported(struct: msgspec.Struct, prefix: str) -> None:
+def _reject_unsupported(struct: msgspec.Struct, prefix: str) -> None:
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
-        if isinstance(value, Raw) and bytes(value).strip() not in _HARMLESS:
+        if isinstance(value, Raw) and bytes(value).strip() not in _NO_EFFECT:
             raise unsupported(prefix + name)

@@ -1,10 +1,10 @@
-"""How much the server holds open: requests, and bytes of their bodies. Past it new ones get 429."""
+"""Bounds on the number of open requests and on the bytes of their bodies."""
 
-from api_proc.errors import overloaded
+from api_proc.errors import ApiError, overloaded
 
 
 class Budget:
-    """Shared by all requests; each has a `Lease` of it from before its body is read to its end."""
+    """Counts open requests and their bytes; past either bound a request is rejected with 429."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
@@ -13,39 +13,37 @@ class Budget:
         self.num_bytes = 0
 
     def open(self, num_bytes: int = 0) -> "Lease":
-        """Begin a request, of so many bytes for now.
+        """Admit one request that holds `num_bytes` so far.
 
         Raises:
-            ApiError: 429 where too many are open.
+            ApiError: 429.
         """
         if self.num_requests >= self._max_requests:
-            raise overloaded(f"{self._max_requests} requests are open already")
+            raise overloaded(f"max_open_requests: {self._max_requests} requests are open")
         if self.num_bytes >= self._max_bytes:
-            raise self._no_room()
-        self.take(num_bytes)
+            raise self._out_of_bytes()
+        self.reserve(num_bytes)
         self.num_requests += 1
         return Lease(self, num_bytes)
 
-    def take(self, num_bytes: int) -> None:
-        """Hold so many bytes more.
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve `num_bytes` more; a single request is admitted whatever its size.
 
         Raises:
-            ApiError: 429 where there is no room for them.
+            ApiError: 429.
         """
         if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
-            raise self._no_room()
+            raise self._out_of_bytes()
         self.num_bytes += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
-        """Hold so many bytes less."""
-        self.num_bytes -= num_bytes
-
-    def _no_room(self) -> Exception:
-        return overloaded(f"requests of {self.num_bytes} bytes are open already")
+    def _out_of_bytes(self) -> ApiError:
+        return overloaded(
+            f"max_open_bytes: open requests hold {self.num_bytes} of {self._max_bytes} bytes"
+        )
 
 
 class Lease:
-    """One request's share."""
+    """What one request holds of the budget."""
 
     __slots__ = ("_budget", "_num_bytes")
 
@@ -54,18 +52,18 @@ class Lease:
         self._num_bytes = num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """Hold so many bytes more.
+        """Reserve `num_bytes` more.
 
         Raises:
-            ApiError: 429 where there is no room for them.
+            ApiError: 429.
         """
         assert self._budget is not None
-        self._budget.take(num_bytes)
+        self._budget.reserve(num_bytes)
         self._num_bytes += num_bytes
 
     def close(self) -> None:
-        """Give all of it back; harmless when repeated."""
+        """Release everything; a second call has no effect."""
         if self._budget is not None:
-            self._budget.give_back(self._num_bytes)
+            self._budget.num_bytes -= self._num_bytes
             self._budget.num_requests -= 1
             self._budget = None

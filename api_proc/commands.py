@@ -1,11 +1,11 @@
-"""What the supervisor tells this process to do, and how it is obeyed."""
+"""Executes the supervisor's commands."""
 
 import asyncio
 import contextlib
 import os
 import sys
 
-from api_proc.server import HttpServer
+from api_proc.http.server import HttpServer
 from api_proc.state import ApiState
 from protocol.child_runtime import ChildProcess
 from protocol.errors import RequestFailed
@@ -13,7 +13,7 @@ from protocol.lifecycle import Drain, Health, Stop
 
 
 class Commands:
-    """Obeys one after the other. Whoever leaves is asked again and again, which changes nothing."""
+    """Executes commands in order. A repeated command to drain has no effect."""
 
     def __init__(self, child: ChildProcess, state: ApiState, server: HttpServer) -> None:
         self._child = child
@@ -21,10 +21,10 @@ class Commands:
         self._server = server
         self._leaving: asyncio.Task[None] | None = None
 
-    def obey(self, message: Drain | Stop | Health) -> None:
-        """Do what is asked for; what takes longer goes on in a task."""
+    def execute(self, message: Drain | Stop | Health) -> None:
+        """Execute one command; draining continues in a task."""
         if isinstance(message, Health):
-            self._state.hear(message)
+            self._state.set_health(message)
         elif isinstance(message, Stop):
             self._stop()
         elif self._leaving is None:
@@ -33,9 +33,9 @@ class Commands:
             )
 
     def on_sigterm(self) -> None:
-        """Be replaced; where there is no supervisor that would do it, leave."""
+        """Ask the supervisor for a successor; without a supervisor, finish and exit."""
         if not self._child.ask_for_restart():
-            self.obey(Drain(is_replaced=True))
+            self.execute(Drain(is_replaced=True))
 
     def _stop(self) -> None:
         if self._state.sessions is not None:
@@ -44,14 +44,14 @@ class Commands:
         os._exit(0)
 
     async def _retire(self) -> None:
-        """A successor serves the same socket: finish what is open, and end."""
+        """Finish open requests and exit, while a successor serves the same socket."""
         await self._server.retire(self._child.config.recovery.shutdown_timeout_s)
 
     async def _drain(self) -> None:
-        """Refuse what is new, and say when nothing is open; the supervisor holds the deadline.
+        """Reject new requests, and report when none is open; the supervisor has the deadline.
 
-        What was accepted is to be finished, and the core is told to drain only after this process:
-        so it is this process that ends a pause.
+        Accepted requests must be finished, and the core drains only after this process, so this
+        process ends a pause.
         """
         self._state.drain()
         resuming = asyncio.create_task(self._end_pause())

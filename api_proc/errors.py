@@ -6,8 +6,6 @@ import msgspec
 
 from protocol.api_core import ErrorCode, RequestError
 
-INVALID_REQUEST = "invalid_request_error"
-SERVER_ERROR = "server_error"
 RETRY_AFTER_S = 1
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
@@ -31,7 +29,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A request that ends with an HTTP error instead of an answer."""
+    """A request ends with an HTTP error."""
 
     def __init__(
         self,
@@ -51,56 +49,54 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's kind of error."""
+        """OpenAI's class of the error."""
         if self.status == 429:
             return "rate_limit_error"
         if self.status == 401:
             return "authentication_error"
-        return INVALID_REQUEST if self.status < 500 else SERVER_ERROR
+        return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> bytes:
-        """The JSON text."""
+        """Return the JSON text."""
         detail = ErrorDetail(self.message, self.type, self.param, self.code)
         return msgspec.json.encode(ErrorBody(detail))
 
 
 def invalid(param: str, message: str, code: str = ErrorCode.INVALID) -> ApiError:
-    """A field that cannot be used: 400."""
+    """Return a 400 for a field with a bad value."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def unsupported(param: str, message: str = "is not supported") -> ApiError:
-    """A field that asks for something this server does not do: 400."""
+    """Return a 400 for a field that asks for a feature that this server lacks."""
     return ApiError(400, f"{param} {message}", param=param, code="unsupported_parameter")
 
 
 def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-    """No requests now, but later: 503."""
+    """Return a 503: the same request may succeed later."""
     return ApiError(503, message, code=code, headers=_retry_after(retry_after_s))
 
 
 def overloaded(message: str) -> ApiError:
-    """Too many requests: 429."""
+    """Return a 429: too much is open."""
     return ApiError(429, message, code=ErrorCode.OVERLOADED, headers=_retry_after())
 
 
 def internal() -> ApiError:
-    """A fault of ours; the log has the details: 500."""
+    """Return a 500 for an error in the server, whose details are in the log only."""
     return ApiError(500, "internal error", code=ErrorCode.INTERNAL)
 
 
 def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
-    """Translate a refusal by the engine.
+    """Translate an error of the engine.
 
     Args:
-        prompt_param: name of the field that the prompt came in.
+        prompt_param: name of the field that holds the prompt.
     """
     if error.code is ErrorCode.OVERLOADED:
         return overloaded(error.message)
-    if error.code is ErrorCode.DRAINING:
-        return unavailable(error.message, ErrorCode.DRAINING)
-    if error.code is ErrorCode.ENGINE_FAILED:
-        return unavailable(error.message, ErrorCode.ENGINE_FAILED)
+    if error.code in (ErrorCode.DRAINING, ErrorCode.ENGINE_FAILED):
+        return unavailable(error.message, error.code)
     if error.code in (ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED, ErrorCode.QUARANTINED):
         return ApiError(500, error.message, code=error.code)
     param = prompt_param if error.param == "prompt" else error.param
@@ -108,7 +104,7 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
 
 
 def from_decoding(error: Exception) -> ApiError:
-    """Translate a failure of msgspec to read a body."""
+    """Translate an error of msgspec's JSON decoder; `param` is the path of the field."""
     text = str(error)
     if isinstance(error, RecursionError):
         return ApiError(400, "the JSON body is nested too deeply", code="too_deep")

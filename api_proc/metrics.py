@@ -1,9 +1,11 @@
-"""Prometheus metrics: vLLM's names under our prefix, in a registry of their own.
+"""Prometheus metrics: vLLM's names with Troika's prefix, in a registry of their own.
 
-What the core counts comes with its Status messages; what only the API can see is measured here.
+The core's counters arrive with its status messages; the rest is measured here.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +17,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from api_proc.histogram import Histogram, cumulative
 from protocol.api_core import LOOP_BUCKETS_S, EngineStats
 from protocol.sampling import FinishReason
 
@@ -34,12 +35,13 @@ _PER_TOKEN_S = (
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
-_GAUGES = (
+# Of the core: name, help text, field of EngineStats.
+_ENGINE_GAUGES = (
     ("num_requests_running", "Requests in the running set.", "num_running_reqs"),
     ("num_requests_waiting", "Requests in the queue.", "num_waiting_reqs"),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_cache_usage"),
 )
-_COUNTERS = (
+_ENGINE_COUNTERS = (
     ("num_preemptions", "Requests preempted.", "num_preemptions"),
     ("prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
@@ -48,11 +50,11 @@ _COUNTERS = (
     ("engine_steps", "Steps dispatched to the worker.", "num_steps"),
     ("fenced_frames", "Frames of an old epoch, dropped.", "fenced_frames"),
     ("quarantined_requests", "Requests found to kill workers.", "num_quarantined"),
-    ("spec_decode_num_drafts", "Times that guesses were verified.", "spec_decode_num_drafts"),
-    ("spec_decode_num_draft_tokens", "Guessed tokens.", "spec_decode_num_draft_tokens"),
+    ("spec_decode_num_drafts", "Verifications of drafts.", "spec_decode_num_drafts"),
+    ("spec_decode_num_draft_tokens", "Draft tokens.", "spec_decode_num_draft_tokens"),
     (
         "spec_decode_num_accepted_tokens",
-        "Guessed tokens that were right.",
+        "Accepted draft tokens.",
         "spec_decode_num_accepted_tokens",
     ),
     ("worker_restarts", "Workers replaced.", "worker_restarts"),
@@ -60,7 +62,7 @@ _COUNTERS = (
 
 
 class Measurements(NamedTuple):
-    """What the API holds as of now."""
+    """The present sizes and totals of the API process."""
 
     num_http_requests: int
     num_http_bytes: int
@@ -72,22 +74,47 @@ class Measurements(NamedTuple):
     is_journal_failed: bool
 
 
-_HELD_GAUGES = (
+_API_GAUGES = (
     ("http_requests_open", "HTTP requests being read or answered.", "num_http_requests"),
     ("http_request_bytes", "Bytes of their bodies.", "num_http_bytes"),
     ("ledger_requests", "Sequences accepted and not ended.", "num_open_requests"),
     ("sessions", "Requests whose clients may come back for the rest.", "num_sessions"),
     ("journal_failed", "1 while the journal cannot be written.", "is_journal_failed"),
 )
-_HELD_COUNTERS = (
+_API_COUNTERS = (
     ("requests_resumed", "Requests whose clients have come back.", "num_resumed"),
     ("journal_bytes", "Bytes handed to the journal.", "num_journal_bytes"),
-    ("journal_failures", "Times that the journal could not be written.", "num_journal_failures"),
+    ("journal_failures", "Failures to write the journal.", "num_journal_failures"),
 )
 
 
+class Histogram:
+    """Counts of observations by upper bound; cheap enough to observe every token."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return cumulative counts by upper bound, as Prometheus expects them."""
+        return _cumulative(self._bounds, self._counts)
+
+
+def _cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
+    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    return list(zip(names, accumulate(counts), strict=True))
+
+
 class Metrics:
-    """What the API measures; every observation takes less than a microsecond."""
+    """The API's histograms and counters."""
 
     def __init__(self) -> None:
         self.time_to_first_token = Histogram(_FIRST_TOKEN_S)
@@ -99,20 +126,20 @@ class Metrics:
         self.params_n = Histogram(_SEQUENCES)
         self.params_max_tokens = Histogram(_TOKENS)
         self.num_finished = dict.fromkeys(map(str, FinishReason), 0)
-        """Finished sequences by reason."""
+        """Sequences by finish reason."""
         self.num_slow_readers = 0
-        """Connections dropped because their clients did not read."""
+        """Connections closed because their clients did not read."""
 
     def count_end(self, reason: str) -> None:
-        """One more sequence has ended."""
+        """Count the end of a sequence."""
         self.num_finished[reason] += 1
 
     def count_slow_reader(self) -> None:
-        """One more was dropped."""
+        """Count a connection that was closed because its client did not read."""
         self.num_slow_readers += 1
 
     def histograms(self) -> Iterator[tuple[str, str, Histogram]]:
-        """Name, help text and values of each histogram."""
+        """Yield name, help text and values of each histogram."""
         yield "time_to_first_token_seconds", "Arrival to first token.", self.time_to_first_token
         yield "inter_token_latency_seconds", "Between two outputs.", self.inter_token_latency
         yield (
@@ -128,7 +155,7 @@ class Metrics:
 
 
 class MetricsCollector(Collector):
-    """Exposes `Metrics` and the core's last statistics."""
+    """Exposes `Metrics`, present measurements and the core's last statistics."""
 
     def __init__(
         self,
@@ -137,60 +164,47 @@ class MetricsCollector(Collector):
         engine_stats: Callable[[], EngineStats],
         measure: Callable[[], Measurements],
     ) -> None:
-        self._measure = measure
-        self._labels = [model_name]
+        self._labels = {"model_name": model_name}
         self._metrics = metrics
         self._engine_stats = engine_stats
+        self._measure = measure
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families."""
-        stats = self._engine_stats()
-        yield from self._engine_families(stats)
-        finished = CounterMetricFamily(
-            PREFIX + "request_success",
-            "Sequences that ended, by reason.",
-            labels=["model_name", "finished_reason"],
-        )
-        for reason, count in self._metrics.num_finished.items():
-            finished.add_metric([*self._labels, reason], count)
-        yield finished
-        yield from self._held_families(self._measure())
+        """Yield all metric families."""
+        stats, measured = self._engine_stats(), self._measure()
+        rows = ((_ENGINE_GAUGES, _ENGINE_COUNTERS, stats), (_API_GAUGES, _API_COUNTERS, measured))
+        for gauges, counters, source in rows:
+            for name, text, field in gauges:
+                gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*self._labels])
+                gauge.add_metric([*self._labels.values()], getattr(source, field))
+                yield gauge
+            for name, text, field in counters:
+                yield self._counter(name, text, {"": getattr(source, field)})
+        text = "Sequences that ended, by reason."
+        yield self._counter("request_success", text, self._metrics.num_finished, "finished_reason")
         text = "Connections dropped because their clients did not read."
-        yield self._counter("slow_readers_dropped", text, self._metrics.num_slow_readers)
+        yield self._counter("slow_readers_dropped", text, {"": self._metrics.num_slow_readers})
+        counts = stats.loop_seconds_buckets or [0] * (len(LOOP_BUCKETS_S) + 1)
+        buckets = _cumulative(LOOP_BUCKETS_S, counts)
+        text = "Iterations of the core's loop."
+        yield self._histogram("core_loop_seconds", text, buckets, stats.loop_seconds_sum)
         for name, text, histogram in self._metrics.histograms():
             yield self._histogram(name, text, histogram.buckets(), histogram.sum)
 
-    def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, text, field in _GAUGES:
-            yield self._gauge(name, text, getattr(stats, field))
-        for name, text, field in _COUNTERS:
-            yield self._counter(name, text, getattr(stats, field))
-        counts = stats.loop_seconds_buckets or [0] * (len(LOOP_BUCKETS_S) + 1)
-        buckets = cumulative(LOOP_BUCKETS_S, counts)
-        text = "Iterations of the core's loop."
-        yield self._histogram("core_loop_seconds", text, buckets, stats.loop_seconds_sum)
-
-    def _held_families(self, held: Measurements) -> Iterator[Metric]:
-        for name, text, field in _HELD_GAUGES:
-            yield self._gauge(name, text, getattr(held, field))
-        for name, text, field in _HELD_COUNTERS:
-            yield self._counter(name, text, getattr(held, field))
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric(self._labels, value)
+    def _counter(self, name: str, text: str, values: dict[str, int], label: str = "") -> Metric:
+        """Return a family with one value, or one for each value of `label`."""
+        labels = [*self._labels, label] if label else [*self._labels]
+        family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+        for key, value in values.items():
+            keys = [*self._labels.values(), key] if label else [*self._labels.values()]
+            family.add_metric(keys, value)
         return family
 
     def _histogram(
         self, name: str, text: str, buckets: list[tuple[str, float]], total: float
     ) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric(self._labels, buckets, total)
+        family = HistogramMetricFamily(PREFIX + name, text, labels=[*self._labels])
+        family.add_metric([*self._labels.values()], buckets, total)
         return family
 
 

@@ -1,27 +1,19 @@
-"""From a request body to resolved sampling parameters."""
+"""Resolves a request body to sampling parameters."""
 
 from bisect import bisect_right
 
 from api_proc.bodies import SamplingBody
-from api_proc.checkpoint import SamplingDefaults
-from api_proc.errors import ApiError, invalid
+from api_proc.errors import invalid
+from api_proc.text.checkpoint import SamplingDefaults
 from protocol.api_core import ErrorCode
 from protocol.core_worker import ModelFacts
 from protocol.sampling import SamplingParams
 
-_SEED_RANGE = 2**64
-
 
 def sampling_params(
-    body: SamplingBody,
-    defaults: SamplingDefaults,
-    *,
-    max_tokens: int,
-    seed: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    body: SamplingBody, defaults: SamplingDefaults, *, max_tokens: int, seed: int
 ) -> SamplingParams:
-    """Fill in what the body leaves out; the bounds were checked when it was decoded."""
+    """Fill in the fields that the body leaves out; decoding has checked the bounds."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(body.temperature, defaults.temperature),
@@ -36,62 +28,52 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=body.stop_token_ids or [],
         logit_bias=body.logit_bias or {},
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
     )
 
 
 def nth_seed(seed: int, i: int) -> int:
-    """The seed of the i-th of several sequences: consecutive, wrapping around at 64 bits."""
-    return (seed + i + 2**63) % _SEED_RANGE - 2**63
+    """Return the seed of the i-th sequence: consecutive, wrapping around at 64 bits."""
+    return (seed + i + 2**63) % 2**64 - 2**63
 
 
 def room_for_output(facts: ModelFacts, num_prompt_tokens: int) -> int:
-    """Tokens that can follow a prompt: what is left of the context, or of the whole KV cache."""
+    """Return how many tokens fit after a prompt, in the context and in the whole KV cache."""
     lengths = range(1, facts.max_model_len)
     num_slots = bisect_right(lengths, facts.num_gpu_blocks - 1, key=facts.num_blocks_for)
     return num_slots + 1 - num_prompt_tokens  # the last token needs no slot
 
 
-def resolve_max_tokens(
-    asked: int | None, default: int | None, facts: ModelFacts, num_prompt_tokens: int, param: str
-) -> int:
-    """Return how many tokens may be generated.
-
-    Args:
-        asked: what the body says.
-        default: where it says nothing; None: all that fits.
-        param: the field that `asked` is from.
+def resolve_max_tokens(body: SamplingBody, facts: ModelFacts, num_prompt_tokens: int) -> int:
+    """Return the bound on output tokens; by default all that fit, or the route's default.
 
     Raises:
-        ApiError: 400 where prompt and output together are longer than the context.
+        ApiError: 400 where prompt and output together exceed the context.
     """
+    param, asked = body.output_limit
     if asked is None:
         room = max(1, room_for_output(facts, num_prompt_tokens))
+        default = body.default_max_tokens
         return room if default is None else min(default, room)
-    if num_prompt_tokens + asked > facts.max_model_len:
-        raise _over_context(asked, facts, num_prompt_tokens, param)
+    total = num_prompt_tokens + asked
+    if total > facts.max_model_len:
+        message = (
+            f"the model's context is {facts.max_model_len} tokens, but {total} were requested: "
+            f"{num_prompt_tokens} in the prompt and {asked} for the output"
+        )
+        raise invalid(param, message, ErrorCode.TOO_LONG)
     return asked
 
 
-def tokens_to_keep(body: SamplingBody, max_tokens: int | None, facts: ModelFacts) -> int | None:
-    """To how many tokens `truncate_prompt_tokens` cuts a prompt; None: it is not cut.
+def truncated_length(body: SamplingBody, facts: ModelFacts) -> int | None:
+    """Return the length to which `truncate_prompt_tokens` cuts a prompt; None: it is not cut.
 
-    -1 stands for what leaves room for the output.
+    -1 stands for the longest prompt that leaves room for the output.
     """
     if body.truncate_prompt_tokens != -1:
         return body.truncate_prompt_tokens
-    return max(1, facts.max_model_len - (max_tokens or 1))
-
-
-def _over_context(asked: int, facts: ModelFacts, num_prompt_tokens: int, param: str) -> ApiError:
-    total = num_prompt_tokens + asked
-    return invalid(
-        param,
-        f"the model's context is {facts.max_model_len} tokens, but {total} were requested: "
-        f"{num_prompt_tokens} in the prompt and {asked} for the output",
-        ErrorCode.TOO_LONG,
-    )
+    return max(1, facts.max_model_len - (body.output_limit[1] or 1))
 
 
 def _or(value: float | None, default: float) -> float:

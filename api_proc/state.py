@@ -1,4 +1,4 @@
-"""What all routes share: the engine's client, the model's text side, metrics, open requests."""
+"""The state that all routes share: engine client, text processor, metrics, open requests."""
 
 import asyncio
 import math
@@ -10,8 +10,8 @@ from pathlib import PurePath
 from api_proc.budget import Budget
 from api_proc.errors import ApiError, overloaded, unavailable
 from api_proc.metrics import Measurements, Metrics, MetricsCollector, make_exposition
-from api_proc.sessions import Sessions
-from api_proc.text import TextProcessor
+from api_proc.resumption.sessions import Sessions
+from api_proc.text.processor import TextProcessor
 from protocol.api_core import EngineState, EngineStats, ErrorCode
 from protocol.client import AsyncEngineClient
 from protocol.config import EngineConfig
@@ -19,11 +19,11 @@ from protocol.core_worker import ModelFacts
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
 
 DEGRADED = "degraded"
-_FIRST_FACTS_S = 2.0
-"""A new server waits so long to hear of workers before it says that the engine starts."""
-_POLL_S = 0.01
 STATUS_FRESH_S = 5.0
-"""The core reports about once a second; without a report for so long it is not well."""
+"""The core reports about once a second; an older report counts as none."""
+_FIRST_FACTS_S = 2.0
+"""A new server waits this long for the engine before it responds that the engine is starting."""
+_POLL_S = 0.01
 
 
 class ApiState:
@@ -44,7 +44,7 @@ class ApiState:
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
         self.sessions: Sessions | None = None
-        """With a journal only; see `api_proc.app.start_sessions`."""
+        """Only with a journal; see `api_proc.app.start_sessions`."""
         self._health = Health(False)
         self._health_time = 0.0
         self._started = time.monotonic()
@@ -55,51 +55,52 @@ class ApiState:
         self._random = random.Random(base) if base else secrets.SystemRandom()
 
     def draw_seed(self) -> int:
-        """A seed for a request that brings none."""
+        """Return a seed for a request without one."""
         return self._random.getrandbits(63)
 
     def drain(self) -> None:
-        """From now on refuse new requests."""
+        """Reject new requests from now on."""
         self.is_draining = True
 
     async def wait_idle(self) -> None:
-        """Wait until no request is open; the caller sets the deadline."""
+        """Wait until no request is open; the caller has the deadline."""
         await self._idle.wait()
 
     def opened(self) -> None:
-        """A request begins."""
+        """Count a request that begins."""
         self._num_open += 1
         self._idle.clear()
 
     def closed(self) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self._num_open -= 1
         if self._num_open == 0:
             self._idle.set()
 
     async def accepting(self) -> ModelFacts:
-        """Return the model's facts, where new requests are accepted.
+        """Return the model's facts if new requests are accepted.
 
         Raises:
-            ApiError: 503 while the engine starts, fails or drains; 429 where too many wait for it
-                to come back.
+            ApiError: 503 while the engine starts, fails or drains; 429 where too many requests wait
+                for a lost engine.
         """
-        while self._is_new():
+        while self._may_learn_facts():
             await asyncio.sleep(_POLL_S)
         facts = self.require_facts()
         limit = self.config.scheduler.max_num_waiting
         if not self.client.connected and self.client.num_open_requests >= limit:
-            raise overloaded(f"{limit} requests wait for the engine to come back")
+            message = f"max_num_waiting: {limit} requests wait for the engine to come back"
+            raise overloaded(message)
         return facts
 
-    def _is_new(self) -> bool:
-        """Whether this process has just begun, and may learn of an engine that runs any moment.
+    def _may_learn_facts(self) -> bool:
+        """Whether this process is too new to know the state of a running engine.
 
-        A core that came back with it has not adopted its workers yet, and seems to start.
+        A core that was started at the same time seems to be starting until it adopts its workers.
         """
-        is_young = time.monotonic() - self._started < _FIRST_FACTS_S
+        is_new = time.monotonic() - self._started < _FIRST_FACTS_S
         is_known = self.client.facts is not None or self.is_draining or self.is_degraded
-        return is_young and not is_known
+        return is_new and not is_known
 
     def require_facts(self) -> ModelFacts:
         """Return the model's facts.
@@ -111,8 +112,7 @@ class ApiState:
             raise unavailable("the server is shutting down", ErrorCode.DRAINING)
         if self.is_degraded:
             retry_after_s = max(1, math.ceil(self._health.retry_after_s))
-            message = "processes of the engine die again and again"
-            raise unavailable(message, "degraded", retry_after_s)
+            raise unavailable("the engine's processes die repeatedly", DEGRADED, retry_after_s)
         facts = self.client.facts
         if facts is None:
             raise unavailable("the engine is starting", "starting")
@@ -122,7 +122,7 @@ class ApiState:
         """Check the name of a model.
 
         Raises:
-            ApiError: 404 where another model is asked for.
+            ApiError: 404 for another model.
         """
         if name is not None and name not in (self.model_name, self.config.model.model):
             raise ApiError(
@@ -132,23 +132,23 @@ class ApiState:
                 code="model_not_found",
             )
 
-    def hear(self, health: Health) -> None:
-        """What the supervisor says of the engine."""
+    def set_health(self, health: Health) -> None:
+        """Store the supervisor's report on the engine."""
         self._health = health
         self._health_time = time.monotonic()
 
     @property
     def is_degraded(self) -> bool:
-        """Whether processes of the engine die again and again; its end may not have been heard."""
+        """Whether the engine's processes die repeatedly; the report expires, as it may be lost."""
         is_old = time.monotonic() - self._health_time >= HEALTH_HOLDS_S
         return self._health.is_degraded and not is_old
 
     def is_fresh(self) -> bool:
-        """Whether the core has reported lately."""
+        """Whether the core's last status message is recent."""
         return time.monotonic() - self.client.last_status_time < STATUS_FRESH_S
 
     def engine_state(self) -> EngineState:
-        """The core's last word, STARTING where there was none, RECOVERING where it is gone."""
+        """Return the core's last state; STARTING without one, RECOVERING if the core is lost."""
         status = self.client.status
         if status is None:
             return EngineState.STARTING
@@ -157,13 +157,11 @@ class ApiState:
         return status.state
 
     def readiness(self) -> str:
-        """What /readyz says of the engine: its state, or "degraded"."""
-        if self.is_degraded:
-            return DEGRADED
-        return str(self.engine_state())
+        """Return the engine's state for /readyz."""
+        return DEGRADED if self.is_degraded else str(self.engine_state())
 
     def journal_state(self) -> str:
-        """What /readyz says of the journal."""
+        """Return the journal's state for /readyz."""
         if self.sessions is None:
             return "off"
         return "failed" if self.sessions.journaling.is_failed else "writing"
@@ -177,7 +175,7 @@ class ApiState:
         )
 
     def is_ready(self) -> bool:
-        """Whether new requests are welcome."""
+        """Whether a load balancer should send new requests."""
         return (
             self.client.facts is not None
             and self.engine_state() is EngineState.READY

@@ -106,4 +106,49 @@ def test_nothing_unpickles_or_evaluates() -> None:
 def test_every_file_says_what_it_is_for() -> None:
     for package in [*ALLOWED, "scripts", "tests"]:
         for path in (ROOT / package).rglob("*.py"):
-            assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+            text = path.read_text()
+            assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
+            assert text.count("\n") <= 400, f"{path} is too long"
+
+
+LAYERS = {
+    "api_proc": (
+        ("errors", "budget", "bodies", "metrics"),
+        ("text",),
+        ("resumption",),
+        ("http",),
+        ("params", "state"),
+        ("openai",),
+        ("app",),
+        ("commands", "__main__"),
+    ),
+}
+"""Modules and subpackages from the lowest to the highest; a layer imports itself and lower ones."""
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the full names of all modules that a file imports, and of all imported names."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_import_goes_from_a_lower_layer_to_a_higher_one(package: str) -> None:
+    rank = {room: number for number, layer in enumerate(LAYERS[package]) for room in layer}
+    root = ROOT / package
+    climbing = []
+    for path in root.rglob("*.py"):
+        room = path.relative_to(root).with_suffix("").parts[0]
+        if room == "__init__":
+            continue
+        for name in imported_modules(path):
+            first, _, rest = name.partition(".")
+            if first == package and rank[rest.split(".")[0]] > rank[room]:
+                climbing.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not climbing
+    assert len(list(root.glob("*.py"))) <= 12

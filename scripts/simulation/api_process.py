@@ -4,15 +4,14 @@ HTTP itself and text are left out: connections carry tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 from api_proc.bodies import SamplingBody
 from api_proc.errors import ApiError
-from api_proc.event_ids import parse_event_id
-from api_proc.history import HistoryReader
-from api_proc.sequence import Prompt
-from api_proc.sessions import Reread, Session, Sessions
+from api_proc.resumption.event_ids import parse_event_id
+from api_proc.resumption.history import HistoryReader
+from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
+from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest
 from protocol.errors import RequestFailed
 from scripts.simulation.child import SimulatedChild
@@ -28,16 +27,6 @@ PATH = "/v1/completions"
 _COMMIT_TIMEOUT_S = 0.25
 _CLOSE_TIMEOUT_S = 2.0
 _UNAVAILABLE = 503
-
-
-@dataclass
-class _Body:
-    """The fields of a body that sessions read."""
-
-    priority: int
-    cache_salt: str
-    user: str = ""
-    stream: bool = True
 
 
 class ApiProcess(ClientProcess):
@@ -69,7 +58,7 @@ class ApiProcess(ClientProcess):
             make_journal=self._internet.disk.journal,
         )
         self.on_death.append(self._release_journal)
-        self._sessions.start({PATH: self._reread})
+        self._sessions.start({PATH: self._decode})
         self.run(self._open())
 
     async def _open(self) -> None:
@@ -108,10 +97,10 @@ class ApiProcess(ClientProcess):
         self._num_served += 1
         self.run(self._serve(connection))
 
-    def _reread(self, raw: bytes, adds: list[AddRequest]) -> Reread:
+    def _decode(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
         plan = self._bodies[raw]
-        body = cast(SamplingBody, _Body(plan.priority, plan.salt))
-        return Reread(body, [Prompt(plan.prompt, None)])
+        body = SamplingBody(priority=plan.priority, cache_salt=plan.salt, stream=True)
+        return DecodedRequest(body, [Prompt(plan.prompt, None)])
 
     async def _serve(self, connection: Connection) -> None:
         try:
@@ -131,7 +120,7 @@ class ApiProcess(ClientProcess):
                     parse_event_id(last_event_id, request_id, [plan.params.max_tokens])
                 await self._stream_rest(connection, session)
                 return
-            session = sessions.begin(request_id, PATH, raw, self._reread(raw, []))
+            session = sessions.begin(request_id, PATH, raw, self._decode(raw, []))
         except ApiError as error:
             connection.refuse(error.status)
             return
@@ -143,8 +132,8 @@ class ApiProcess(ClientProcess):
         try:
             reader = sessions.submit(session, plan.prompt, plan.params)
         except RequestFailed:  # the engine is starting: nothing was accepted
-            sessions.forget(session)
-            sessions.detach(session, is_known=False, is_told=False)
+            sessions.remove(session)
+            sessions.detach(session, is_known=False, is_sent=False)
             connection.refuse(_UNAVAILABLE)
             return
         began = self._loop.time()
@@ -161,22 +150,22 @@ class ApiProcess(ClientProcess):
     async def _stream(
         self, connection: Connection, session: Session, reader: HistoryReader, *, is_durable: bool
     ) -> None:
-        is_told = False
+        is_sent = False
         connection.on_close = reader.leave
         try:
             if not connection.is_closed:
                 connection.begin(is_durable=is_durable)
                 async for output in reader:
                     connection.send(output)
-                is_told = not connection.is_closed
+                is_sent = not connection.is_closed
         except RequestFailed as failure:
             connection.fail(failure.error.message)
         else:
-            if is_told:
+            if is_sent:
                 connection.finish()
         finally:
             if self.is_alive:
-                self._sessions.detach(session, is_known=True, is_told=is_told)
+                self._sessions.detach(session, is_known=True, is_sent=is_sent)
 
 
 def _raw(plan: RequestPlan) -> bytes:

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from protocol.journal import Journal, Threads
-from protocol.journal_segments import Sync
+from api_proc.resumption.journal import Journal, Threads
+from api_proc.resumption.journal_segments import Sync
 from scripts.simulation.world import SECOND, KilledHere, Process, World
 
 DISK_FAULTS = ("full", "broken", "unsynced", "short", "torn")

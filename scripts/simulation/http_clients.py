@@ -268,7 +268,7 @@ class Connection:
 
 
 def _without_repetition(parts: list[PromptLogprobs]) -> list[PromptLogprobs]:
-    """Drop prompt logprobs that a recomputed prompt has repeated, as `api_proc.sequence` does."""
+    """Drop prompt logprobs that a recomputed prompt has repeated, as the API does."""
     kept: list[PromptLogprobs] = []
     end = 1
     for part in parts:

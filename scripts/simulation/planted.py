@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from api_proc import session_log, sessions
-from api_proc.history import History
+from api_proc.resumption import session_log, sessions
+from api_proc.resumption.history import History
 from core_proc.loop import CoreLoop
 from core_proc.pausing import Pausing
 from core_proc.worker_link import WorkerLink

@@ -28,7 +28,7 @@ CORPUS = [
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    """A server whose engine answers at once; for tests that change nothing in it."""
+    """A server with an engine that responds at once, for tests that do not change it."""
     with LiveServer(configure(model="null", max_body_bytes=300_000), FakeClient()) as live:
         yield live
 
@@ -45,7 +45,7 @@ MakeServer = Callable[..., LiveServer]
 
 @pytest.fixture
 def make_server() -> Iterator[MakeServer]:
-    """Start a server of one's own; keywords are settings."""
+    """Start servers for one test; keywords are settings."""
     with ExitStack() as stack:
 
         def make(

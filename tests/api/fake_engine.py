@@ -12,10 +12,10 @@ import msgspec
 import uvloop
 
 from api_proc.app import openai_app
-from api_proc.server import HttpServer, listen, url_of
+from api_proc.http.server import HttpServer, listen, url_of
 from api_proc.state import ApiState
-from api_proc.text import TextProcessor
-from api_proc.tokenizer import FIRST_BYTE_ID
+from api_proc.text.processor import TextProcessor
+from api_proc.text.tokenizer import FIRST_BYTE_ID
 from protocol.api_core import (
     AddRequest,
     EngineState,
@@ -44,21 +44,21 @@ def ids_of(text: str) -> list[int]:
 
 
 def repeating(text: str = REPLY, *, per_output: int = 1) -> Script:
-    """Say `text` over and over until max_tokens."""
-    return saying(ids_of(text) * 100, per_output=per_output)
+    """Emit `text` repeatedly until max_tokens."""
+    return emitting(ids_of(text) * 100, per_output=per_output)
 
 
-def saying(token_ids: list[int], *, per_output: int = 1) -> Script:
-    """Say these tokens, ending at EOS or at max_tokens."""
+def emitting(token_ids: list[int], *, per_output: int = 1) -> Script:
+    """Emit these tokens, ending at EOS or at max_tokens."""
 
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         params = add.sampling_params
-        said = token_ids[: params.max_tokens]
-        if EOS_ID in said and not params.ignore_eos:
-            said = said[: said.index(EOS_ID) + 1]
-        for first in range(0, len(said), per_output):
-            ids = said[first : first + per_output]
-            is_last = first + per_output >= len(said)
+        output_ids = token_ids[: params.max_tokens]
+        if EOS_ID in output_ids and not params.ignore_eos:
+            output_ids = output_ids[: output_ids.index(EOS_ID) + 1]
+        for first in range(0, len(output_ids), per_output):
+            ids = output_ids[first : first + per_output]
+            is_last = first + per_output >= len(output_ids)
             reason = FinishReason.STOP if ids[-1] == EOS_ID else FinishReason.LENGTH
             yield RequestOutput(
                 add.request_id,
@@ -76,7 +76,7 @@ def saying(token_ids: list[int], *, per_output: int = 1) -> Script:
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
-    """The token itself, its successor, and so on; the last of them is impossible."""
+    """The token and its successors as candidates; the last has probability 0."""
     values = [-0.5 - i for i in range(num_top)]
     if num_top > 1:
         values[-1] = float("-inf")
@@ -98,7 +98,7 @@ class FakeClient:
         self.facts = facts
         self.status: Status | None = None
         self.silent_since: float | None = None
-        """When the core was heard for the last time; None: it reports all the time."""
+        """Time of the core's last status message; None: always now."""
         self.connected = True
         self.script = script or repeating()
         self.is_paused = False
@@ -106,8 +106,8 @@ class FakeClient:
         self.requests: list[AddRequest] = []
         self.cancelled: list[int] = []
         self.controls: list[tuple[str, object]] = []
-        self.obeys: bool | Exception = True
-        """What controls come to."""
+        self.response: bool | Exception = True
+        """The result of every control command."""
         self.receivers: dict[int, Receiver] = {}
         self._scripts: dict[int, Iterator[RequestOutput]] = {}
         if facts is not None:
@@ -172,7 +172,7 @@ class FakeClient:
         return add
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
-        """Its script goes on after the tokens that are known."""
+        """Continue the script after the known tokens."""
         add = msgspec.structs.replace(add, request_id=len(self.requests) + 1, resent=True)
         self._begin(add, receiver)
         return add.request_id
@@ -197,22 +197,22 @@ class FakeClient:
 
     async def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
         self.controls.append(("reset", reset_running_requests))
-        return self._obeys()
+        return self._respond()
 
     def _control(self, name: str, mode: PauseMode, *, is_sleeping: bool = False) -> bool:
         self.controls.append((name, mode))
         assert self.status is not None
-        obeys = self._obeys()
-        if obeys:
+        is_done = self._respond()
+        if is_done:
             self.status = msgspec.structs.replace(
                 self.status, pause_mode=mode, is_sleeping=is_sleeping
             )
-        return obeys
+        return is_done
 
-    def _obeys(self) -> bool:
-        if isinstance(self.obeys, Exception):
-            raise self.obeys
-        return self.obeys
+    def _respond(self) -> bool:
+        if isinstance(self.response, Exception):
+            raise self.response
+        return self.response
 
     def cancel(self, request_id: int) -> None:
         if self._scripts.pop(request_id, None) is not None:
@@ -236,7 +236,7 @@ class FakeClient:
 
 
 class LiveServer:
-    """The application under uvicorn in a thread of its own."""
+    """The application under uvicorn in a separate thread."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class LiveServer:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Return as soon as `condition` holds; fail where it does not in time."""
+    """Wait until `condition` holds; fail after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition did not hold in time"

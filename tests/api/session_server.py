@@ -1,4 +1,4 @@
-"""What sessions need of a server, without HTTP, in a running event loop."""
+"""A server without HTTP, for tests of sessions in a running event loop."""
 
 import asyncio
 import functools
@@ -9,34 +9,34 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from api_proc.bodies import CompletionBody
-from api_proc.connection import GIVEN_ID_KEY, Connection
-from api_proc.generation import Generation
-from api_proc.sequence import Prompt
-from api_proc.session_log import Remembered, Replay
-from api_proc.sessions import Reread, Session, Sessions
+from api_proc.http.connection import HAS_CLIENT_ID_KEY, Connection
+from api_proc.openai.generation import Generation
+from api_proc.resumption.journal import Journal
+from api_proc.resumption.session_log import Replay, ReplayedRequest
+from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
 from api_proc.state import ApiState
-from api_proc.text import TextProcessor
+from api_proc.text.output_sequence import Prompt
+from api_proc.text.processor import TextProcessor
 from protocol.api_core import AddRequest
 from protocol.config import EngineConfig
-from protocol.journal import Journal
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
-from tests.api.fake_engine import FakeClient, saying
+from tests.api.fake_engine import FakeClient, emitting
 
 P = ParamSpec("P")
 
 PATH = "/p"
 RAW = b"{}"
-SAID = [100 + i % 50 for i in range(900)]
+OUTPUT_IDS = [100 + i % 50 for i in range(900)]
 
 
 class Server:
-    """The parts of a server that sessions need, in a running event loop."""
+    """The parts of a server that sessions need."""
 
     def __init__(
         self, directory: Path, make_journal: Callable[..., Journal] = Journal, **settings: Any
     ) -> None:
-        self.client = FakeClient(script=saying(SAID))
+        self.client = FakeClient(script=emitting(OUTPUT_IDS))
         self.config: EngineConfig = configure(model="null", journal_dir=str(directory), **settings)
         text = TextProcessor.load(self.config.model)
         self.state = ApiState(self.client, self.config, text)  # type: ignore[arg-type]
@@ -48,10 +48,10 @@ class Server:
             make_journal=make_journal,
         )
         self.state.sessions = self.sessions
-        self.sessions.start({PATH: reread})
+        self.sessions.start({PATH: decode})
 
     async def written(self) -> "Server":
-        """Wait until the journal is written."""
+        """Wait until the journal can be written."""
         await until(lambda: not self.sessions.journaling.is_failed)
         return self
 
@@ -60,9 +60,9 @@ class Server:
         return Generation(self.state, body, connection_of(name), session)
 
     async def accept(self, name: str, raw: bytes = RAW, *, n: int = 1, **params: Any) -> Session:
-        """A session that nobody is connected to, and nobody was told of."""
+        """Begin a session without a connection, whose client does not know of it."""
         with self.generation(name, n=n) as generation:
-            generation.remember(PATH, raw, [Prompt([5, 6], None)])
+            generation.begin_session(PATH, raw, [Prompt([5, 6], None)])
             generation.submit([5, 6], SamplingParams(**{"max_tokens": 900, "seed": 1} | params))
             await generation.accepted()
             generation.cancel()
@@ -74,12 +74,12 @@ class Server:
         return self.sessions.find(name, PATH, raw, last)
 
 
-def replay(records: Iterable[bytes]) -> list[Remembered]:
-    """The requests that are not over, oldest first."""
+def replay(records: Iterable[bytes]) -> list[ReplayedRequest]:
+    """Return the open requests of a journal, oldest first."""
     replayed = Replay()
     for record in records:
-        replayed.take(record)
-    return replayed.remembered()
+        replayed.apply(record)
+    return replayed.open_requests()
 
 
 def connection_of(name: str) -> Connection:
@@ -89,12 +89,12 @@ def connection_of(name: str) -> Connection:
     async def send(message: Any) -> None:
         pass
 
-    return Connection({"troika.request_id": name, GIVEN_ID_KEY: True}, receive, send)
+    return Connection({"troika.request_id": name, HAS_CLIENT_ID_KEY: True}, receive, send)
 
 
-def reread(raw: bytes, adds: list[AddRequest]) -> Reread:
+def decode(raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
     fields = json.loads(raw) | {"n": len(adds)}
-    return Reread(CompletionBody(prompt="x", stream=True, **fields), [Prompt([5, 6], None)])
+    return DecodedRequest(CompletionBody(prompt="x", stream=True, **fields), [Prompt([5, 6], None)])
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -105,7 +105,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> Non
 
 
 async def read(generation: Generation, count: int) -> list[int]:
-    """The next tokens of its only sequence."""
+    """Read the next tokens of the only sequence."""
     found: list[int] = []
     async for step in generation.steps():
         found += [token_id for _, delta in step for token_id in delta.token_ids]

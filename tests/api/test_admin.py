@@ -1,4 +1,4 @@
-"""Admin routes: served only if enabled and behind the key; what the engine says is what is told."""
+"""Admin routes: disabled by default, behind the API key, with the engine's response."""
 
 import httpx
 import pytest
@@ -20,13 +20,13 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_without_the_setting_there_are_no_such_routes(
+def test_routes_do_not_exist_without_the_setting(
     http: httpx.Client, method: str, path: str
 ) -> None:
     assert http.request(method, path).status_code == 404
 
 
-def test_they_ask_for_the_key(make_server: MakeServer) -> None:
+def test_routes_need_the_key(make_server: MakeServer) -> None:
     client = FakeClient()
     live = make_server(client, enable_admin_routes=True, api_key="secret")
     for method, path in ROUTES:
@@ -52,7 +52,7 @@ def test_they_ask_for_the_key(make_server: MakeServer) -> None:
         ("/reset_prefix_cache?reset_running_requests=False", ("reset", False)),
     ],
 )
-def test_each_route_asks_for_its_own(
+def test_each_route_sends_its_command(
     make_server: MakeServer, path: str, control: tuple[str, object]
 ) -> None:
     client = FakeClient()
@@ -80,7 +80,7 @@ def test_each_route_asks_for_its_own(
         ("/wake_up?tags=kv_cache", "tags"),
     ],
 )
-def test_a_bad_parameter_is_named_and_nothing_is_asked(
+def test_a_bad_parameter_is_named_and_no_command_is_sent(
     make_server: MakeServer, path: str, param: str
 ) -> None:
     client = FakeClient()
@@ -91,12 +91,12 @@ def test_a_bad_parameter_is_named_and_nothing_is_asked(
 
 
 @pytest.mark.parametrize("path", ["/is_paused?mode=new", "/is_sleeping?level=1"])
-def test_a_question_takes_no_parameter(make_server: MakeServer, path: str) -> None:
+def test_a_get_route_has_no_parameters(make_server: MakeServer, path: str) -> None:
     live = make_server(FakeClient(), enable_admin_routes=True)
     assert httpx.get(live.url + path).status_code == 400
 
 
-def test_an_engine_that_starts_is_asked_nothing_and_nobody_waits(make_server: MakeServer) -> None:
+def test_a_starting_engine_gets_no_command(make_server: MakeServer) -> None:
     client = FakeClient(facts=None)
     live = make_server(client, enable_admin_routes=True)
     for method, path in ROUTES:
@@ -107,18 +107,18 @@ def test_an_engine_that_starts_is_asked_nothing_and_nobody_waits(make_server: Ma
 
 
 @pytest.mark.parametrize(
-    ("obeys", "status"),
+    ("response", "status"),
     [
         (False, 409),
         (TimeoutError(), 503),
         (RequestFailed(RequestError(ErrorCode.INTERNAL, "the client was closed")), 500),
     ],
 )
-def test_an_engine_that_does_not_obey_is_no_success(
-    make_server: MakeServer, obeys: bool | Exception, status: int
+def test_a_rejected_command_is_an_error(
+    make_server: MakeServer, response: bool | Exception, status: int
 ) -> None:
     client = FakeClient()
-    client.obeys = obeys
+    client.response = response
     live = make_server(client, enable_admin_routes=True)
     for method, path in ROUTES:
         if method == "POST":

@@ -10,7 +10,7 @@ from protocol.api_core import EngineState, ErrorCode, RequestError
 from protocol.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import EOS_ID, REPLY, FakeClient, LiveServer, ids_of, repeating, saying
+from tests.api.fake_engine import EOS_ID, REPLY, FakeClient, LiveServer, emitting, ids_of, repeating
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -32,7 +32,7 @@ def chat(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def params_of(live: LiveServer, body: dict[str, Any], path: str = COMPLETIONS) -> SamplingParams:
-    """What the engine is asked to do."""
+    """Return the parameters that the engine receives."""
     default = {"prompt": "hi"} if path == COMPLETIONS else {"messages": MESSAGES}
     response = httpx.post(live.url + path, json=default | body)
     assert response.status_code == 200, response.text
@@ -130,20 +130,20 @@ def test_every_sampling_field_reaches_the_engine(make_server: MakeServer) -> Non
     assert params_of(make_server(), fields) == expected
 
 
-def test_chat_without_max_tokens_takes_what_fits(make_server: MakeServer) -> None:
+def test_chat_without_max_tokens_uses_the_rest_of_the_context(make_server: MakeServer) -> None:
     live = make_server()
     params = params_of(live, {"stop": "quick"}, CHAT)
     assert params.max_tokens == 512 - len("user: hi\nassistant: ")
     assert params_of(live, {"max_completion_tokens": 5, "max_tokens": 9}, CHAT).max_tokens == 5
 
 
-def test_completion_without_max_tokens_takes_sixteen_or_what_fits(make_server: MakeServer) -> None:
+def test_completion_without_max_tokens_has_sixteen_or_the_rest(make_server: MakeServer) -> None:
     live = make_server()
     assert params_of(live, {}).max_tokens == 16
     assert params_of(live, {"prompt": "x" * 510}).max_tokens == 2
 
 
-def test_prompt_is_cut_to_its_end_where_asked(make_server: MakeServer) -> None:
+def test_prompt_is_truncated_on_request(make_server: MakeServer) -> None:
     live = make_server()
     for truncate, prompt, expected in (
         (3, "abcdef", ids_of("def")),
@@ -179,7 +179,7 @@ def test_stop_string_cuts_text_and_cancels(make_server: MakeServer, per_output: 
     assert live.client.cancelled == ([1] if per_output < 1000 else [])
 
 
-def test_stop_string_is_kept_where_asked_for(http: httpx.Client) -> None:
+def test_stop_string_is_shown_on_request(http: httpx.Client) -> None:
     answer = post(http, max_tokens=40, stop="brown", include_stop_str_in_output=True)
     assert answer["choices"][0]["text"] == "The quick brown"
 
@@ -191,7 +191,7 @@ def test_stop_strings_count_only_after_min_tokens(http: httpx.Client) -> None:
 
 
 def test_end_token_is_counted_but_not_shown(make_server: MakeServer) -> None:
-    live = make_server(FakeClient(script=saying([*ids_of("Hi!"), EOS_ID, *ids_of("more")])))
+    live = make_server(FakeClient(script=emitting([*ids_of("Hi!"), EOS_ID, *ids_of("more")])))
     with httpx.Client(base_url=live.url) as http:
         answer = post(http, max_tokens=50)
         assert answer["choices"][0]["text"] == "Hi!"
@@ -202,7 +202,7 @@ def test_end_token_is_counted_but_not_shown(make_server: MakeServer) -> None:
 
 
 def test_echo_with_logprobs_covers_prompt_and_output(http: httpx.Client) -> None:
-    """As evaluation harnesses ask for it: token ids in, every token's logprob out."""
+    """The request of evaluation harnesses: token ids in, a logprob for every token out."""
     answer = post(http, prompt=ids_of("hé"), max_tokens=2, echo=True, logprobs=1)
     [choice] = answer["choices"]
     assert choice["text"] == "héTh"
@@ -299,7 +299,7 @@ def not_finite(client: FakeClient) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusal_by_the_engine_has_its_status(
+def test_error_of_the_engine_has_its_status(
     make_server: MakeServer,
     prepare: Callable[[FakeClient], None],
     status: int,
@@ -321,14 +321,14 @@ def test_starting_engine_is_unavailable(make_server: MakeServer) -> None:
     assert response.headers["retry-after"] == "1"
 
 
-def test_recovering_engine_takes_requests(make_server: MakeServer) -> None:
+def test_recovering_engine_accepts_requests(make_server: MakeServer) -> None:
     client = FakeClient()
     client.report(EngineState.RECOVERING)
     live = make_server(client)
     assert httpx.post(live.url + COMPLETIONS, json={"prompt": "x"}).status_code == 200
 
 
-def test_one_refused_prompt_of_several_cancels_the_others(make_server: MakeServer) -> None:
+def test_a_rejected_prompt_cancels_the_others(make_server: MakeServer) -> None:
     live = make_server()
     body = {"prompt": [[5], [6], [1000]], "max_tokens": 400}
     response = httpx.post(live.url + COMPLETIONS, json=body)

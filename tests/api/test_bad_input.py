@@ -1,4 +1,4 @@
-"""Every bad input is refused with the right status and the field at fault, and harms nobody."""
+"""Every bad input is rejected with the right status and the name of the field."""
 
 import json
 from typing import Any
@@ -229,7 +229,7 @@ def check_error(response: httpx.Response, status: int, param: str | None, code: 
 
 
 @pytest.mark.parametrize(("raw", "status", "param", "code"), RAW_ROWS)
-def test_unreadable_body_is_refused(
+def test_unreadable_body_is_rejected(
     http: httpx.Client, raw: bytes, status: int, param: str | None, code: str
 ) -> None:
     response = http.post(COMPLETIONS, content=raw)
@@ -237,14 +237,14 @@ def test_unreadable_body_is_refused(
 
 
 @pytest.mark.parametrize(("path", "body", "param", "code"), ROWS)
-def test_field_out_of_bounds_is_refused(
+def test_field_out_of_bounds_is_rejected(
     http: httpx.Client, path: str, body: dict[str, Any], param: str, code: str
 ) -> None:
     response = http.post(path, json=body)
     check_error(response, 400, param, code)
 
 
-def test_nothing_refused_has_reached_the_engine(server: LiveServer, http: httpx.Client) -> None:
+def test_rejected_requests_do_not_reach_the_engine(server: LiveServer, http: httpx.Client) -> None:
     num_before = len(server.client.requests)
     for path, body, _, _ in ROWS:
         http.post(path, json=body)

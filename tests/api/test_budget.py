@@ -1,4 +1,4 @@
-"""What the server holds open is counted, refused past its bound, and given back."""
+"""Open requests are counted, rejected past the bound, and released."""
 
 import json
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ def test_requests_and_bytes_are_bounded() -> None:
     assert (budget.num_requests, budget.num_bytes) == (0, 0)
 
 
-def test_one_request_is_taken_whatever_its_size() -> None:
-    """Else a bound that is too small would refuse everything for ever."""
+def test_one_request_is_accepted_whatever_its_size() -> None:
+    """Otherwise a bound that is too small would reject every request."""
     budget = Budget(1, 10)
     budget.open(11).close()
     assert budget.num_bytes == 0
 
 
-def test_a_held_request_keeps_others_out(make_server: MakeServer) -> None:
+def test_requests_past_the_bound_are_rejected(make_server: MakeServer) -> None:
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         for i, output in enumerate(repeating()(add)):
             client.is_paused = i >= 1

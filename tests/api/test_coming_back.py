@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api_proc import http_protocol
-from api_proc.acceptor import Acceptor
 from api_proc.app import start_sessions
+from api_proc.http import protocol as http_protocol
+from api_proc.http.acceptor import Acceptor
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
 
@@ -36,10 +36,10 @@ def body_for(path: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_same_request_twice_at_once_runs_once(
+def test_concurrent_duplicates_run_once(
     make_server: MakeServer, tmp_path: Path, path: str, stream: bool
 ) -> None:
-    """Whoever gives up a connection while its text is tokenized, and asks again, is answered."""
+    """A client may reconnect while its prompt is still being tokenized."""
     live = make_server(journal_dir=str(tmp_path))
     live.call(start_sessions, live.state)
     encode, num_waiting, may_go_on = live.text.encode, 0, False
@@ -63,14 +63,14 @@ def test_the_same_request_twice_at_once_runs_once(
         may_go_on = True
         answers = [item.result() for item in asking]
     assert [answer.status_code for answer in answers] == [200] * 3
-    texts = {"".join(data_of(answer, stream)) for answer in answers}
+    texts = {"".join(texts_of(answer, stream)) for answer in answers}
     assert len(texts) == 1
     assert len(live.client.requests) == 1
     live.call(live.state.sessions.close)  # type: ignore[union-attr]
 
 
-def data_of(answer: httpx.Response, stream: bool) -> list[str]:
-    """The texts of an answer, however it was cut into events."""
+def texts_of(answer: httpx.Response, stream: bool) -> list[str]:
+    """Return the texts of an answer, for any division into events."""
     if not stream:
         return [answer.text]
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -79,7 +79,7 @@ def data_of(answer: httpx.Response, stream: bool) -> list[str]:
 
 
 def post(live: LiveServer, body: dict[str, Any]) -> socket.socket:
-    """A stream whose client has hardly any buffer of its own."""
+    """Open a stream with a small receive buffer."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", live.port))
@@ -89,8 +89,8 @@ def post(live: LiveServer, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def test_slow_is_not_stuck(make_server: MakeServer) -> None:
-    """Who reads less than there is goes on; who reads nothing is dropped."""
+def test_only_stuck_readers_are_dropped(make_server: MakeServer) -> None:
+    """A slow reader gets its whole stream; a client that reads nothing is dropped."""
     live = make_server(FakeClient(script=repeating(per_output=4)))
     live._server._slow_reader_timeout_s = 2.5
     connections = live._server.server_state.connections
@@ -128,7 +128,7 @@ class Exhausted(socket.socket):
         return super().accept()
 
 
-def test_without_descriptors_nothing_spins_and_whoever_waits_is_served() -> None:
+def test_without_descriptors_connections_wait_without_a_busy_loop() -> None:
     async def play() -> None:
         listening = Exhausted()
         listening.bind(("127.0.0.1", 0))
@@ -157,10 +157,10 @@ def test_without_descriptors_nothing_spins_and_whoever_waits_is_served() -> None
     asyncio.run(play())
 
 
-def test_a_head_that_does_not_end_is_refused(
+def test_an_endless_head_is_rejected(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However it is sent, it holds a connection only for so long, and only so much memory."""
+    """It holds a connection for a bounded time, with a bounded amount of memory."""
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 1.0)
     live = make_server()
     dribbling = socket.create_connection(("127.0.0.1", live.port), timeout=0.1)
@@ -174,7 +174,7 @@ def test_a_head_that_does_not_end_is_refused(
     started, received = time.monotonic(), b""
     while not received:
         assert time.monotonic() - started < 30.0
-        with contextlib.suppress(ConnectionError):  # it was closed: what was said before is there
+        with contextlib.suppress(ConnectionError):  # closed; the response was sent before
             dribbling.sendall(b"x")
         with contextlib.suppress(TimeoutError):
             received = dribbling.recv(1000)
@@ -187,10 +187,10 @@ def test_a_head_that_does_not_end_is_refused(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_without_a_journal_nobody_is_told_from_the_beginning_again(
+def test_without_a_journal_the_rest_of_a_stream_is_not_found(
     make_server: MakeServer, path: str
 ) -> None:
-    """Whoever reads on after an event would append all of it once more."""
+    """A client would append a repeated answer to the part that it has."""
     live = make_server()
     headers = {"X-Request-Id": "r", "Last-Event-ID": "r.3"}
     answer = httpx.post(live.url + path, json=body_for(path, stream=True), headers=headers)

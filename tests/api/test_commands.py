@@ -1,4 +1,4 @@
-"""What the API process does at a command, and at the same one said again."""
+"""The API process executes commands, and repeated ones once."""
 
 import asyncio
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from protocol.lifecycle import Drain, Health
 
 
 class Played:
-    """A child, its state, its server and its engine's client in one, and what was asked of them."""
+    """Replaces child, state, server and client, and records the calls."""
 
     def __init__(self, *, has_supervisor: bool = True) -> None:
         self.config = SimpleNamespace(recovery=SimpleNamespace(shutdown_timeout_s=7.0))
@@ -52,17 +52,17 @@ async def settle() -> None:
     [
         (Drain(), ["drain", "resume", "drained"]),
         (Drain(is_replaced=True), ["retire 7"]),
-        (Health(True, 2.0), ["hear"] * 3),
+        (Health(True, 2.0), ["set_health"] * 3),
     ],
 )
-def test_who_is_asked_again_does_it_once(message: Drain | Health, calls: list[str]) -> None:
-    """But for the engine's health, of which each word counts."""
+def test_a_repeated_command_is_executed_once(message: Drain | Health, calls: list[str]) -> None:
+    """Except for health reports, which replace each other."""
 
     async def play() -> Played:
         played = Played()
         commands = commands_to(played)
         for _ in range(3):
-            commands.obey(message)
+            commands.execute(message)
             await settle()
         played.is_idle.set()
         await settle()
@@ -72,7 +72,7 @@ def test_who_is_asked_again_does_it_once(message: Drain | Health, calls: list[st
 
 
 @pytest.mark.parametrize("has_supervisor", [True, False])
-def test_sigterm_leaves_the_rest_to_the_supervisor_where_there_is_one(has_supervisor: bool) -> None:
+def test_sigterm_asks_the_supervisor_or_drains(has_supervisor: bool) -> None:
     async def play() -> Played:
         played = Played(has_supervisor=has_supervisor)
         commands_to(played).on_sigterm()

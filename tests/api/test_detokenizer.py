@@ -1,4 +1,4 @@
-"""Text that comes token by token adds up to the text of all tokens together."""
+"""The texts of single tokens add up to the text of all tokens together."""
 
 from pathlib import Path
 
@@ -7,9 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from api_proc.checkpoint import read_json
-from api_proc.detokenizer import MAX_PENDING_TOKENS, StreamDetokenizer
-from api_proc.tokenizer import FIRST_BYTE_ID, ByteTokenizer, HfTokenizer, TextTokenizer
+from api_proc.text.checkpoint import read_json
+from api_proc.text.detokenizer import MAX_PENDING_TOKENS, StreamDetokenizer
+from api_proc.text.tokenizer import (
+    FIRST_BYTE_ID,
+    ByteTokenizer,
+    EncodeOptions,
+    HfTokenizer,
+    TextTokenizer,
+)
 from tests.api.conftest import write_json
 
 TEXTS = [
@@ -52,7 +58,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 def ids_of(tokenizer: TextTokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False, max_tokens=10_000)
+    return tokenizer.encode(text, EncodeOptions(False, 10_000))
 
 
 def stream(tokenizer: TextTokenizer, prompt: list[int], output: list[int]) -> str:
@@ -74,7 +80,7 @@ def test_output_after_a_prompt_continues_it(byte_level: HfTokenizer, text: str) 
 def test_any_tokens_in_any_pieces_give_the_full_decoding(
     byte_level: HfTokenizer, ids: list[int], data: st.DataObject
 ) -> None:
-    """Also where the bytes are no UTF-8, or end within a character."""
+    """Also where the bytes are not UTF-8, or end within a character."""
     expected = byte_level.decode(ids, skip_special_tokens=True)
     cut = data.draw(st.integers(0, len(ids)))
     detokenizer = byte_level.detokenizer([], skip_special_tokens=True)
@@ -99,14 +105,14 @@ def test_prompt_may_end_within_a_character(byte_level: HfTokenizer) -> None:
     assert stream(byte_level, ids[: cut + 1], ids[cut + 1 :]) == "🙂 ok"
 
 
-def test_special_tokens_are_hidden_unless_asked_for(byte_level: HfTokenizer) -> None:
+def test_special_tokens_are_hidden_by_default(byte_level: HfTokenizer) -> None:
     shown = byte_level.detokenizer([], skip_special_tokens=False)
     assert shown.push([2, 1]) == "<|im_start|></s>"
     hidden = byte_level.detokenizer([], skip_special_tokens=True)
     assert hidden.push([2, 1]) == ""
 
 
-def test_unknown_ids_are_no_text(byte_level: HfTokenizer) -> None:
+def test_unknown_ids_have_no_text(byte_level: HfTokenizer) -> None:
     assert stream(byte_level, [], [5_000_000]) == ""
 
 

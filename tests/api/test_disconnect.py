@@ -1,4 +1,4 @@
-"""A client that leaves is noticed at once, and costs the engine nothing more."""
+"""A disconnect is noticed at once and cancels the request."""
 
 import asyncio
 import json
@@ -10,14 +10,14 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from api_proc.connection import KEEP_ALIVE_INTERVAL_S, Connection
+from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 AT_ONCE_S = 0.6 * KEEP_ALIVE_INTERVAL_S
-"""Before anything else could show it, on a machine that is busy with other things."""
+"""Bound on the delay, on a busy machine."""
 
 
 def send(live: LiveServer, path: str, *, stream: bool, n: int = 1) -> socket.socket:
@@ -46,7 +46,7 @@ def close(connection: socket.socket) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leave", [close, reset, half_close])
-def test_leaving_while_waiting_cancels(
+def test_disconnect_before_the_answer_cancels(
     make_server: MakeServer, path: str, stream: bool, leave: object
 ) -> None:
     client = FakeClient()
@@ -61,7 +61,7 @@ def test_leaving_while_waiting_cancels(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_leaving_in_the_middle_of_a_stream_cancels(make_server: MakeServer, path: str) -> None:
+def test_disconnect_within_a_stream_cancels(make_server: MakeServer, path: str) -> None:
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         for i, output in enumerate(repeating()(add)):
             client.is_paused = i >= 3
@@ -76,8 +76,8 @@ def test_leaving_in_the_middle_of_a_stream_cancels(make_server: MakeServer, path
         wait_until(lambda: client.cancelled == [1], timeout_s=AT_ONCE_S)
 
 
-def test_transport_that_is_gone_already_is_a_disconnect() -> None:
-    """The client may leave between the last check and the write."""
+def test_a_closed_transport_is_a_disconnect() -> None:
+    """The client may disconnect between the last check and the write."""
 
     async def receive() -> Message:
         return {"type": "http.disconnect"}
@@ -92,7 +92,7 @@ def test_transport_that_is_gone_already_is_a_disconnect() -> None:
     assert connection.disconnected
 
 
-def test_leaving_within_the_body_submits_nothing(make_server: MakeServer) -> None:
+def test_disconnect_within_the_body_submits_nothing(make_server: MakeServer) -> None:
     live = make_server()
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as connection:
         connection.sendall(

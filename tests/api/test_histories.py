@@ -1,4 +1,4 @@
-"""What is kept of a request for clients that come back: by index, read from anywhere."""
+"""Histories, journal records and event ids: tokens are matched by index."""
 
 import asyncio
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from api_proc.errors import ApiError
-from api_proc.event_ids import EventIds, parse_event_id
-from api_proc.generation import _pieces
-from api_proc.history import History, HistoryReader
-from api_proc.session_log import (
-    Accepted,
-    Brought,
-    Cut,
-    Forgotten,
+from api_proc.openai.generation import _pieces
+from api_proc.resumption.event_ids import EventIds, parse_event_id
+from api_proc.resumption.history import History, HistoryReader
+from api_proc.resumption.session_log import (
+    AcceptRecord,
+    OutputRecord,
+    RemoveRecord,
     Row,
+    StopRecord,
     packed,
     resumed,
     unpacked,
@@ -39,10 +39,10 @@ def ignore(history: History, output: RequestOutput | None) -> None:
     pass
 
 
-def test_outputs_count_once_whatever_comes_again() -> None:
+def test_repeated_outputs_count_once() -> None:
     history = History(ignore)
     for output in (out(0, 5, 6), out(1, 6, 7), out(0, 5), out(9, 1), out(3, 8)):
-        history.enter(output)
+        history.add(output)
     assert history.whole() == out(0, 5, 6, 7, 8)
     assert history.whole(2) == out(2, 7, 8)
 
@@ -57,7 +57,7 @@ def test_readers_read_all_from_the_beginning_and_wait_for_more() -> None:
         await asyncio.sleep(0)
         history.deliver(out(1, 6, 7, finish_reason=STOP))
         assert await waiting == out(1, 6, 7, finish_reason=STOP)
-        assert late.num_unread == 2  # what was there when it began counts for nothing
+        assert late.num_unread == 2  # tokens from before it began do not count
         assert await anext(late) == out(0, 5, 6, 7, finish_reason=STOP, num_cached_tokens=3)
         for reader in (early, late):
             with pytest.raises(StopAsyncIteration):
@@ -66,7 +66,7 @@ def test_readers_read_all_from_the_beginning_and_wait_for_more() -> None:
     asyncio.run(play())
 
 
-def test_leaving_ends_one_reader_and_failure_all() -> None:
+def test_leave_ends_one_reader_and_a_failure_all() -> None:
     async def play() -> None:
         history = History(ignore)
         one, other = (HistoryReader(history, lambda: None) for _ in range(2))
@@ -86,7 +86,7 @@ def test_leaving_ends_one_reader_and_failure_all() -> None:
 @pytest.mark.parametrize("num_first", [0, 1, 255, 256, 257, 600])
 @pytest.mark.parametrize("num_tokens", [0, 1, 256, 600])
 @pytest.mark.parametrize("with_logprobs", [False, True])
-def test_pieces_add_up_and_are_cut_where_it_was_asked(
+def test_pieces_add_up_and_are_split_at_the_position(
     num_first: int, num_tokens: int, with_logprobs: bool
 ) -> None:
     ids = list(range(num_tokens))
@@ -104,19 +104,21 @@ def add(number: int) -> AddRequest:
     return AddRequest(number, [1, 2], SamplingParams(seed=number))
 
 
-def accepted(number: int, num_sequences: int = 1) -> Accepted:
-    return Accepted(number, f"r{number}", "/p", b"{}", 7, [add(i) for i in range(num_sequences)])
+def accepted(number: int, num_sequences: int = 1) -> AcceptRecord:
+    return AcceptRecord(
+        number, f"r{number}", "/p", b"{}", 7, [add(i) for i in range(num_sequences)]
+    )
 
 
-def test_replay_finds_what_is_open_with_all_its_tokens() -> None:
+def test_replay_returns_open_requests_with_all_tokens() -> None:
     records = [
         accepted(1, 2),
         accepted(2),
-        Brought([Row(1, 0, out(0, 5)), Row(2, 0, out(0, 9)), Row(1, 1, out(0, 6))]),
-        Brought([Row(1, 0, out(1, 7, finish_reason=STOP)), Row(3, 0, out(0, 1))]),
-        Cut(1, 1),
-        Forgotten(2),
-        Forgotten(0),
+        OutputRecord([Row(1, 0, out(0, 5)), Row(2, 0, out(0, 9)), Row(1, 1, out(0, 6))]),
+        OutputRecord([Row(1, 0, out(1, 7, finish_reason=STOP)), Row(3, 0, out(0, 1))]),
+        StopRecord(1, 1),
+        RemoveRecord(2),
+        RemoveRecord(0),
     ]
     bodies = [encode(record) for record in records]
     for journal in (
@@ -134,9 +136,9 @@ def test_replay_finds_what_is_open_with_all_its_tokens() -> None:
 
 
 def test_any_end_of_a_journal_is_a_shorter_history() -> None:
-    """What was cut off is computed again: nothing else may follow from it."""
+    """Missing outputs are computed again; they have no other effect."""
     bodies = [encode(accepted(1))]
-    bodies += [encode(Brought([Row(1, 0, out(i, i + 3))])) for i in range(5)]
+    bodies += [encode(OutputRecord([Row(1, 0, out(i, i + 3))])) for i in range(5)]
     for length in range(1, len(bodies) + 1):
         (found,) = replay(bodies[:length])
         assert list(found.histories[0].token_ids) == [3, 4, 5, 6, 7][: length - 1]
@@ -144,7 +146,7 @@ def test_any_end_of_a_journal_is_a_shorter_history() -> None:
     assert list(found.histories[0].token_ids) == [3]
 
 
-def test_event_ids_say_how_far_a_stream_has_come() -> None:
+def test_event_ids_contain_the_position_of_the_stream() -> None:
     ids = EventIds("a.b", [None, None])
     first, second = ids.tag([b"data: role\n\n", b"data: x\n\n"], 0, 3)
     assert first == b"data: role\nid: a.b.0-\n\n"
@@ -179,10 +181,10 @@ def test_streams_of_very_many_sequences_have_no_ids() -> None:
 
 
 def test_prompts_are_written_once() -> None:
-    """`n` copies of a long one would be more than any journal takes."""
+    """`n` copies of a long prompt would exceed the size of a record."""
     prompts = [[1] * 1000, [1] * 1000, [2], [2], [1] * 1000]
     adds = [AddRequest(i, prompt, SamplingParams(seed=i)) for i, prompt in enumerate(prompts)]
-    whole = Accepted(1, "r", "/p", b"{}", 7, adds)
+    whole = AcceptRecord(1, "r", "/p", b"{}", 7, adds)
     small = packed(whole)
     assert [len(item.prompt_token_ids) for item in small.adds] == [1000, 0, 1, 0, 1000]
     assert unpacked(small) == whole
@@ -192,34 +194,38 @@ def test_prompts_are_written_once() -> None:
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 4096, 5000])
-def test_a_history_in_parts_is_the_whole_whatever_comes_between(
+def test_parts_and_outputs_between_them_add_up_to_the_history(
     num_tokens: int, with_logprobs: bool
 ) -> None:
-    """A snapshot takes several turns: what comes meanwhile is written between its parts."""
+    """A snapshot takes several turns, and new outputs are written between its parts."""
 
     def output(first: int, ids: list[int], **rest: Any) -> RequestOutput:
         logprobs = [logprobs_of(i, 1) for i in ids] if with_logprobs else None
         return RequestOutput(0, first, ids, logprobs=logprobs, **rest)
 
     history = History(ignore)
-    history.enter(output(0, list(range(num_tokens)), num_cached_tokens=4 if num_tokens else None))
-    rows: list[Brought | Cut] = []
+    history.add(output(0, list(range(num_tokens)), num_cached_tokens=4 if num_tokens else None))
+    rows: list[OutputRecord | StopRecord] = []
     for i, part in enumerate(history.parts()):
-        rows.append(Brought([Row(1, 0, part)]))
+        rows.append(OutputRecord([Row(1, 0, part)]))
         assert len(part.token_ids) <= 4096
         if i < 3:
             live = output(len(history.token_ids), [i])
-            history.enter(live)
-            rows.append(Brought([Row(1, 0, live)]))
+            history.add(live)
+            rows.append(OutputRecord([Row(1, 0, live)]))
             if i == 2:
-                rows.append(Cut(1, 0))
+                rows.append(StopRecord(1, 0))
     (found,) = replay([encode(accepted(1)), *map(encode, rows)])
     assert found.histories[0].whole() == history.whole()
 
 
-def test_records_that_fit_nothing_are_left_out() -> None:
-    """No content of a journal keeps the server from starting."""
-    bodies = [accepted(1), Brought([Row(1, 7, out(0, 5)), Row(1, -1, out(0, 5))]), Cut(1, 3)]
+def test_records_for_unknown_sequences_are_skipped() -> None:
+    """The server starts with any content of the journal."""
+    bodies = [
+        accepted(1),
+        OutputRecord([Row(1, 7, out(0, 5)), Row(1, -1, out(0, 5))]),
+        StopRecord(1, 3),
+    ]
     (found,) = replay([encode(body) for body in bodies])
     assert not found.histories[0].token_ids
 
@@ -234,25 +240,25 @@ def by_position(history: History) -> list[tuple[int, TokenLogprobs]]:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
-def test_prompt_logprobs_are_whole_whatever_comes_between(num_before: int) -> None:
-    """What comes after a snapshot's request, and before its parts, is in these too."""
+def test_prompt_logprobs_are_complete_with_outputs_between_parts(num_before: int) -> None:
+    """Outputs between a snapshot's request and its parts are in the parts, too."""
     history = History(ignore)
-    history.enter(out(0, prompt_logprobs=of_prompt(1, 100), num_cached_tokens=1))
+    history.add(out(0, prompt_logprobs=of_prompt(1, 100), num_cached_tokens=1))
     live = [
         out(0, prompt_logprobs=of_prompt(101, 100)),
         out(0, 5, prompt_logprobs=of_prompt(201, 50), finish_reason=STOP),
     ]
     outputs = []
     for output in live[:num_before]:
-        history.enter(output)
+        history.add(output)
         outputs.append(output)
     parts = history.parts()
     for output in live[num_before:]:
         outputs.append(next(parts))
-        history.enter(output)
+        history.add(output)
         outputs.append(output)
     outputs += parts
-    rows = [Brought([Row(1, 0, output)]) for output in outputs]
+    rows = [OutputRecord([Row(1, 0, output)]) for output in outputs]
     (found,) = replay([encode(accepted(1)), *map(encode, rows)])
     assert [position for position, _ in by_position(history)] == list(range(1, 251))
     assert by_position(found.histories[0]) == by_position(history)
@@ -260,15 +266,42 @@ def test_prompt_logprobs_are_whole_whatever_comes_between(num_before: int) -> No
     assert found.histories[0].num_cached_tokens == 1
 
 
-def test_parts_hold_no_more_of_a_prompt_than_of_an_answer() -> None:
+def test_parts_bound_the_prompt_logprobs() -> None:
     history = History(ignore)
-    history.enter(out(0, 5, 6, prompt_logprobs=of_prompt(1, 1000), num_cached_tokens=4))
+    history.add(out(0, 5, 6, prompt_logprobs=of_prompt(1, 1000), num_cached_tokens=4))
     parts = list(history.parts())
     sizes = [sum(len(p.entries) for p in part.prompt_logprobs or []) for part in parts]
     assert max(sizes) <= 64
     again = History(ignore)
     for part in parts:
-        again.enter(part)
+        again.add(part)
     assert by_position(again) == by_position(history)
     assert again.whole(1) == history.whole(1)
     assert again.num_cached_tokens == 4
+
+
+OLD_JOURNAL = [
+    bytes.fromhex(
+        "97a8416363657074656401a172af2f76312f636f6d706c6574696f6e73c4077b226e223a327d07929aaa4164"
+        "6452657175657374059203049f04cb3ff0000000000000cb3ff000000000000000cb000000000000000009cb"
+        "0000000000000000cb0000000000000000cb3ff000000000000000c29080c0c09000cb0000000000000000a0"
+        "c2a09aaa4164645265717565737406909f04cb3ff0000000000000cb3ff000000000000000cb000000000000"
+        "00000acb0000000000000000cb0000000000000000cb3ff000000000000000c29080c0c09000cb0000000000"
+        "000000a0c2a0"
+    ),
+    b"\x92\xa7Brought\x92\x93\x01\x00\x98\x05\x00\x92\x08\t\xc0\xc0\xc0\xc0\xc0\x93\x01\x01\x98"
+    b"\x06\x00\x91\x07\xa6length\xc0\xc0\xc0\xc0",
+    b"\x93\xa3Cut\x01\x00",
+]
+"""Written by version 0.1.0, before the records had their present names."""
+
+
+def test_an_old_journal_still_reads() -> None:
+    (found,) = replay(OLD_JOURNAL)
+    assert (found.accepted.request_id, found.accepted.raw) == ("r", b'{"n":2}')
+    assert [add.prompt_token_ids for add in found.accepted.adds] == [[3, 4], [3, 4]]
+    assert [add.sampling_params.seed for add in found.accepted.adds] == [9, 10]
+    assert [list(history.token_ids) for history in found.histories] == [[8, 9], [7]]
+    assert found.histories[0].is_stopped
+    assert found.histories[1].finish_reason is FinishReason.LENGTH
+    assert not replay([*OLD_JOURNAL, b"\x92\xa9Forgotten\x01"])

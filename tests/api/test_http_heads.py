@@ -1,7 +1,7 @@
-"""What surrounds requests on a connection: heads, trailers, upgrades, silence, pipelining.
+"""Heads, trailers, upgrades, silence and pipelining on a connection.
 
-Bytes are given to the server's side of a connection directly where it matters what stands together
-in one read; the answers come over the socket.
+Where the division into reads matters, bytes are passed to the server's protocol directly; responses
+come over the socket.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from api_proc import http_protocol
-from api_proc.connection import UNREAD_KEY
+from api_proc.http import protocol as http_protocol
+from api_proc.http.connection import UNREAD_KEY
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, wait_until
 
@@ -35,12 +35,12 @@ class Line:
     protocol: Any
 
     def read(self, data: bytes) -> None:
-        """Let the server read these bytes at once."""
+        """Let the server receive these bytes in one read."""
         if not self.live.call(self.protocol.transport.is_closing):
             self.live.call(self.protocol.data_received, data)
 
     def received(self, end: bytes | None = None, times: int = 1) -> bytes:
-        """All that is answered until `end` came so often, or until the connection is closed."""
+        """Return all bytes until `end` has come `times` times, or the connection is closed."""
         data, deadline = b"", time.monotonic() + 30.0
         while end is None or data.count(end) < times:
             assert time.monotonic() < deadline, data[-1000:]
@@ -71,7 +71,7 @@ def connect() -> Iterator[Connect]:
 
 
 def protocols_of(live: LiveServer, client: socket.socket) -> list[Any]:
-    """The server's side of a connection, once it has accepted it."""
+    """Return the server's protocol of a connection, once it is accepted."""
     protocols: list[Any] = list(live._server.server_state.connections)
     return [item for item in protocols if item.client == client.getsockname()]
 
@@ -101,7 +101,7 @@ def test_trailers_are_bounded(connect: Connect, server: LiveServer) -> None:
     assert many.received().startswith(b"HTTP/1.1 431 ")
 
 
-def test_trailers_are_no_headers(connect: Connect, server: LiveServer) -> None:
+def test_trailers_are_not_headers(connect: Connect, server: LiveServer) -> None:
     line = connect(server)
     line.read(POST + CHUNKED + b"\r\n" + chunked(long_body(), b"x-request-id: trailing\r\n"))
     scope = line.protocol.cycle.scope
@@ -111,7 +111,7 @@ def test_trailers_are_no_headers(connect: Connect, server: LiveServer) -> None:
     assert line.received(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
-def test_what_stands_before_a_head_is_not_its(connect: Connect, server: LiveServer) -> None:
+def test_bytes_before_a_head_do_not_count_for_it(connect: Connect, server: LiveServer) -> None:
     line = connect(server)
     line.read(sized(long_body()) + GET[:10])
     line.read(GET[10:])
@@ -138,7 +138,7 @@ def test_a_whole_head_in_one_read_is_bounded(connect: Connect, server: LiveServe
 def test_an_upgrade_is_ignored(
     connect: Connect, server: LiveServer, is_split: bool, is_chunked: bool
 ) -> None:
-    """Java's client asks for one with every first request; its body counts all the same."""
+    """Java's client sends one with its first request, whose body must be read."""
     line = connect(server)
     request = POST + H2C + CHUNKED + b"\r\n" + chunked(BODY) if is_chunked else sized(BODY, H2C)
     cut = len(request) - 20 if is_split else len(request)
@@ -152,7 +152,7 @@ def test_an_upgrade_is_ignored(
     assert received.count(b"The quick") == 50
 
 
-def test_invalid_http_is_told_in_json(connect: Connect, server: LiveServer) -> None:
+def test_invalid_http_gets_a_json_error(connect: Connect, server: LiveServer) -> None:
     for data in (b"\x16\x03\x01 no HTTP\r\n\r\n", POST + CHUNKED + b"\r\n" + b"no number\r\n"):
         line = connect(server)
         line.read(data)
@@ -162,7 +162,7 @@ def test_invalid_http_is_told_in_json(connect: Connect, server: LiveServer) -> N
 
 
 def paused_stream(connect: Connect, make_server: MakeServer) -> Line:
-    """A stream that has begun, of an engine that says nothing more."""
+    """Return a stream that has begun, with an engine that emits no further token."""
     client = FakeClient()
     client.is_paused = True
     line = connect(make_server(client, keep_alive_interval_s=0.05))
@@ -171,9 +171,7 @@ def paused_stream(connect: Connect, make_server: MakeServer) -> Line:
     return line
 
 
-def test_nothing_is_written_into_the_middle_of_an_answer(
-    connect: Connect, make_server: MakeServer
-) -> None:
+def test_no_error_is_written_within_a_response(connect: Connect, make_server: MakeServer) -> None:
     line = paused_stream(connect, make_server)
     line.read(b"no HTTP at all\r\n\r\n")
     assert b"HTTP/1.1" not in line.received()
@@ -184,7 +182,7 @@ def test_nothing_is_written_into_the_middle_of_an_answer(
     assert refused.received() == b""
 
 
-def test_a_later_request_hides_nothing_of_the_one_that_runs(
+def test_a_pipelined_request_does_not_hide_the_running_one(
     connect: Connect, make_server: MakeServer
 ) -> None:
     line = paused_stream(connect, make_server)
@@ -199,7 +197,7 @@ def test_a_later_request_hides_nothing_of_the_one_that_runs(
 def test_silence_is_bounded(
     connect: Connect, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that of clients which never ask, and of those that only go on with what is refused."""
+    """Also for clients that never send a request, or continue a rejected one."""
     live = make_server()
     silent, refused = connect(live), connect(live)
     refused.read(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
@@ -213,7 +211,7 @@ def test_silence_is_bounded(
     assert silent.received() == refused.received() == b""
 
 
-def test_an_answer_counts_as_activity(connect: Connect, make_server: MakeServer) -> None:
+def test_a_response_counts_as_activity(connect: Connect, make_server: MakeServer) -> None:
     line = paused_stream(connect, make_server)
     asked = line.protocol.last_active
     line.live.client.is_paused = False

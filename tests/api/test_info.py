@@ -1,4 +1,4 @@
-"""Health that tells the truth, model list, metrics, tokenize and detokenize."""
+"""Health, model list, metrics, tokenize and detokenize."""
 
 import re
 import threading
@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_proc.histogram import Histogram
-from api_proc.info_routes import installed_version
+from api_proc.metrics import Histogram
+from api_proc.openai.info_routes import installed_version
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
 from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
@@ -50,14 +50,14 @@ def test_silent_engine_is_not_healthy(make_server: MakeServer) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "plain matrix products for dtype float16"])
-def test_readiness_says_whether_resumption_is_exact(make_server: MakeServer, reason: str) -> None:
+def test_readiness_reports_exact_resume(make_server: MakeServer, reason: str) -> None:
     facts = msgspec.structs.replace(FACTS, exact_resume=not reason, exact_resume_reason=reason)
     live = make_server(FakeClient(facts=facts))
     answer = httpx.get(live.url + "/readyz").json()
     assert (answer["exact_resume"], answer["exact_resume_reason"]) == (not reason, reason)
 
 
-def test_engine_never_seen_is_not_ready(make_server: MakeServer) -> None:
+def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
     live = make_server(FakeClient(facts=None))
     response = httpx.get(live.url + "/readyz")
     assert response.status_code == 503
@@ -73,7 +73,7 @@ def test_engine_never_seen_is_not_ready(make_server: MakeServer) -> None:
     assert httpx.get(live.url + "/v1/models").json()["data"][0]["max_model_len"] is None
 
 
-def test_draining_refuses_new_requests_and_finishes_old_ones(make_server: MakeServer) -> None:
+def test_draining_rejects_new_requests_and_finishes_old_ones(make_server: MakeServer) -> None:
     client = FakeClient()
     live = make_server(client)
     client.is_paused = True
@@ -97,13 +97,13 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(make_server: MakeSe
     wait_until(live.state._idle.is_set)
 
 
-def test_a_crash_loop_sends_new_requests_away_until_nothing_more_is_heard_of_it(
+def test_a_degraded_engine_rejects_requests_until_the_report_expires(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word of its end may be lost; while it lasts it is said again and again."""
+    """The report of its end may be lost; until then reports are repeated."""
     live = make_server(FakeClient())
     body = {"prompt": "hi", "max_tokens": 1}
-    live.call(live.state.hear, Health(True, 3.5))
+    live.call(live.state.set_health, Health(True, 3.5))
     assert httpx.get(live.url + "/readyz").json()["state"] == "degraded"
     refused = httpx.post(live.url + "/v1/completions", json=body)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "4")
@@ -160,7 +160,7 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": [5] * 513}, "tokens"),
     ],
 )
-def test_tokenize_refuses(http: httpx.Client, path: str, body: object, param: str) -> None:
+def test_tokenize_rejects(http: httpx.Client, path: str, body: object, param: str) -> None:
     response = http.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
@@ -169,7 +169,7 @@ def test_tokenizer_info(http: httpx.Client) -> None:
     assert "chat_template" in http.get("/tokenizer_info").json()
 
 
-def test_metrics_count_what_happened(make_server: MakeServer) -> None:
+def test_metrics_count_requests(make_server: MakeServer) -> None:
     client = FakeClient()
     live = make_server(client)
     body = {"prompt": "hello", "max_tokens": 10}

@@ -1,4 +1,4 @@
-"""Long prompts hold up nobody: streams go on while a megabyte of text is tokenized."""
+"""Streams continue while a megabyte of text is tokenized."""
 
 import asyncio
 import json
@@ -10,7 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from api_proc.text import INLINE_CHARS, MAX_LONG_TEXTS, TextProcessor
+from api_proc.text.processor import INLINE_CHARS, MAX_LONG_TEXTS, TextProcessor
+from api_proc.text.tokenizer import EncodeOptions
 from protocol.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
 from tests.timing import any_of
@@ -72,7 +73,7 @@ def test_tokenizing_a_megabyte_does_not_hold_up_the_loop(checkpoint: Path, name:
     assert meter.percentile(0.99) < LAG_MAX_S
 
 
-def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(checkpoint: Path) -> None:
+def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenized(checkpoint: Path) -> None:
     config = configure(model=str(checkpoint))
     with LiveServer(config, FakeClient()) as live:
         body = {"prompt": "x" * MEGABYTE}
@@ -91,9 +92,7 @@ def test_waiting_long_texts_are_bounded() -> None:
             for _ in range(MAX_LONG_TEXTS)
         ]
         await asyncio.sleep(0)
-        late = text.encode(
-            ["x" * (INLINE_CHARS + 1)], param="prompt", add_special_tokens=True, max_tokens=10**6
-        )
+        late = text.encode(["x" * (INLINE_CHARS + 1)], EncodeOptions(True, 10**6), param="prompt")
         try:
             return await asyncio.gather(late, return_exceptions=True)
         finally:
@@ -106,8 +105,8 @@ def test_waiting_long_texts_are_bounded() -> None:
 
 
 @any_of(5)
-def test_streams_go_on_while_a_prompt_is_tokenized(checkpoint: Path) -> None:
-    """As seen by a client: the gaps between tokens stay those of the engine."""
+def test_streams_continue_while_a_prompt_is_tokenized(checkpoint: Path) -> None:
+    """As measured by a client: the gaps between tokens stay those of the engine."""
     config = configure(model=str(checkpoint))
     gaps: list[float] = []
     with LiveServer(config, FakeClient(BIG_FACTS)) as live:

@@ -57,7 +57,7 @@ def test_chat(client: openai.OpenAI) -> None:
         logprobs=True,
         top_logprobs=2,
         n=2,
-        user="someone",
+        user="tenant",
         metadata={"a": "b"},
     )
     assert [choice.message.content for choice in answer.choices] == ["The quick"] * 2

@@ -1,4 +1,4 @@
-"""What is written of sessions, on which disks, and what a successor makes of that."""
+"""Sessions in the journal: slow and broken disks, and a successor's recovery."""
 
 import asyncio
 import errno
@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from api_proc import journaling as journaling_module
-from api_proc import sessions as sessions_module
 from api_proc.errors import ApiError
-from api_proc.sequence import Prompt
-from api_proc.session_log import Replay
-from protocol import journal as journal_module
-from protocol.journal import Journal
+from api_proc.resumption import journal as journal_module
+from api_proc.resumption import journaling as journaling_module
+from api_proc.resumption import sessions as sessions_module
+from api_proc.resumption.journal import Journal
+from api_proc.resumption.session_log import Replay
+from api_proc.text.output_sequence import Prompt
 from protocol.sampling import SamplingParams
-from tests.api.session_server import PATH, RAW, SAID, Server, play, until
+from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, until
 
 
 class SlowDisk:
-    """Takes so many bytes in a second."""
+    """Writes with a bounded throughput."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -36,7 +36,7 @@ class SlowDisk:
 
 
 async def leave_behind(directory: Path, *names: str) -> None:
-    """Requests that a server had accepted which is gone."""
+    """Leave a journal with these requests."""
     server = await Server(directory).written()
     for name in names:
         await server.accept(name)
@@ -45,11 +45,11 @@ async def leave_behind(directory: Path, *names: str) -> None:
 
 @play
 async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
-    """It waits for the disk, which is slow and not broken."""
+    """It waits for a disk that is slow, not broken."""
     server = await Server(tmp_path).written()
     for i in range(60):
         body = json.dumps({"user": f"{i}" * 5000}).encode()
-        await server.accept(f"r{i}", body, max_tokens=2)  # what it brings is not the point
+        await server.accept(f"r{i}", body, max_tokens=2)
     server.sessions.close()
     disk = SlowDisk(4e6)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ async def test_many_sequences_of_one_long_prompt_are_a_small_record(tmp_path: Pa
     server = await Server(tmp_path).written()
     before = server.sessions.journaling.num_bytes
     with server.generation("r", n=200) as generation:
-        generation.remember(PATH, RAW, [Prompt([], None)])
+        generation.begin_session(PATH, RAW, [Prompt([], None)])
         generation.submit([7] * 500, SamplingParams(max_tokens=5, seed=1))
         await generation.accepted()
         assert server.sessions.journaling.num_bytes - before < 50_000
@@ -81,13 +81,13 @@ async def test_many_sequences_of_one_long_prompt_are_a_small_record(tmp_path: Pa
     found = successor.find("r")
     assert found is not None
     assert [add.prompt_token_ids for add in found.accepted.adds] == [[7] * 500] * 200
-    assert [list(history.token_ids) for history in found.histories] == [SAID[:5]] * 200
+    assert [list(history.token_ids) for history in found.histories] == [OUTPUT_IDS[:5]] * 200
     successor.sessions.close()
 
 
 @play
-async def test_what_cannot_be_read_once_is_read_later(tmp_path: Path) -> None:
-    """Until then nothing is deleted, and nobody is told that his request is unknown."""
+async def test_a_failed_read_is_retried(tmp_path: Path) -> None:
+    """Until then nothing is deleted, and no client gets a 404."""
     await leave_behind(tmp_path, "r")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journaling_module, "_FIRST_RETRY_S", 0.05)
@@ -112,7 +112,7 @@ async def test_what_cannot_be_read_once_is_read_later(tmp_path: Path) -> None:
 
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The disk answers whoever reads when this is set."""
+    """Reads of the disk block until this is set."""
     may_go_on = threading.Event()
     really_read = Path.read_bytes
 
@@ -127,10 +127,10 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @play
-async def test_a_disk_that_hangs_while_it_is_read_holds_nobody_up(
+async def test_a_disk_that_hangs_during_recovery_does_not_delay_requests(
     tmp_path: Path, reading: threading.Event
 ) -> None:
-    """The server serves, for now without a journal; what is in it goes on later."""
+    """The server starts without its journal, whose requests continue later."""
     reading.set()
     await leave_behind(tmp_path, "r")
     reading.clear()
@@ -146,10 +146,8 @@ async def test_a_disk_that_hangs_while_it_is_read_holds_nobody_up(
 
 
 @play
-async def test_a_server_that_was_closed_goes_on_with_nothing(
-    tmp_path: Path, reading: threading.Event
-) -> None:
-    """Though its disk answers in the end; then its successor has the directory."""
+async def test_a_closed_server_restores_nothing(tmp_path: Path, reading: threading.Event) -> None:
+    """Its disk responds late, when its successor needs the directory."""
     reading.set()
     await leave_behind(tmp_path, "r")
     reading.clear()
@@ -166,10 +164,10 @@ async def test_a_server_that_was_closed_goes_on_with_nothing(
 
 
 @play
-async def test_much_that_was_left_is_restored_in_slices(
+async def test_a_large_journal_is_restored_in_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop turns meanwhile; until it is over nobody is told that his request is unknown."""
+    """The event loop runs in between, and no client gets a 404 before the end."""
     monkeypatch.setattr(sessions_module, "_SLICE_S", 0.0)
     await leave_behind(tmp_path, *(f"r{number}" for number in range(20)))
     server = Server(tmp_path)
@@ -186,14 +184,14 @@ async def test_much_that_was_left_is_restored_in_slices(
 
 
 @play
-async def test_what_cannot_be_restored_is_tried_again(
+async def test_a_failed_restoration_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever bug of ours keeps it from that: the server serves, and nothing is overwritten."""
+    """After any error the server serves, and does not overwrite the journal."""
     await leave_behind(tmp_path, "r")
     monkeypatch.setattr(journaling_module, "_FIRST_RETRY_S", 0.05)
     with monkeypatch.context() as broken:
-        broken.setattr(Replay, "remembered", lambda replay: 1 // 0)
+        broken.setattr(Replay, "open_requests", lambda replay: 1 // 0)
         server = Server(tmp_path)
         await server.sessions.journaling.wait_read()
         with pytest.raises(ApiError, match="not been read yet"):
@@ -206,7 +204,7 @@ async def test_what_cannot_be_restored_is_tried_again(
 
 @play
 async def test_two_servers_on_one_directory(tmp_path: Path) -> None:
-    """The second one serves without a journal, says so, and has it once the first is gone."""
+    """The second serves without a journal, reports that, and recovers it from the first."""
     first = await Server(tmp_path).written()
     await first.accept("r")
     second = Server(tmp_path)
@@ -221,10 +219,10 @@ async def test_two_servers_on_one_directory(tmp_path: Path) -> None:
 
 
 @play
-async def test_requests_of_unknown_kinds_are_left_out(tmp_path: Path) -> None:
-    """They cost no room, and the others go on."""
+async def test_requests_that_cannot_be_decoded_are_skipped(tmp_path: Path) -> None:
+    """They do not count against the budget, and the others continue."""
     server = await Server(tmp_path).written()
-    await server.accept("bad", b"[")  # not what `reread` takes
+    await server.accept("bad", b"[")  # `decode` raises
     await server.accept("good")
     server.sessions.close()
     successor = await Server(tmp_path, max_open_requests=1).written()
@@ -233,8 +231,8 @@ async def test_requests_of_unknown_kinds_are_left_out(tmp_path: Path) -> None:
 
 
 @play
-async def test_the_directory_stays_small_and_knows_everything_open(tmp_path: Path) -> None:
-    """Segments follow each other under load; what is open is in each of them."""
+async def test_the_directory_stays_small_and_complete(tmp_path: Path) -> None:
+    """Segments are replaced under load; each contains every open request."""
     most = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journaling_module, "SEGMENT_BYTES", 20_000)
@@ -243,17 +241,17 @@ async def test_the_directory_stays_small_and_knows_everything_open(tmp_path: Pat
         for i in range(60):
             other = await server.accept(f"r{i}")
             await until(lambda other=other: other.is_ended)
-            server.sessions.forget(other)
+            server.sessions.remove(other)
             await until(lambda: not server.sessions.journaling._is_rotating)
             most = max(most, sum(path.stat().st_size for path in tmp_path.iterdir()))
         assert server.sessions.journaling.num_bytes > 5 * 20_000
         assert server.sessions.journaling.num_failures == 0
         server.sessions.close()
-    assert most < 4 * 20_000 + 64 * 1024  # with the room that a new one is sure of
+    assert most < 4 * 20_000 + 64 * 1024  # with the probe of a new one
     successor = await Server(tmp_path).written()
     found = successor.find("kept", b'{"seed": 7}')
     assert found is not None
     assert len(successor.sessions) == 1
-    assert found.histories[0].whole().token_ids == SAID
+    assert found.histories[0].whole().token_ids == OUTPUT_IDS
     assert found.accepted == kept.accepted
     successor.sessions.close()

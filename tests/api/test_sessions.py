@@ -1,4 +1,4 @@
-"""Requests that outlive their connections: who reads, who comes twice, and what is left."""
+"""Sessions: concurrent readers, duplicates, expiry, and what remains."""
 
 import asyncio
 import contextlib
@@ -8,53 +8,55 @@ from pathlib import Path
 import pytest
 
 from api_proc.errors import ApiError
-from api_proc.sequence import Prompt
+from api_proc.resumption.event_ids import StreamPosition
+from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.errors import RequestFailed
 from protocol.sampling import SamplingParams
-from tests.api.fake_engine import saying
-from tests.api.session_server import PATH, RAW, SAID, Server, play, read, until
+from tests.api.fake_engine import emitting
+from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, until
 
 
 @play
-async def test_an_error_in_one_connection_leaves_the_others_their_answer(tmp_path: Path) -> None:
+async def test_an_error_in_one_connection_does_not_affect_another(tmp_path: Path) -> None:
     server = await Server(tmp_path).written()
     session = await server.accept("r")
     with server.generation("r", session) as other:
-        other.resume([None], is_usage_told=False)
+        other.resume(StreamPosition([None]))
         with contextlib.suppress(ZeroDivisionError), server.generation("r", session) as one:
-            one.resume([None], is_usage_told=False)
+            one.resume(StreamPosition([None]))
             await read(one, 3)
             raise ZeroDivisionError
-        assert await read(other, 900) == SAID
+        assert await read(other, 900) == OUTPUT_IDS
     server.sessions.close()
 
 
 @play
-async def test_an_id_that_is_used_again_belongs_to_the_new_request(tmp_path: Path) -> None:
-    """Whoever still held the old one takes nothing away from it."""
+async def test_a_reused_id_belongs_to_the_new_request(tmp_path: Path) -> None:
+    """A connection to the old request does not affect the new one."""
     server = await Server(tmp_path).written()
+    server.client.is_paused = True  # neither request ends by itself
     old = await server.accept("r", b'{"seed": 1}')
     server.sessions.attach(old)
-    server.sessions.forget(old)
+    server.sessions.remove(old)
     new = await server.accept("r", b'{"seed": 2}')
-    server.sessions.detach(old, is_known=True, is_told=False)
-    server.sessions.forget(old)
+    server.sessions.detach(old, is_known=True, is_sent=False)
+    server.sessions.remove(old)
     assert server.find("r", b'{"seed": 2}') is new
     assert not new.is_ended
     server.sessions.close()
 
 
 @play
-async def test_whoever_saw_more_than_there_is_hears_of_it(tmp_path: Path) -> None:
-    """A place behind the end is no end; the end itself is."""
+async def test_a_position_after_the_end_is_an_error(tmp_path: Path) -> None:
+    """The position of the end is not."""
     server = await Server(tmp_path).written()
     session = await server.accept("r", max_tokens=9)
     await until(lambda: session.is_ended)
-    session.histories[0].token_ids.pop()  # where a worker has computed something else
-    for told, is_wrong in ((8, False), (9, True)):
+    session.histories[0].token_ids.pop()  # a worker has computed another token
+    for num_sent, is_wrong in ((8, False), (9, True)):
         with server.generation("r", session) as generation:
-            generation.resume([told], is_usage_told=False)
+            generation.resume(StreamPosition([num_sent]))
             if is_wrong:
                 with pytest.raises(RequestFailed, match="before token 9"):
                     await read(generation, 1)
@@ -65,7 +67,7 @@ async def test_whoever_saw_more_than_there_is_hears_of_it(tmp_path: Path) -> Non
 
 
 @play
-async def test_telling_again_leaves_the_event_loop_to_others(tmp_path: Path) -> None:
+async def test_skipping_sent_tokens_does_not_block_the_event_loop(tmp_path: Path) -> None:
     server = await Server(tmp_path).written()
     session = await server.accept("r")
     history = session.histories[0]
@@ -81,7 +83,7 @@ async def test_telling_again_leaves_the_event_loop_to_others(tmp_path: Path) -> 
 
     turning = asyncio.create_task(turn())
     with server.generation("r", session, stop=["never"]) as generation:
-        generation.resume([50_900], is_usage_told=False)
+        generation.resume(StreamPosition([50_900]))
         assert await read(generation, 1) == []
     turning.cancel()
     assert num_turns >= 50_000 // 256
@@ -89,12 +91,12 @@ async def test_telling_again_leaves_the_event_loop_to_others(tmp_path: Path) -> 
 
 
 @play
-async def test_leaving_while_it_is_accepted_leaves_a_request_to_come_back_to(
+async def test_a_disconnect_during_acceptance_leaves_a_session(
     tmp_path: Path,
 ) -> None:
     server = await Server(tmp_path).written()
     with server.generation("r") as generation:
-        generation.remember(PATH, RAW, [Prompt([5, 6], None)])
+        generation.begin_session(PATH, RAW, [Prompt([5, 6], None)])
         generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
         accepting = asyncio.create_task(generation.accepted())
         await asyncio.sleep(0)
@@ -107,11 +109,11 @@ async def test_leaving_while_it_is_accepted_leaves_a_request_to_come_back_to(
 
 
 @play
-async def test_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
-    """Of several sequences the first may be accepted, and the next one not."""
+async def test_a_rejected_request_leaves_nothing(tmp_path: Path) -> None:
+    """The first of several sequences may be accepted, and the next rejected."""
     server = await Server(tmp_path).written()
     with contextlib.suppress(RequestFailed), server.generation("r") as generation:
-        generation.remember(PATH, RAW, [Prompt([5, 6], None)] * 2)
+        generation.begin_session(PATH, RAW, [Prompt([5, 6], None)] * 2)
         generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
         generation.submit([5] * 2000, SamplingParams(max_tokens=9, seed=1))
         pytest.fail("too long a prompt was accepted")
@@ -125,9 +127,9 @@ async def test_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
 
 
 @play
-async def test_a_window_that_closes_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_expired_session_leaves_nothing(tmp_path: Path) -> None:
     def script(add: AddRequest) -> Iterator[RequestOutput]:
-        for i, output in enumerate(saying(SAID)(add)):
+        for i, output in enumerate(emitting(OUTPUT_IDS)(add)):
             server.client.is_paused = i >= 3
             yield output
 
@@ -146,13 +148,13 @@ async def test_a_window_that_closes_leaves_nothing(tmp_path: Path) -> None:
 
 
 @play
-async def test_answers_that_are_kept_just_in_case_make_room(tmp_path: Path) -> None:
-    """Those whose clients have not seen the end do not."""
+async def test_answers_that_were_sent_make_room(tmp_path: Path) -> None:
+    """Answers whose end was not sent do not."""
     server = await Server(tmp_path, max_open_requests=2).written()
     for i in range(5):
         session = await server.accept(f"r{i}", max_tokens=2)
         with server.generation(f"r{i}", session) as generation:
-            generation.resume([None], is_usage_told=False)
+            generation.resume(StreamPosition([None]))
             await read(generation, 2)
     assert set(server.sessions._by_id) == {"r3", "r4"}
     for i in range(2):
@@ -170,19 +172,19 @@ def num_finished(server: Server) -> dict[str, int]:
 
 
 @play
-async def test_an_end_counts_once_however_many_read_it(tmp_path: Path) -> None:
-    """Also that of an answer which nobody came back for."""
+async def test_an_end_counts_once_for_many_readers(tmp_path: Path) -> None:
+    """Also the end of an unread answer."""
     server = await Server(tmp_path).written()
     session = await server.accept("r", max_tokens=2)
     for _ in range(3):
         with server.generation("r", session) as generation:
-            generation.resume([None], is_usage_told=False)
+            generation.resume(StreamPosition([None]))
             await read(generation, 3)
     assert num_finished(server) == {"length": 1}
-    server.sessions.forget(session)
+    server.sessions.remove(session)
     assert num_finished(server) == {"length": 1}
     unread = await server.accept("unread", max_tokens=2)
     await until(lambda: unread.is_ended)
-    server.sessions.forget(unread)
+    server.sessions.remove(unread)
     assert num_finished(server) == {"length": 2}
     server.sessions.close()

@@ -1,4 +1,4 @@
-"""Stop strings: cut exactly, in whatever pieces the text comes."""
+"""Stop strings are found exactly, for any division of the text into pieces."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_proc.stop import StopMatcher
+from api_proc.text.stop import StopMatcher
 
 ABC = st.text("ab", max_size=30)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -33,7 +33,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(ABC, STOPS, st.data())
-def test_any_cutting_gives_the_reference(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_any_pieces_give_the_reference(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     bounds = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
@@ -41,7 +41,7 @@ def test_any_cutting_gives_the_reference(text: str, stops: list[str], data: st.D
 
 
 @given(ABC, STOPS)
-def test_no_more_is_held_back_than_can_become_a_stop(text: str, stops: list[str]) -> None:
+def test_only_the_prefix_of_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops, include_in_output=False)
     shown = ""
     for i, character in enumerate(text):
@@ -55,6 +55,6 @@ def test_no_more_is_held_back_than_can_become_a_stop(text: str, stops: list[str]
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_is_shown_only_if_asked_for(include: bool) -> None:
+def test_stop_string_is_shown_on_request(include: bool) -> None:
     shown, matched = run(["one tw", "o thr", "ee"], ["two"], include=include)
     assert (shown, matched) == ("one two" if include else "one ", "two")

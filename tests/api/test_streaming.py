@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from api_proc.http_protocol import MAX_UNREAD_TOKENS
+from api_proc.http.protocol import MAX_UNREAD_TOKENS
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason
@@ -17,8 +17,8 @@ from tests.api.fake_engine import (
     FACTS,
     FakeClient,
     LiveServer,
+    emitting,
     ids_of,
-    saying,
     wait_until,
 )
 
@@ -51,7 +51,7 @@ def chat(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return events(http.post(CHAT, json=body))
 
 
-def test_headers_tell_proxies_to_pass_events_on(http: httpx.Client) -> None:
+def test_headers_disable_buffering_in_proxies(http: httpx.Client) -> None:
     response = http.post(COMPLETIONS, json={"prompt": "hi", "stream": True})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
@@ -68,7 +68,7 @@ def test_completion_stream_has_one_id_and_ends_once(http: httpx.Client) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_chat_stream_says_the_role_once(http: httpx.Client) -> None:
+def test_chat_stream_has_the_role_once(http: httpx.Client) -> None:
     chunks = chat(http)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
@@ -137,7 +137,7 @@ def test_chat_stream_adds_up_to_the_whole_answer(
 
 
 def add(total: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Concatenate texts and lists, keep what is said once."""
+    """Concatenate texts and lists, and keep other values."""
     for name, value in piece.items():
         if isinstance(value, dict):
             if not isinstance(total.get(name), dict):
@@ -150,7 +150,7 @@ def add(total: dict[str, Any], piece: dict[str, Any]) -> None:
 
 
 def test_text_within_a_character_waits_for_the_rest(make_server: MakeServer) -> None:
-    live = make_server(FakeClient(script=saying(ids_of("é🙂"))))
+    live = make_server(FakeClient(script=emitting(ids_of("é🙂"))))
     with httpx.Client(base_url=live.url) as http:
         texts = [chunk["choices"][0]["text"] for chunk in completion(http, max_tokens=6)]
         assert texts == ["é", "🙂"]
@@ -159,10 +159,10 @@ def test_text_within_a_character_waits_for_the_rest(make_server: MakeServer) -> 
 
 
 def test_slow_reader_gets_many_tokens_per_event(make_server: MakeServer) -> None:
-    """What one client does not read is merged, not queued."""
-    num_tokens = MAX_UNREAD_TOKENS  # whoever leaves more unread is dropped
+    """Unread tokens are merged, not queued as events."""
+    num_tokens = MAX_UNREAD_TOKENS  # a client with more is dropped
     facts = msgspec.structs.replace(FACTS, max_model_len=2**20, num_gpu_blocks=2**17)
-    script = saying(ids_of("x" * num_tokens))
+    script = emitting(ids_of("x" * num_tokens))
     live = make_server(FakeClient(facts, script))
     live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     body = json.dumps({"prompt": "hi", "stream": True, "max_tokens": num_tokens}).encode()
@@ -223,7 +223,7 @@ def test_failure_before_the_first_token_has_a_status(make_server: MakeServer, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_late_refusal_has_its_status(make_server: MakeServer, stream: bool) -> None:
+def test_late_rejection_has_its_status(make_server: MakeServer, stream: bool) -> None:
     client = FakeClient()
     client.is_paused = True
     live = make_server(client)
@@ -237,7 +237,7 @@ def test_late_refusal_has_its_status(make_server: MakeServer, stream: bool) -> N
 
 
 class refuse_when_submitted:
-    """Fails the last of `num_requests` as soon as it is there."""
+    """Fails the last of `num_requests` as soon as it is submitted."""
 
     def __init__(self, live: LiveServer, num_requests: int, error: RequestFailed) -> None:
         self._live = live

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from api_proc.chat_template import ChatTemplate, ChatTemplateError
-from api_proc.checkpoint import chat_templates, read_json, sampling_defaults
-from api_proc.text import TextProcessor
-from api_proc.tokenizer import HfTokenizer, TooManyTokens
+from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
+from api_proc.text.checkpoint import chat_templates, read_json, sampling_defaults
+from api_proc.text.processor import TextProcessor
+from api_proc.text.tokenizer import EncodeOptions, HfTokenizer, TooManyTokens
 from protocol.config import ConfigError
 from protocol.settings import configure
 from tests.api.conftest import CORPUS, write_json
@@ -59,7 +59,7 @@ def with_config(checkpoint: Path, directory: Path, **fields: Any) -> Path:
 def test_ids_equal_transformers(
     checkpoint: Path, reference: Any, text: str, add_special_tokens: bool
 ) -> None:
-    ids = load(checkpoint).encode(text, add_special_tokens=add_special_tokens, max_tokens=10_000)
+    ids = load(checkpoint).encode(text, EncodeOptions(add_special_tokens, 10_000))
     assert ids == reference.encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -76,7 +76,7 @@ def test_tokenizer_json_decides_on_added_ends_as_in_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     directory = with_config(checkpoint, tmp_path, **fields)
-    ids = load(directory).encode("hello", add_special_tokens=True, max_tokens=100)
+    ids = load(directory).encode("hello", EncodeOptions(True, 100))
     assert ids == transformers.AutoTokenizer.from_pretrained(str(directory)).encode("hello")
 
 
@@ -150,13 +150,13 @@ def test_invalid_template_is_a_configuration_error() -> None:
         ChatTemplate("\n{% if %}", {})
 
 
-def test_long_text_is_refused_or_cut_to_its_end(checkpoint: Path) -> None:
+def test_long_text_is_rejected_or_truncated(checkpoint: Path) -> None:
     tokenizer = load(checkpoint)
-    ids = tokenizer.encode("a b c d", add_special_tokens=False, max_tokens=100)
+    ids = tokenizer.encode("a b c d", EncodeOptions(False, 100))
     with pytest.raises(TooManyTokens) as caught:
-        tokenizer.encode("a b c d", add_special_tokens=False, max_tokens=len(ids) - 1)
+        tokenizer.encode("a b c d", EncodeOptions(False, len(ids) - 1))
     assert caught.value.num_tokens == len(ids)
-    cut = tokenizer.encode("a b c d", add_special_tokens=False, max_tokens=2, keep_last=2)
+    cut = tokenizer.encode("a b c d", EncodeOptions(False, 2, 2))
     assert cut == ids[-2:]
 
 

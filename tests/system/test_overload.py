@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from protocol.journal_segments import read_segment
+from api_proc.resumption.journal_segments import read_segment
 from protocol.lifecycle import Role
 from tests.api.session_server import replay
 from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually

@@ -1,0 +1,199 @@
+"""One HTTP request and its response on raw ASGI: bounded reading, disconnects, SSE."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from starlette.types import Message, Receive, Scope, Send
+
+from api_proc.budget import Budget, Lease
+from api_proc.errors import ApiError
+from protocol.failpoints import failpoint
+
+BODY_TIMEOUT_S = 60.0
+KEEP_ALIVE_INTERVAL_S = 15.0
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
+
+# Keys of the ASGI scope.
+REQUEST_ID_KEY = "troika.request_id"
+HAS_CLIENT_ID_KEY = "troika.has_client_id"
+"""Whether the client chose the request's id."""
+UNREAD_KEY = "troika.num_unread"
+"""A function that counts the tokens that wait to be sent, for the server."""
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+_CLOSED = "the handler is closed"
+"""uvloop's error for a write to a closed transport."""
+_JSON_HEADERS = ((b"content-type", b"application/json"),)
+_STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+class Connection:
+    """Reads one body, watches for a disconnect, and sends one response."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S,
+        budget: Budget | None = None,
+    ) -> None:
+        self._budget = budget
+        self._lease: Lease | None = None
+        self.scope = scope
+        self.disconnected = False
+        self.response_started = False
+        self._receive = receive
+        self._send = send
+        self._keep_alive_interval_s = keep_alive_interval_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_sending = False
+        self._num_sent = 0
+
+    @property
+    def request_id(self) -> str:
+        return str(self.scope[REQUEST_ID_KEY])
+
+    @property
+    def has_client_id(self) -> bool:
+        """Whether the client chose the request's id."""
+        return bool(self.scope.get(HAS_CLIENT_ID_KEY))
+
+    async def read_body(self, max_bytes: int) -> bytes:
+        """Read the whole body, but at most one chunk more than `max_bytes`.
+
+        Raises:
+            ApiError: 413 where it is too large, 415 where it is compressed, 408 where it takes
+                too long, 400 where the client disconnects, 429 where too much is open.
+        """
+        if self._budget is not None:
+            self._lease = self._budget.open()
+        headers = dict(self.scope["headers"])
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise _too_large(max_bytes)
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                await self._read_chunks(chunks, max_bytes)
+        except TimeoutError:
+            message = f"the body was not complete within {BODY_TIMEOUT_S:.0f} s"
+            raise _closing(408, message, "timeout") from None
+        return b"".join(chunks)
+
+    async def _read_chunks(self, chunks: list[bytes], max_bytes: int) -> None:
+        num_bytes = 0
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.disconnected = True
+                raise ApiError(400, "the client closed the connection", code="disconnected")
+            chunks.append(message.get("body", b""))
+            if self._lease is not None:
+                self._lease.grow(len(chunks[-1]))
+            num_bytes += len(chunks[-1])
+            more = message.get("more_body", False)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
+
+    @property
+    def last_event_id(self) -> str | None:
+        """The last event that a reconnecting client has received."""
+        value = dict(self.scope["headers"]).get(b"last-event-id")
+        return None if value is None else value.decode("latin-1")
+
+    def watch(
+        self, on_disconnect: Callable[[], None], num_unread: Callable[[], int] | None = None
+    ) -> None:
+        """Call `on_disconnect` when the client disconnects. The body must have been read.
+
+        Args:
+            num_unread: counts the tokens that wait to be sent; too many end the connection.
+        """
+        self.scope[UNREAD_KEY] = num_unread
+        self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
+
+    def keep_alive(self) -> None:
+        """Start the stream, and send comments while it is silent, so that proxies keep it open."""
+        self._tasks.append(asyncio.create_task(self._keep_alive()))
+
+    def close(self) -> None:
+        """Stop watching and release the request's budget."""
+        if self._lease is not None:
+            self._lease.close()
+        for task in self._tasks:
+            task.cancel()
+
+    async def send_json(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        """Send a whole response."""
+        await self.send_body(status, body, (*_JSON_HEADERS, *headers))
+
+    async def send_body(self, status: int, body: bytes, headers: Headers) -> None:
+        """Send a whole response; `headers` include its content type."""
+        length = (b"content-length", str(len(body)).encode())
+        self.response_started = True
+        await self._write(
+            {"type": "http.response.start", "status": status, "headers": [length, *headers]}
+        )
+        await self._write({"type": "http.response.body", "body": body})
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send an error as a whole response."""
+        await self.send_json(error.status, error.body(), error.headers)
+
+    async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
+        """Send server-sent events; waits while the client reads too slowly."""
+        self._is_sending = True
+        if not self.response_started:
+            self.response_started = True
+            await self._write(_STREAM_START)
+        await self._write({"type": "http.response.body", "body": frames, "more_body": more})
+        self._num_sent += 1
+        self._is_sending = False
+
+    async def _write(self, message: Message) -> None:
+        """Send, unless the client has disconnected; uvloop may raise before uvicorn reports it."""
+        try:
+            await self._send(message)
+        except RuntimeError as error:
+            if _CLOSED not in str(error):
+                raise
+            await self._wait_disconnected()
+
+    async def _watch(self, on_disconnect: Callable[[], None]) -> None:
+        await self._wait_disconnected()
+        failpoint("api.before_abort")
+        on_disconnect()
+
+    async def _wait_disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+
+    async def _keep_alive(self) -> None:
+        while not self.disconnected:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._keep_alive_interval_s)
+            if num_sent == self._num_sent and not self._is_sending:
+                await self.send_frames(KEEP_ALIVE_COMMENT)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return _closing(413, f"the body may have at most {max_bytes} bytes", "body_too_large")
+
+
+def _closing(status: int, message: str, code: str) -> ApiError:
+    """Return an error that closes the connection, because the rest of the body stays unread."""
+    return ApiError(status, message, code=code, headers=((b"connection", b"close"),))

@@ -1,0 +1,166 @@
+"""Runs the application under uvicorn, without uvicorn's signal handlers.
+
+The server also closes connections whose clients do not read, or do not send a request, for too
+long. Each connection measures these times itself (protocol.py).
+"""
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from api_proc.http.acceptor import Acceptor, max_connections
+from api_proc.http.protocol import HEAD_TIMEOUT_S, KEEP_ALIVE_S, HttpProtocol
+
+BACKLOG = 2048
+_MAX_UNSENT_IN_KERNEL = 16 * 1024
+SLOW_READER_TIMEOUT_S = 60.0
+_SWEEP_S = 0.5
+_STOP_TIMEOUT_S = 5
+_LINGER_S = 1.0
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server that the process stops, not a signal."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
+        on_slow_reader: Callable[[], None] | None = None,
+    ) -> None:
+        """Serve `app`.
+
+        Args:
+            slow_reader_timeout_s: connections whose client reads nothing for this long are dropped.
+            on_slow_reader: called for each of them.
+        """
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http=HttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+            )
+        )
+        self._slow_reader_timeout_s = slow_reader_timeout_s
+        self._on_slow_reader = on_slow_reader
+        self._acceptors: list[Acceptor] = []
+        self._sweep_timer: asyncio.TimerHandle | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers."""
+        yield
+
+    def stop(self) -> None:
+        """Stop accepting, finish open requests, and return from `serve`."""
+        self.should_exit = True
+
+    async def retire(self, timeout_s: float) -> None:
+        """Leave new connections to a successor on the same socket, and finish open requests.
+
+        Idle connections stay open for a moment, and responses carry `Connection: close`: to a
+        client that is sending a request, a connection that closes at once looks like an error.
+
+        Args:
+            timeout_s: `serve` returns after this time at the latest.
+        """
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self.server_state.default_headers = [
+            *self.server_state.default_headers,
+            (b"connection", b"close"),
+        ]
+        self.config.timeout_graceful_shutdown = math.ceil(timeout_s)
+        await asyncio.sleep(_LINGER_S)
+        self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        self.servers = []
+        self._loop = asyncio.get_running_loop()
+        limit = max_connections()
+        for listening in sockets or []:
+            # Connections inherit it: unsent data waits in this process, which counts it.
+            with contextlib.suppress(OSError):
+                lowat = socket.TCP_NOTSENT_LOWAT
+                listening.setsockopt(socket.IPPROTO_TCP, lowat, _MAX_UNSENT_IN_KERNEL)
+            acceptor = Acceptor(listening, self._make_protocol, self._num_open, limit)
+            self._acceptors.append(acceptor)
+            acceptor.resume()
+        self._sweep()
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self._acceptors:
+            acceptor.close()
+        await super().shutdown(sockets)
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+
+    def _num_open(self) -> int:
+        return len(self.server_state.connections)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol = HttpProtocol(self.config, self.server_state, self.lifespan.state, self._loop)
+        protocol.on_lost = self._on_lost
+        return protocol
+
+    def _on_lost(self) -> None:
+        for acceptor in self._acceptors:
+            self._loop.call_soon(acceptor.resume)  # its descriptor is closed by then
+
+    def _sweep(self) -> None:
+        """Close the connections of clients that neither read nor send requests."""
+        self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep)
+        now = self._loop.time()
+        is_full = any(acceptor.is_full for acceptor in self._acceptors)
+        connections: list[Any] = list(self.server_state.connections)
+        for protocol in connections:
+            if protocol.is_stuck(now, self._slow_reader_timeout_s):
+                protocol.transport.abort()
+                if self._on_slow_reader is not None:
+                    self._on_slow_reader()
+            elif protocol.is_head_late(now):
+                protocol.refuse(
+                    408, f"the request's head was not complete within {HEAD_TIMEOUT_S:.0f} s"
+                )
+            elif protocol.is_quiet(now, is_full):
+                protocol.transport.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen; port 0 is any free port.
+
+    Raises:
+        OSError: the address is not available.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+def adopt(listen_fd: int) -> socket.socket:
+    """Return the socket of an inherited descriptor."""
+    listening = socket.socket(fileno=listen_fd)
+    listening.setblocking(False)
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the server's URL."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

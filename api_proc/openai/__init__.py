@@ -1,0 +1,1 @@
+"""The routes: OpenAI's API with the extensions of vLLM."""

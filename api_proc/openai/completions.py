@@ -1,0 +1,165 @@
+"""POST /v1/completions: prompts as text or token ids, answers as text."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from api_proc.bodies import CompletionBody
+from api_proc.errors import invalid
+from api_proc.http.json_body import BodyDecoder
+from api_proc.openai.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
+from api_proc.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from api_proc.openai.serving import GenerationApi
+from api_proc.params import truncated_length
+from api_proc.state import ApiState
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
+from api_proc.text.processor import too_long
+from api_proc.text.tokenizer import EncodeOptions
+from protocol.core_worker import ModelFacts, TokenLogprobs
+
+MAX_SEQUENCES = 2048
+"""Bound on the prompts times n of one request."""
+
+
+class _PromptItems(NamedTuple):
+    """The prompts of a body; one of the lists is empty."""
+
+    texts: list[str]
+    ids: list[list[int]]
+
+
+def _prompt_items(body: CompletionBody) -> _PromptItems:
+    """Distinguish the four forms of `prompt`.
+
+    Raises:
+        ApiError: 400 where a list mixes them, or the request has too many sequences.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        items = _PromptItems([prompt], [])
+    elif isinstance(prompt[0], int):
+        items = _PromptItems([], [[i for i in prompt if isinstance(i, int)]])
+        _require_uniform(len(items.ids[0]), len(prompt))
+    else:
+        texts = [item for item in prompt if isinstance(item, str)]
+        items = _PromptItems(texts, [item for item in prompt if isinstance(item, list)])
+        _require_uniform(max(len(texts), len(items.ids)), len(prompt))
+    num_sequences = (len(items.texts) + len(items.ids)) * (body.n or 1)
+    if num_sequences > MAX_SEQUENCES:
+        message = f"prompts times n are {num_sequences} sequences, more than {MAX_SEQUENCES}"
+        raise invalid("prompt", message)
+    return items
+
+
+def _require_uniform(num_of_one_kind: int, num_items: int) -> None:
+    if num_of_one_kind != num_items:
+        message = "a list must hold texts only, token ids only, or lists of token ids only"
+        raise invalid("prompt", message)
+
+
+async def _tokenize(state: ApiState, body: CompletionBody, facts: ModelFacts) -> list[Prompt]:
+    items = _prompt_items(body)
+    max_tokens = facts.max_model_len - 1
+    keep_last = truncated_length(body, facts)
+    if items.ids:
+        longest = max(map(len, items.ids))
+        if longest > max_tokens and keep_last is None:
+            raise too_long(longest, max_tokens, "prompt")
+        return [Prompt(ids if keep_last is None else ids[-keep_last:], None) for ids in items.ids]
+    options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last)
+    encoded = await state.text.encode(items.texts, options, param="prompt")
+    return [Prompt(ids, text) for ids, text in zip(encoded, items.texts, strict=True)]
+
+
+def _restore_prompts(body: CompletionBody, token_ids: list[list[int]]) -> list[Prompt]:
+    texts: list[str | None] = [*_prompt_items(body).texts] or [None] * len(token_ids)
+    return [Prompt(ids, text) for ids, text in zip(token_ids, texts, strict=True)]
+
+
+class CompletionFormat:
+    """Chunks of text; the first may begin with the prompt."""
+
+    plain_choice = (b'"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null')
+
+    def __init__(
+        self,
+        state: ApiState,
+        request_id: str,
+        body: CompletionBody,
+        prompts: list[Prompt],
+        created: int,
+    ) -> None:
+        self._tokenizer = state.text.tokenizer
+        self._body = body
+        self._prompts = prompts
+        self.echoes_prompt = bool(body.echo)
+        self.head = Completion(
+            id=f"cmpl-{request_id}",
+            created=created,
+            model=state.model_name,
+            choices=[],
+        )
+
+    def opening(self, sequence: OutputSequence) -> None:
+        return None
+
+    def whole(self, answers: list[tuple[OutputSequence, Delta]], usage: Usage) -> Completion:
+        choices = [self.choice(*answer, is_first=True) for answer in answers]
+        return msgspec.structs.replace(self.head, choices=choices, usage=usage)
+
+    def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
+        body = self._body
+        prompt = self._prompts[sequence.index // (body.n or 1)]
+        echoed = self._echoed(prompt) if is_first and body.echo else ""
+        choice = CompletionChoice(
+            index=sequence.index,
+            text=echoed + delta.text,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        if body.logprobs is not None:
+            choice.logprobs = self._logprobs(sequence, delta, prompt, is_first=is_first)
+        if body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            if is_first:
+                choice.prompt_token_ids = prompt.token_ids
+        if body.prompt_logprobs is not None and is_first:
+            choice.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, sequence.prompt_logprobs, body.prompt_logprobs
+            )
+        return choice
+
+    def _logprobs(
+        self, sequence: OutputSequence, delta: Delta, prompt: Prompt, *, is_first: bool
+    ) -> CompletionLogprobs:
+        """Return the logprobs of the output, after those of an echoed prompt."""
+        token_ids = delta.token_ids
+        entries: list[TokenLogprobs | None] = list(delta.logprobs or [])
+        offsets = list(delta.text_offsets)
+        if self._body.echo:
+            num_echoed = len(self._echoed(prompt))
+            offsets = [num_echoed + offset for offset in offsets]
+        if self._body.echo and is_first:
+            token_ids = prompt.token_ids + token_ids
+            known = sequence.prompt_logprobs or [None]
+            assert len(known) == len(prompt.token_ids), "prompt logprobs are incomplete"
+            entries = known + entries
+            offsets = prompt_offsets(self._tokenizer, prompt.token_ids) + offsets
+        num_top = self._body.logprobs or 0
+        return completion_logprobs(self._tokenizer, token_ids, entries, offsets, num_top)
+
+    def _echoed(self, prompt: Prompt) -> str:
+        if prompt.text is not None and self._body.truncate_prompt_tokens is None:
+            return prompt.text
+        skip = self._body.skip_special_tokens is not False
+        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+
+
+COMPLETIONS = GenerationApi(
+    "/v1/completions",
+    BodyDecoder(CompletionBody),
+    "prompt",
+    _tokenize,
+    _restore_prompts,
+    CompletionFormat,
+)

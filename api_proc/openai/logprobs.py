@@ -1,0 +1,110 @@
+"""Log-probabilities in the shapes of both routes. JSON has no infinity, so -9999 is the lowest."""
+
+from collections.abc import Iterator
+
+from api_proc.openai.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    ChatTopLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
+)
+from api_proc.text.tokenizer import TextTokenizer
+from protocol.core_worker import TokenLogprobs
+
+LOWEST = -9999.0
+
+
+def clamp(logprob: float) -> float:
+    """Replace -inf and NaN by the lowest value."""
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def candidates(entry: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:
+    """Yield the ids and values of the most likely tokens, best first."""
+    yield from zip(entry.top_ids[:num_top], map(clamp, entry.top_logprobs), strict=False)
+
+
+def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
+    """Return the text of one token; bytes of an incomplete character become U+FFFD."""
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def completion_logprobs(
+    tokenizer: TextTokenizer,
+    token_ids: list[int],
+    entries: list[TokenLogprobs | None],
+    offsets: list[int],
+    num_top: int,
+) -> CompletionLogprobs:
+    """Return the lists for consecutive tokens.
+
+    Args:
+        entries: one per token; None for a token without logprob, such as the first of a prompt.
+        offsets: number of characters before each token.
+        num_top: candidates per token, to which the token itself is added.
+    """
+    result = CompletionLogprobs(offsets, [], [], [])
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        text = token_text(tokenizer, token_id)
+        result.tokens.append(text)
+        if entry is None:
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
+            continue
+        logprob = clamp(entry.logprob)
+        top: dict[str, float] = {}
+        for candidate, value in candidates(entry, num_top):
+            top.setdefault(token_text(tokenizer, candidate), value)
+        top.setdefault(text, logprob)
+        result.token_logprobs.append(logprob)
+        result.top_logprobs.append(top)
+    return result
+
+
+def chat_logprobs(
+    tokenizer: TextTokenizer, entries: list[TokenLogprobs], num_top: int
+) -> ChatLogprobs:
+    """Return the items for consecutive tokens, each with exactly `num_top` candidates."""
+    content = []
+    for entry in entries:
+        data = tokenizer.token_bytes(entry.token_id)
+        top = [
+            ChatTopLogprob(token_text(tokenizer, i), value, list(tokenizer.token_bytes(i)))
+            for i, value in candidates(entry, num_top)
+        ]
+        text = data.decode("utf-8", "replace")
+        content.append(ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(
+    tokenizer: TextTokenizer, entries: list[TokenLogprobs | None], num_top: int
+) -> PromptLogprobList:
+    """Return a mapping by token id for each position of the prompt; None for the first."""
+    result: PromptLogprobList = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        row = {
+            str(token_id): PromptLogprob(value, rank, token_text(tokenizer, token_id))
+            for rank, (token_id, value) in enumerate(candidates(entry, num_top), start=1)
+        }
+        row.setdefault(
+            str(entry.token_id),
+            PromptLogprob(clamp(entry.logprob), entry.rank, token_text(tokenizer, entry.token_id)),
+        )
+        result.append(row)
+    return result
+
+
+def prompt_offsets(tokenizer: TextTokenizer, token_ids: list[int]) -> list[int]:
+    """Return the number of characters of a prompt's text before each of its tokens."""
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+    offsets, num_chars = [], 0
+    for token_id in token_ids:
+        offsets.append(num_chars)
+        num_chars += len(detokenizer.push([token_id]))
+    return offsets

@@ -1,0 +1,213 @@
+"""The path of a generation request: body, prompt, sequences, answer.
+
+Chats and completions share it; a `GenerationApi` holds what differs between them.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from api_proc.bodies import SamplingBody
+from api_proc.errors import ApiError, from_request_error, internal
+from api_proc.http.connection import Connection
+from api_proc.http.json_body import BodyDecoder
+from api_proc.openai.generation import Generation, Step
+from api_proc.openai.reply import Format, Reply
+from api_proc.openai.responses import DONE_FRAME
+from api_proc.params import resolve_max_tokens, sampling_params
+from api_proc.resumption.event_ids import EventIds, StreamPosition, parse_event_id
+from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
+from api_proc.state import ApiState
+from api_proc.text.output_sequence import Prompt
+from protocol.api_core import AddRequest
+from protocol.core_worker import ModelFacts
+from protocol.errors import RequestFailed
+from protocol.failpoints import failpoint
+
+_SEND_BYTES = 16 * 1024
+"""Events are sent once they have this size together."""
+
+log = logging.getLogger("troika.api")
+
+Body = TypeVar("Body", bound=SamplingBody)
+
+
+@dataclass(frozen=True)
+class GenerationApi(Generic[Body]):
+    """One route that generates text."""
+
+    path: str
+    decode: BodyDecoder[Body]
+    prompt_param: str
+    """Name of the field that holds the prompt."""
+    tokenize: Callable[[ApiState, Body, ModelFacts], Awaitable[list[Prompt]]]
+    restore_prompts: Callable[[Body, list[list[int]]], list[Prompt]]
+    """Returns the prompts of a body in the journal, given their token ids."""
+    make_format: Callable[[ApiState, str, Body, list[Prompt], int], Format]
+    """Gets the request's id and its time of creation, too."""
+
+    async def serve(self, state: ApiState, connection: Connection) -> None:
+        """Handle one request.
+
+        Raises:
+            ApiError: it is rejected, or fails before anything was sent.
+        """
+        raw = await connection.read_body(state.config.api.max_body_bytes)
+        if await self._resume(state, connection, raw):
+            return
+        facts = await state.accepting()
+        body = self.decode(raw)
+        body.check()
+        state.require_model(body.model)
+        with Generation(state, body, connection) as generation:
+            prompts = await self.tokenize(state, body, facts)
+            if generation.cancelled:
+                return
+            if await self._resume(state, connection, raw):  # a duplicate was accepted meanwhile
+                return
+            generation.begin_session(self.path, raw, prompts)
+            self._submit(state, generation, body, prompts, facts)
+            await generation.accepted()
+            await self._answer(state, connection, body, prompts, generation)
+
+    def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
+        """Decode a request of the journal.
+
+        Raises:
+            ApiError: the body does not match this route's schema.
+        """
+        body = self.decode(raw)
+        token_ids = [add.prompt_token_ids for add in adds[:: body.n or 1]]
+        return DecodedRequest(body, self.restore_prompts(body, token_ids))
+
+    async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
+        """Continue the answer to a request that was accepted before; returns False if it was not.
+
+        Raises:
+            ApiError: 409 where its id belongs to another request, 404 or 503 where the client wants
+                the rest of an unknown one, 400 for an invalid `Last-Event-ID`; as `_answer`.
+        """
+        last_event_id = connection.last_event_id or None
+        if state.sessions is None:
+            if last_event_id is not None:
+                raise request_not_found(connection.request_id)
+            return False
+        session = state.sessions.find(connection.request_id, self.path, raw, last_event_id)
+        if session is None:
+            return False
+        with Generation(state, session.body, connection, session) as generation:
+            generation.resume(_position(session, last_event_id))
+            body = cast(Body, session.body)
+            await self._answer(state, connection, body, session.prompts, generation)
+        return True
+
+    def _submit(
+        self,
+        state: ApiState,
+        generation: Generation,
+        body: Body,
+        prompts: list[Prompt],
+        facts: ModelFacts,
+    ) -> None:
+        """Send all prompts to the core.
+
+        Raises:
+            ApiError: the engine rejects one of them.
+        """
+        try:
+            for prompt in prompts:
+                params = sampling_params(
+                    body,
+                    state.text.defaults,
+                    max_tokens=resolve_max_tokens(body, facts, len(prompt.token_ids)),
+                    seed=state.draw_seed() if body.seed is None else body.seed,
+                )
+                generation.submit(prompt.token_ids, params)
+        except RequestFailed as failure:
+            raise from_request_error(failure.error, self.prompt_param) from failure
+
+    async def _answer(
+        self,
+        state: ApiState,
+        connection: Connection,
+        body: Body,
+        prompts: list[Prompt],
+        generation: Generation,
+    ) -> None:
+        """Send the answer.
+
+        Raises:
+            ApiError: the generation fails before anything was sent.
+        """
+        request_id = connection.request_id
+        form = self.make_format(state, request_id, body, prompts, generation.created)
+        reply = Reply(form, body, generation)
+        failpoint("api.after_accept")
+        try:
+            if body.stream:
+                await _send_stream(connection, generation, reply)
+            else:
+                await _send_whole(connection, generation, reply)
+        except RequestFailed as failure:
+            await _fail(connection, from_request_error(failure.error, self.prompt_param))
+        except Exception:
+            if not (body.stream and connection.response_started):
+                raise
+            log.exception("request %s failed", connection.request_id)
+            await _fail(connection, internal())
+
+
+def _position(session: Session, last_event_id: str | None) -> StreamPosition:
+    """Return the place where the answer continues.
+
+    Raises:
+        ApiError: 400 where `last_event_id` is not an id of this request.
+    """
+    if not session.body.stream or last_event_id is None:
+        return StreamPosition([None] * len(session.histories))
+    limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
+    return parse_event_id(last_event_id, session.request_id, limits)
+
+
+async def _send_whole(connection: Connection, generation: Generation, reply: Reply) -> None:
+    """Wait for all sequences and send one JSON body."""
+    async for step in generation.steps():
+        for sequence, delta in step:
+            reply.collect(sequence, delta)
+    if not generation.cancelled:
+        await connection.send_json(200, reply.body())
+
+
+async def _send_stream(connection: Connection, generation: Generation, reply: Reply) -> None:
+    """Send deltas as server-sent events; the events of one step are sent together."""
+    connection.keep_alive()
+    position = generation.position or StreamPosition([None] * len(generation.sequences))
+    ids = EventIds(connection.request_id, list(position.num_sent))
+    reply.start_after({i for i, count in enumerate(position.num_sent) if count is not None})
+    async for step in generation.steps():
+        await _send_step(connection, reply, ids, step)
+    if not generation.cancelled:
+        usage = b"" if position.is_usage_sent else ids.tag_usage(reply.usage_frame())
+        await connection.send_frames(usage + DONE_FRAME, more=False)
+
+
+async def _send_step(connection: Connection, reply: Reply, ids: EventIds, step: Step) -> None:
+    """Render and send the events of one step, in pieces of at most about `_SEND_BYTES`."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    for i, (sequence, delta) in enumerate(step, start=1):
+        events = ids.tag(reply.frames(sequence, delta), sequence.index, len(delta.token_ids))
+        pieces += events
+        num_bytes += sum(map(len, events))
+        if pieces and (num_bytes >= _SEND_BYTES or i == len(step)):
+            failpoint("api.before_flush")
+            await connection.send_frames(b"".join(pieces))
+            pieces, num_bytes = [], 0
+
+
+async def _fail(connection: Connection, error: ApiError) -> None:
+    """Send an error as an event if the status line has been sent, else raise it."""
+    if not connection.response_started:
+        raise error
+    await connection.send_frames(b"data: %b\n\n%b" % (error.body(), DONE_FRAME), more=False)

@@ -1,0 +1,1 @@
+"""Requests that survive their connection and the API process."""

@@ -1,0 +1,199 @@
+"""All outputs of one sequence, kept so that any number of readers can begin at any token."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from protocol.api_core import RequestOutput
+from protocol.core_worker import PromptLogprobs, TokenLogprobs
+from protocol.errors import RequestFailed
+from protocol.sampling import FinishReason
+
+_PART_TOKENS = 4096
+"""Maximal number of tokens in one record of a snapshot."""
+_PART_LOGPROBS = 64
+"""The same for tokens with logprobs."""
+
+
+class History:
+    """A receiver of one request's outputs."""
+
+    def __init__(self, on_output: Callable[["History", RequestOutput | None], None]) -> None:
+        """`on_output` gets each new output; None: the request has failed or was stopped."""
+        self.request_id = 0
+        """The engine client's number."""
+        self.token_ids = array("i")
+        self.logprobs: list[TokenLogprobs] = []
+        """One for each token, or empty."""
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.num_cached_tokens: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        self.error: RequestFailed | None = None
+        self.is_stopped = False
+        """The API ended it at a stop string: later tokens are not needed."""
+        self.is_counted = False
+        """The metrics include its end."""
+        self._on_output = on_output
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None or self.is_stopped
+
+    def deliver(self, output: RequestOutput) -> None:
+        """Receive an output from the engine client."""
+        if not self.is_ended:
+            self.add(output)
+            self._on_output(self, output)
+            self.wake()
+
+    def add(self, output: RequestOutput) -> None:
+        """Add an output; tokens that are known already are dropped."""
+        num_known = len(self.token_ids) - output.first_index
+        if num_known < 0:
+            return  # the tokens before it were lost, and will be computed again together with it
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
+        for part in output.prompt_logprobs or []:
+            self._add_prompt(part)
+        if self.finish_reason is not None:
+            return  # a snapshot may repeat outputs from before the end
+        self.token_ids.extend(output.token_ids[num_known:])
+        if output.logprobs is not None:
+            self.logprobs += output.logprobs[num_known:]
+        self.finish_reason = output.finish_reason
+        self.stop_token_id = output.stop_token_id
+
+    def _add_prompt(self, part: PromptLogprobs) -> None:
+        """Append a part that continues the known ones; one that comes too early is repeated."""
+        known = self.prompt_logprobs
+        begins = known[-1].first_position + len(known[-1].entries) if known else 1
+        if part.first_position <= begins < part.first_position + len(part.entries):
+            known.append(part)
+
+    def count_end(self) -> bool:
+        """Mark the end as counted; returns whether it was not before."""
+        is_first, self.is_counted = not self.is_counted, True
+        return is_first
+
+    def fail(self, error: RequestFailed) -> None:
+        """Receive an error from the engine client, after which no output follows."""
+        if not self.is_ended:
+            self.error = error
+            self._on_output(self, None)
+            self.wake()
+
+    def stop(self) -> None:
+        """End the sequence at its present length."""
+        if not self.is_ended:
+            self.is_stopped = True
+            self._on_output(self, None)
+            self.wake()
+
+    def whole(self, first: int = 0) -> RequestOutput:
+        """Return all tokens from `first` on as one output."""
+        return self._part(first, len(self.token_ids))
+
+    def parts(self) -> Iterator[RequestOutput]:
+        """Yield outputs of bounded size for a snapshot; outputs may be added in between."""
+        for prompt_part in self._prompt_parts():
+            yield RequestOutput(
+                self.request_id,
+                0,
+                [],
+                num_cached_tokens=self.num_cached_tokens,
+                prompt_logprobs=[prompt_part],
+            )
+        first = 0
+        while True:
+            size = _PART_LOGPROBS if self.logprobs else _PART_TOKENS
+            end = min(first + size, len(self.token_ids))
+            part = self._part(first, end, with_prompt=False)
+            if part.token_ids or part.finish_reason:
+                yield part
+            first += len(part.token_ids)
+            if first >= len(self.token_ids):
+                return
+
+    def _prompt_parts(self) -> Iterator[PromptLogprobs]:
+        for part in self.prompt_logprobs:  # parts may be appended in between
+            for start in range(0, len(part.entries), _PART_LOGPROBS):
+                entries = part.entries[start : start + _PART_LOGPROBS]
+                yield PromptLogprobs(part.req_id, part.first_position + start, entries)
+
+    def _part(self, first: int, end: int, *, with_prompt: bool = True) -> RequestOutput:
+        is_last = end == len(self.token_ids)
+        return RequestOutput(
+            self.request_id,
+            first,
+            self.token_ids[first:end].tolist(),
+            self.finish_reason if is_last else None,
+            self.stop_token_id if is_last else None,
+            None if first else self.num_cached_tokens,
+            self.logprobs[first:end] if self.logprobs else None,
+            (self.prompt_logprobs or None) if with_prompt and not first else None,
+        )
+
+    async def changed(self) -> None:
+        """Wait for the next output or the end."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def wake(self) -> None:
+        """Wake all readers."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class HistoryReader:
+    """Reads a history from its first token on, with the interface of `RequestStream`."""
+
+    def __init__(self, history: History, stop: Callable[[], None]) -> None:
+        """`stop` ends the sequence where the reader finds a stop string."""
+        self.request_id = history.request_id
+        self._history = history
+        self._stop = stop
+        self._position = 0
+        self._num_before = len(history.token_ids)
+        self._is_finished = False
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that were received since this reader began, and not read yet."""
+        if self._is_finished:
+            return 0
+        return len(self._history.token_ids) - max(self._position, self._num_before)
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        history = self._history
+        while not self._is_finished:
+            if len(history.token_ids) > self._position or history.finish_reason is not None:
+                output = history.whole(self._position)
+                self._position = len(history.token_ids)
+                self._is_finished = history.finish_reason is not None
+                return output
+            if history.error is not None:
+                raise history.error
+            if history.is_stopped:
+                break
+            await history.changed()
+        raise StopAsyncIteration
+
+    def leave(self) -> None:
+        """End this reader; the sequence continues."""
+        self._is_finished = True
+        self._history.wake()
+
+    def cancel(self) -> None:
+        """End the sequence at this reader's position."""
+        self._is_finished = True
+        self._stop()

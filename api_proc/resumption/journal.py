@@ -1,0 +1,285 @@
+"""An append-only journal on disk: records that survive the death of the process.
+
+The disk must never stall the caller, so a thread does all reading and writing. It writes the
+records that were appended since its last write in one call, followed by one sync where records must
+survive a loss of power as well. An error, or a disk too slow for the bounded queue, ends the
+writing: the owner is notified and begins a new segment when it wants to try again.
+`api_proc.resumption.journal_segments` describes the files.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from api_proc.resumption.journal_segments import (
+    FRAME_BYTES,
+    MAX_RECORD_BYTES,
+    OpenFile,
+    Segments,
+    Sync,
+    Write,
+    frame,
+)
+from protocol.runtime import Clock
+
+MAX_QUEUED_BYTES = 32 * 2**20
+"""With more than this to be written the disk counts as failed."""
+STALL_TIMEOUT_S = 5.0
+"""A disk that takes longer for one write counts as failed."""
+_CLOSE_TIMEOUT_S = 2.0
+
+
+Recovered = list[bytes] | OSError
+"""The records of the directory in their order, or the reason why they cannot be read:
+BlockingIOError where another process has locked the directory."""
+
+
+class Threads(Protocol):
+    """As much of the module `threading` as a journal uses."""
+
+    def Condition(self) -> threading.Condition: ...
+
+    def Thread(
+        self, *, target: Callable[[], None], name: str, daemon: bool
+    ) -> threading.Thread: ...
+
+
+class _Recover(NamedTuple):
+    """Command: lock the directory and read it."""
+
+    on_done: Callable[[Recovered], None]
+
+
+class _BeginSegment(NamedTuple):
+    """Command: continue in a new file."""
+
+    number: int
+
+
+class _CompleteSegment(NamedTuple):
+    """Command: the snapshot ends here, so older files can be deleted."""
+
+
+_Command = bytes | _Recover | _BeginSegment | _CompleteSegment
+
+
+class Journal:
+    """One directory with one owner, which calls all methods from one thread."""
+
+    def __init__(
+        self,
+        directory: str,
+        notify: Callable[[Callable[[], None]], object],
+        on_written: Callable[[], None],
+        on_failed: Callable[[OSError], None],
+        *,
+        open_file: OpenFile = os.open,
+        write: Write = os.write,
+        sync: Sync | None = None,
+        clock: Clock = time,
+        threads: Threads = threading,
+    ) -> None:
+        """Name the directory; nothing is opened yet.
+
+        Args:
+            directory: created with mode 0700 if it does not exist.
+            notify: runs a function in the owner's thread, as `call_soon_threadsafe` does.
+            on_written: called when `num_written` has grown.
+            on_failed: called when writing has ended; it resumes with `begin_segment`.
+            open_file: replaces `os.open`.
+            write: replaces `os.write`.
+            sync: `os.fsync` or a replacement, called after each write; None: the operating system
+                decides, whose cache survives the death of the process.
+            clock: measures the duration of a write.
+            threads: creates the thread that writes.
+        """
+        self._segments = Segments(Path(directory), open_file, write, sync)
+        self._notify, self._on_written, self._on_failed = notify, on_written, on_failed
+        self._clock = clock
+        self._threads = threads
+        self._wakes = threads.Condition()
+        self._thread: threading.Thread | None = None
+        self._next_number = 1
+        # Shared with the thread, under the condition's lock.
+        self._commands: deque[_Command] = deque()
+        self._num_waiting_bytes = 0
+        self._num_taken_bytes = 0
+        self._taken_since: float | None = None
+        self._last_position = 0
+        self._is_closing = False
+        self.is_recovered = False
+        """Whether the directory is locked and its records have been read."""
+        self.is_writing = False
+        self.num_appended = 0
+        """Records so far, lost ones included."""
+        self.num_written = 0
+        """Records that are written, or lost with an error."""
+        self.num_segment_bytes = 0
+        """Size of the newest segment."""
+
+    # The owner's side ---------------------------------------------------------------------------
+
+    @property
+    def num_queued_bytes(self) -> int:
+        """Bytes that were appended and are not written yet."""
+        return self._num_waiting_bytes + self._num_taken_bytes
+
+    def recover(self, on_done: Callable[[Recovered], None]) -> None:
+        """Lock the directory, read it, and pass the result to `on_done`, unless closed before.
+
+        After an error it can be called again.
+        """
+        if self._thread is None:
+            self._thread = self._threads.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+        self._enqueue(_Recover(on_done))
+
+    def begin_segment(self) -> None:
+        """Continue in a new file; the caller appends a snapshot and calls `complete_segment`."""
+        assert self.is_recovered  # else completing it would delete records that were not read
+        self.is_writing = True
+        self.num_segment_bytes = 0
+        self._enqueue(_BeginSegment(self._next_number))
+        self._next_number += 1
+
+    def append(self, record: bytes) -> int:
+        """Queue a record; returns the value of `num_written` once it is settled."""
+        assert 0 < len(record) <= MAX_RECORD_BYTES
+        self.num_appended += 1
+        if not self.is_writing:
+            self.num_written = self.num_appended
+            return self.num_appended
+        if self.num_queued_bytes > MAX_QUEUED_BYTES or self._is_stalled():
+            self._fail(OSError("the disk does not keep up"))
+            return self.num_appended
+        self.num_segment_bytes += FRAME_BYTES + len(record)
+        self._enqueue(record)
+        return self.num_appended
+
+    def complete_segment(self) -> None:
+        """End the snapshot: the records of older segments are obsolete."""
+        if self.is_writing:  # else the segment has failed before
+            self._enqueue(_CompleteSegment())
+
+    def close(self) -> None:
+        """Write the queued records and unlock the directory, for at most `_CLOSE_TIMEOUT_S`.
+
+        If the disk blocks for longer, the directory stays locked until the process ends.
+        """
+        self.is_writing = False
+        with self._wakes:
+            self._is_closing = True
+            self._wakes.notify()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _is_stalled(self) -> bool:
+        since = self._taken_since
+        return since is not None and self._clock.monotonic() - since > STALL_TIMEOUT_S
+
+    def _enqueue(self, command: _Command) -> None:
+        with self._wakes:
+            self._commands.append(command)
+            self._last_position = self.num_appended
+            if isinstance(command, bytes):
+                self._num_waiting_bytes += len(command)
+            self._wakes.notify()
+
+    def _fail(self, error: OSError) -> None:
+        if not self.is_writing:
+            return
+        self.is_writing = False
+        with self._wakes:
+            self._commands.clear()
+            self._num_waiting_bytes = 0
+        self.num_written = self.num_appended
+        self._on_failed(error)
+
+    def _on_read(self, command: _Recover, outcome: tuple[list[bytes], int] | OSError) -> None:
+        if self._is_closing:
+            return
+        if isinstance(outcome, OSError):
+            command.on_done(outcome)
+        else:
+            records, self._next_number = outcome
+            self.is_recovered = True
+            command.on_done(records)
+
+    def _settle(self, position: int) -> None:
+        self.num_written = max(self.num_written, position)
+        self._on_written()
+
+    # The thread's side --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            commands, position = self._take()
+            if not commands:
+                break
+            try:
+                self._execute(commands)
+            except Exception as error:  # the thread must survive for the next attempt
+                self._close_file()
+                self._call_owner(partial(self._fail, _os_error(error)))
+            else:
+                self._call_owner(partial(self._settle, position))
+        self._close_file()
+        self._segments.unlock()
+
+    def _close_file(self) -> None:
+        with contextlib.suppress(OSError):  # the file is closed nevertheless
+            self._segments.close()
+
+    def _take(self) -> tuple[list[_Command], int]:
+        """Wait for commands; returns them with the last record's number, or nothing at the end."""
+        with self._wakes:
+            self._num_taken_bytes, self._taken_since = 0, None
+            while not self._commands and not self._is_closing:
+                self._wakes.wait()
+            commands = list(self._commands)
+            self._commands.clear()
+            self._num_taken_bytes, self._num_waiting_bytes = self._num_waiting_bytes, 0
+            self._taken_since = self._clock.monotonic()
+            return commands, self._last_position
+
+    def _execute(self, commands: list[_Command]) -> None:
+        frames: list[bytes] = []
+        for command in commands:
+            if isinstance(command, bytes):
+                frames += frame(command)
+                continue
+            if isinstance(command, _Recover):
+                outcome = self._recover()
+                with self._wakes:
+                    self._taken_since = self._clock.monotonic()  # reading is not a slow write
+                self._call_owner(partial(self._on_read, command, outcome))
+                continue
+            self._segments.append(b"".join(frames))
+            frames.clear()
+            if isinstance(command, _BeginSegment):
+                self._segments.begin(command.number)
+            else:
+                self._segments.complete()
+        self._segments.append(b"".join(frames))
+        self._segments.sync()
+
+    def _recover(self) -> tuple[list[bytes], int] | OSError:
+        try:
+            self._segments.lock()
+            return self._segments.read()
+        except Exception as error:
+            return _os_error(error)
+
+    def _call_owner(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the owner's loop is closed
+            self._notify(function)
+
+
+def _os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(repr(error))

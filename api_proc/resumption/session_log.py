@@ -1,0 +1,141 @@
+"""The journal's records: requests that were accepted, their outputs, and their end.
+
+The tags on disk are older than the class names and must not change.
+"""
+
+import logging
+
+import msgspec
+
+from api_proc.resumption.history import History
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.message import Decoder, Message, Record, TokenIds
+
+log = logging.getLogger("troika.api")
+
+
+class AcceptRecord(Message, tag="Accepted"):
+    """A request with all its sequences."""
+
+    number: int
+    """Identifies the request in later records; never used again."""
+    request_id: str
+    path: str
+    raw: bytes
+    """The body of the HTTP request."""
+    created: int
+    """Seconds since the Unix epoch."""
+    adds: list[AddRequest]
+    """One for each sequence. An empty prompt stands for that of the sequence before: `n` copies of
+    a long prompt could exceed the size of a record."""
+
+
+class Row(Record):
+    """One output of one sequence."""
+
+    number: int
+    index: int
+    output: RequestOutput
+
+
+class OutputRecord(Message, tag="Brought"):
+    """Outputs that arrived at about the same time."""
+
+    rows: list[Row]
+
+
+class StopRecord(Message, tag="Cut"):
+    """The API ended a sequence."""
+
+    number: int
+    index: int
+
+
+class RemoveRecord(Message, tag="Forgotten"):
+    """A request is over, or its client has not come back."""
+
+    number: int
+
+
+_decode: Decoder[AcceptRecord | OutputRecord | StopRecord | RemoveRecord] = Decoder(
+    AcceptRecord | OutputRecord | StopRecord | RemoveRecord
+)
+
+
+class ReplayedRequest:
+    """One request as reconstructed from the journal."""
+
+    def __init__(self, accepted: AcceptRecord) -> None:
+        self.accepted = accepted
+        self.histories = [History(lambda history, output: None) for _ in accepted.adds]
+
+
+def packed(accepted: AcceptRecord) -> AcceptRecord:
+    """Leave out prompts that repeat the one before."""
+    adds: list[AddRequest] = []
+    prompt: TokenIds = []
+    for add in accepted.adds:
+        is_repeated = add.prompt_token_ids == prompt
+        prompt = add.prompt_token_ids
+        adds.append(_with_prompt(add, []) if is_repeated else add)
+    return msgspec.structs.replace(accepted, adds=adds)
+
+
+def unpacked(accepted: AcceptRecord) -> AcceptRecord:
+    """Restore the prompts that `packed` has left out."""
+    adds: list[AddRequest] = []
+    for add in accepted.adds:
+        is_repeated = not add.prompt_token_ids and adds
+        adds.append(_with_prompt(add, adds[-1].prompt_token_ids) if is_repeated else add)
+    return msgspec.structs.replace(accepted, adds=adds)
+
+
+def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds) -> AddRequest:
+    return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids)
+
+
+class Replay:
+    """Reconstructs the open requests from the records of a journal.
+
+    A record may occur twice, in a segment and in the snapshot of the next one, so outputs are
+    matched by index. Outputs after a gap are dropped and will be computed again.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, ReplayedRequest] = {}
+
+    def apply(self, record: bytes) -> None:
+        """Apply the next record in the journal's order; an invalid one is logged and skipped."""
+        try:
+            self._apply(_decode(record))
+        except Exception as error:
+            log.warning("a record of the journal is invalid and is skipped: %r", error)
+
+    def _apply(self, record: AcceptRecord | OutputRecord | StopRecord | RemoveRecord) -> None:
+        if isinstance(record, AcceptRecord):
+            if record.number not in self._requests:
+                self._requests[record.number] = ReplayedRequest(unpacked(record))
+        elif isinstance(record, RemoveRecord):
+            self._requests.pop(record.number, None)
+        elif isinstance(record, StopRecord):
+            if history := self._history(record.number, record.index):
+                history.stop()
+        else:
+            for row in record.rows:
+                if history := self._history(row.number, row.index):
+                    history.add(row.output)  # also after its end: a snapshot repeats outputs
+
+    def _history(self, number: int, index: int) -> History | None:
+        request = self._requests.get(number)
+        if request is None or not 0 <= index < len(request.histories):
+            return None
+        return request.histories[index]
+
+    def open_requests(self) -> list[ReplayedRequest]:
+        """Return the requests that are not over, oldest first."""
+        return [self._requests[number] for number in sorted(self._requests)]
+
+
+def resumed(add: AddRequest, history: History) -> AddRequest:
+    """Return the request with its output so far, for a core that does not know it."""
+    return msgspec.structs.replace(add, output_token_ids=list(history.token_ids))

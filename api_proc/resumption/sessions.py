@@ -1,0 +1,360 @@
+"""Requests that outlive their connections: a client reconnects with the same id and body.
+
+Sessions exist only with a journal. A session is one HTTP request with all its sequences; their
+outputs go into histories, which connections read. A session without a connection is removed after
+`resume_window_s`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+from api_proc.bodies import SamplingBody
+from api_proc.budget import Budget, Lease
+from api_proc.errors import ApiError, unavailable
+from api_proc.resumption.history import History, HistoryReader
+from api_proc.resumption.journal import Journal
+from api_proc.resumption.journaling import Journaling
+from api_proc.resumption.session_log import (
+    AcceptRecord,
+    OutputRecord,
+    RemoveRecord,
+    Replay,
+    ReplayedRequest,
+    Row,
+    StopRecord,
+    packed,
+    resumed,
+)
+from api_proc.text.output_sequence import Prompt
+from protocol.api_core import AddRequest, RequestOutput
+from protocol.client import AsyncEngineClient
+from protocol.config import ApiConfig
+from protocol.errors import RequestFailed
+from protocol.message import Message, TokenIds
+from protocol.runtime import Clock
+from protocol.sampling import FinishReason, SamplingParams
+
+_COMMIT_TIMEOUT_S = 0.25
+"""Longest wait of an answer for the record of its request."""
+_SLICE_S = 0.005
+"""Longest turn of the event loop while the journal is restored."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("troika.api")
+
+
+def request_not_found(request_id: str) -> ApiError:
+    """Return the error for a client that wants the rest of an unknown request."""
+    message = f"request {request_id} does not exist or is over"
+    return ApiError(404, message, code="request_not_found")
+
+
+class DecodedRequest(NamedTuple):
+    """The body and prompts of a request."""
+
+    body: SamplingBody
+    prompts: list[Prompt]
+
+
+Decoders = Mapping[str, Callable[[bytes, list[AddRequest]], DecodedRequest]]
+"""By path: a function that decodes a body of the journal, given its sequences."""
+
+
+class Session:
+    """One HTTP request."""
+
+    def __init__(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> None:
+        self.accepted = accepted
+        self.body = decoded.body
+        self.prompts = decoded.prompts
+        self.histories: list[History] = []
+        self.num_attached = 0
+        """Connections that read it."""
+        self.is_known = False
+        """The client knows its id and may come back."""
+        self.is_sent = False
+        """A complete answer was sent; it is kept only in case its end was lost."""
+        self.lease = lease
+        self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.accepted.request_id
+
+    @property
+    def number(self) -> int:
+        return self.accepted.number
+
+    @property
+    def is_ended(self) -> bool:
+        return all(history.is_ended for history in self.histories)
+
+    def records(self) -> Iterator[Message]:
+        """Yield the session's records for a snapshot."""
+        yield packed(self.accepted)
+        for index, history in enumerate(self.histories):
+            for part in history.parts():
+                yield OutputRecord([Row(self.number, index, part)])
+            if history.is_stopped:
+                yield StopRecord(self.number, index)
+
+
+class Sessions:
+    """All sessions of one server."""
+
+    def __init__(
+        self,
+        client: AsyncEngineClient,
+        config: ApiConfig,
+        on_end: Callable[[str], None] = lambda reason: None,
+        *,
+        clock: Clock = time,
+        make_journal: Callable[..., Journal] = Journal,
+    ) -> None:
+        """`on_end` gets the finish reason of each sequence that ends unread."""
+        assert config.journal_dir is not None
+        self._on_end = on_end
+        self._client = client
+        self._clock = clock
+        self._window_s = config.resume_window_s
+        self._budget = Budget(config.max_open_requests, config.max_open_bytes)
+        self._by_id: dict[str, Session] = {}
+        # Greater than any number of a predecessor, whose journal may be read only later.
+        self._next_number = int(clock.time() * 1e6)
+        self._decoders: Decoders = {}
+        self.journaling = Journaling(
+            config.journal_dir,
+            self._snapshot,
+            is_synced=config.journal_sync,
+            make_journal=make_journal,
+        )
+        self.num_resumed = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def start(self, decoders: Decoders) -> None:
+        """Begin to restore the sessions of a predecessor, inside the event loop."""
+        self._decoders = decoders
+        self.journaling.start(self._restore)
+
+    def close(self) -> None:
+        """Flush the journal; open requests stay in it for a successor."""
+        self.journaling.close()
+
+    def find(
+        self, request_id: str, path: str, raw: bytes, last_event_id: str | None
+    ) -> Session | None:
+        """Return the session of a request, or None for a new request.
+
+        Raises:
+            ApiError: 409 where the id belongs to another request; 404 where the client wants the
+                rest of an unknown one, or 503 where the journal is not read yet.
+        """
+        session = self._by_id.get(request_id)
+        if session is None:
+            if last_event_id is None:
+                return None
+            if not self.journaling.is_recovered:
+                raise unavailable("the journal has not been read yet", "recovering")
+            raise request_not_found(request_id)
+        if (session.accepted.path, session.accepted.raw) != (path, raw):
+            if last_event_id is None and session.is_ended and not session.num_attached:
+                self.remove(session)  # that request is over, so its id can be reused
+                return None
+            message = f"request {request_id} is open with another body"
+            raise ApiError(409, message, code="request_id_conflict")
+        self.num_resumed += 1
+        return session
+
+    def begin(self, request_id: str, path: str, raw: bytes, decoded: DecodedRequest) -> Session:
+        """Add a new request, whose sequences are submitted next.
+
+        Raises:
+            ApiError: 429 where too much is open.
+        """
+        assert request_id not in self._by_id
+        lease = self._lease(len(raw))
+        now = int(self._clock.time())
+        accepted = AcceptRecord(self._next_number, request_id, path, raw, now, [])
+        return self._add(accepted, decoded, lease)
+
+    def _add(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> Session:
+        session = Session(accepted, decoded, lease)
+        self._next_number = max(self._next_number, accepted.number + 1)
+        self._by_id[accepted.request_id] = session
+        return session
+
+    def submit(
+        self, session: Session, prompt_token_ids: TokenIds, params: SamplingParams
+    ) -> HistoryReader:
+        """Send one sequence to the core.
+
+        Raises:
+            RequestFailed: the engine rejects it.
+        """
+        history = self._new_history(session)
+        add = self._client.submit_to(
+            history, prompt_token_ids, params, **session.body.request_options
+        )
+        history.request_id = add.request_id
+        session.histories.append(history)
+        session.accepted.adds.append(add)
+        return self.reader(session, history)
+
+    def reader(self, session: Session, history: History) -> HistoryReader:
+        """Return a new reader of a sequence."""
+
+        def stop() -> None:
+            if not history.is_ended:
+                self._client.cancel(history.request_id)
+            history.stop()
+
+        return HistoryReader(history, stop)
+
+    async def accept(self, session: Session) -> None:
+        """Write the session's record once all sequences are submitted, and wait for the disk."""
+        self.journaling.write(packed(session.accepted))
+        await self.journaling.written(_COMMIT_TIMEOUT_S)
+
+    def attach(self, session: Session) -> None:
+        """Count a connection that begins to read the session."""
+        session.num_attached += 1
+        if session.expiry is not None:
+            session.expiry.cancel()
+            session.expiry = None
+
+    def detach(self, session: Session, *, is_known: bool, is_sent: bool) -> None:
+        """Count a connection that has ended; without another one the session will expire.
+
+        Args:
+            is_known: the client knows the session's id.
+            is_sent: the connection sent the complete answer.
+        """
+        session.num_attached -= 1
+        session.is_known = session.is_known or is_known
+        session.is_sent = session.is_sent or is_sent
+        if session.num_attached or not self._is_open(session):
+            return
+        has_failed = any(history.error is not None for history in session.histories)
+        if has_failed or not session.is_known or not session.histories:
+            self.remove(session)
+        else:
+            self._expire_later(session)
+
+    def remove(self, session: Session) -> None:
+        """Abort what still runs of the session, and remove it."""
+        if not self._is_open(session):
+            return
+        del self._by_id[session.request_id]
+        if session.expiry is not None:
+            session.expiry.cancel()
+        for history in session.histories:
+            reason = history.finish_reason
+            if not history.is_ended:
+                self._client.cancel(history.request_id)
+                reason = FinishReason.ABORT
+            if reason is not None and history.count_end():
+                self._on_end(reason)
+        session.lease.close()
+        self.journaling.write(RemoveRecord(session.number))
+
+    def _is_open(self, session: Session) -> bool:
+        """Whether it was not removed; its id may belong to another session by now."""
+        return self._by_id.get(session.request_id) is session
+
+    def _expire_later(self, session: Session) -> None:
+        loop = asyncio.get_running_loop()
+        session.expiry = loop.call_later(self._window_s, self.remove, session)
+
+    def _lease(self, num_bytes: int) -> Lease:
+        """Reserve room for one more request; answers that were sent completely make room."""
+        while True:
+            try:
+                return self._budget.open(num_bytes)
+            except ApiError:
+                sent = (s for s in self._by_id.values() if not s.num_attached and s.is_sent)
+                oldest = next(sent, None)
+                if oldest is None:
+                    raise
+                self.remove(oldest)
+
+    def _new_history(self, session: Session) -> History:
+        index = len(session.histories)
+
+        def on_output(history: History, output: RequestOutput | None) -> None:
+            if output is not None:
+                self.journaling.row(Row(session.number, index, output))
+            elif history.is_stopped:
+                self.journaling.write(StopRecord(session.number, index))
+
+        return History(on_output)
+
+    # The journal --------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Iterator[Message]:
+        for session in list(self._by_id.values()):
+            if session.accepted.adds:
+                for record in session.records():
+                    if not self._is_open(session):
+                        break
+                    yield record
+
+    async def _restore(self, records: list[bytes]) -> None:
+        """Resend requests that were open, and keep answers until their clients come back."""
+        replay = Replay()
+        await _in_slices(records, replay.apply, self._clock)
+        requests = replay.open_requests()
+        num_open = 0
+
+        def restore(request: ReplayedRequest) -> None:
+            nonlocal num_open
+            try:
+                num_open += self._restore_one(request)
+            except Exception as error:  # for example, another version of Troika wrote it
+                log.warning("request %s is not resumed: %s", request.accepted.request_id, error)
+
+        await _in_slices(requests, restore, self._clock)
+        if requests:
+            log.info("%d of the journal's %d requests continue", num_open, len(requests))
+
+    def _restore_one(self, request: ReplayedRequest) -> bool:
+        """Add the session of a request; returns whether it still runs."""
+        accepted = request.accepted
+        if accepted.request_id in self._by_id:  # its client came back before the journal was read
+            return False
+        decoded = self._decoders[accepted.path](accepted.raw, accepted.adds)
+        session = self._add(accepted, decoded, self._lease(len(accepted.raw)))
+        session.is_known = True
+        self._expire_later(session)
+        for add, replayed in zip(accepted.adds, request.histories, strict=True):
+            self._adopt(session, add, replayed)
+        return not session.is_ended
+
+    def _adopt(self, session: Session, add: AddRequest, replayed: History) -> None:
+        history = self._new_history(session)
+        session.histories.append(history)
+        history.add(replayed.whole())
+        if replayed.is_stopped:
+            history.stop()
+        if history.is_ended:
+            history.is_counted = True  # by the predecessor
+            return
+        try:
+            history.request_id = self._client.adopt(resumed(add, history), history)
+        except RequestFailed as failure:
+            history.fail(failure)
+
+
+async def _in_slices(items: Iterable[T], act: Callable[[T], None], clock: Clock) -> None:
+    """Call `act` for many items without blocking the event loop for long."""
+    began = clock.monotonic()
+    for item in items:
+        act(item)
+        if clock.monotonic() - began > _SLICE_S:
+            await asyncio.sleep(0)
+            began = clock.monotonic()

@@ -1,0 +1,104 @@
+"""Reads the text side of a checkpoint: special tokens, chat templates, sampling defaults."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.config import ConfigError
+from protocol.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
+
+log = logging.getLogger("troika.api")
+
+_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """Values of fields that a request leaves out; generation_config.json may change them."""
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, or an empty one where the file does not exist.
+
+    Raises:
+        ConfigError: the file does not hold a JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return content
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens of a tokenizer_config.json."""
+    tokens = {}
+    for name in (f"{kind}_token" for kind in _SPECIAL_TOKENS):
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Return the defaults of generation_config.json; ignores, and logs, values out of bounds."""
+    config = read_json(directory / "generation_config.json")
+    values = {}
+    for item in msgspec.structs.fields(SamplingDefaults):
+        value = config.get(item.name)
+        if value is None:
+            continue
+        try:
+            values[item.name] = msgspec.convert(value, item.type)
+        except msgspec.ValidationError as error:
+            log.warning("generation_config.json: %s is ignored: %s", item.name, error)
+    return SamplingDefaults(**values)
+
+
+def chat_templates(directory: Path, config: dict[str, Any], override: str | None) -> dict[str, str]:
+    """Return the sources of the chat templates by name; the usual one is "default".
+
+    Args:
+        config: content of tokenizer_config.json.
+        override: a file that replaces them all.
+
+    Raises:
+        ConfigError: `override` cannot be read.
+    """
+    if override is not None:
+        try:
+            return {"default": Path(override).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: cannot read {override}: {error}") from error
+    templates = _named(config.get("chat_template"))
+    templates |= _named(read_json(directory / "chat_template.json").get("chat_template"))
+    if (file := directory / "chat_template.jinja").is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _named(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        try:
+            return {item["name"]: item["template"] for item in value}
+        except (KeyError, TypeError) as error:
+            raise ConfigError("chat_template: an entry lacks its name or its template") from error
+    return {}

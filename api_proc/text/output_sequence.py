@@ -1,0 +1,164 @@
+"""One output sequence of a request: token ids become text, which ends at a stop string."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
+
+from api_proc.text.detokenizer import Detokenizer
+from api_proc.text.stop import StopMatcher
+from protocol.api_core import RequestOutput
+from protocol.core_worker import TokenLogprobs
+from protocol.sampling import FinishReason
+
+
+class Prompt(NamedTuple):
+    """One prompt of a request: its ids, and its text where it was sent as text."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class TokenStream(Protocol):
+    """The source of a sequence's tokens."""
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that were received and not read yet."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    def cancel(self) -> None:
+        """Stop generating."""
+
+
+class Delta(NamedTuple):
+    """The text and tokens that one output of the core adds to an answer."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    text_offsets: Sequence[int] = ()
+    """Number of characters of output before each token."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the sequence."""
+
+
+class OutputSequence:
+    """The state of one sequence while it is generated."""
+
+    def __init__(
+        self,
+        index: int,
+        stream: TokenStream,
+        detokenizer: Detokenizer,
+        *,
+        num_prompt_tokens: int,
+        stop: list[str],
+        include_stop: bool,
+        min_tokens: int,
+    ) -> None:
+        self.index = index
+        self.stream = stream
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """By position; None for the first token."""
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop, include_in_output=include_stop) if stop else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_chars = 0
+
+    def push(self, output: RequestOutput) -> Delta:
+        """Process the next output of the core; a stop string ends the sequence early."""
+        self._add_prompt_info(output)
+        finish_reason = None if output.finish_reason is None else str(output.finish_reason)
+        if self._matcher is None and output.logprobs is None:
+            delta = self._push_all(output, finish_reason)
+        else:
+            delta = self._push_each(output, finish_reason)
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    def _add_prompt_info(self, output: RequestOutput) -> None:
+        if output.num_cached_tokens is not None and self.num_output_tokens == 0:
+            self.num_cached_tokens = output.num_cached_tokens
+        for part in output.prompt_logprobs or []:
+            known = self.prompt_logprobs
+            if not known:
+                known.append(None)
+            assert part.first_position <= len(known)
+            known.extend(part.entries[len(known) - part.first_position :])
+
+    def _push_all(self, output: RequestOutput, finish_reason: str | None) -> Delta:
+        """The common case: all tokens are decoded in one call."""
+        token_ids = output.token_ids
+        self.num_output_tokens += len(token_ids)
+        if finish_reason is None:
+            return Delta(self._detokenizer.push(token_ids), token_ids)
+        text = self._detokenizer.push(token_ids[: self._num_shown(output)])
+        text += self._detokenizer.flush()
+        return Delta(text, token_ids, None, (), finish_reason, output.stop_token_id)
+
+    def _push_each(self, output: RequestOutput, finish_reason: str | None) -> Delta:
+        text = ""
+        offsets: list[int] = []
+        num_shown = self._num_shown(output)
+        for position, token_id in enumerate(output.token_ids):
+            offsets.append(self._num_chars)
+            self.num_output_tokens += 1
+            is_last = finish_reason is not None and position == len(output.token_ids) - 1
+            piece = self._detokenizer.push([token_id]) if position < num_shown else ""
+            if is_last:
+                piece += self._detokenizer.flush()
+            text += self._filter(piece)
+            if self._matcher is not None and self._matcher.matched is not None:
+                return self._stop(output, position + 1, text, offsets, self._matcher.matched)
+        if finish_reason is not None and self._matcher is not None:
+            text += self._matcher.flush()
+        return Delta(
+            text, output.token_ids, output.logprobs, offsets, finish_reason, output.stop_token_id
+        )
+
+    def _filter(self, piece: str) -> str:
+        """Return the part of `piece` that cannot become a stop string."""
+        self._num_chars += len(piece)
+        if self._matcher is None or not piece or self.num_output_tokens <= self._min_tokens:
+            return piece
+        return self._matcher.push(piece)
+
+    def _stop(
+        self, output: RequestOutput, num_tokens: int, text: str, offsets: list[int], matched: str
+    ) -> Delta:
+        if num_tokens < len(output.token_ids) or output.finish_reason is None:
+            self.stream.cancel()
+        logprobs = None if output.logprobs is None else output.logprobs[:num_tokens]
+        token_ids = output.token_ids[:num_tokens]
+        return Delta(text, token_ids, logprobs, offsets, str(FinishReason.STOP), matched)
+
+    def _num_shown(self, output: RequestOutput) -> int:
+        """Return how many tokens become text: without a stop token, unless it was asked for."""
+        num_tokens = len(output.token_ids)
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+            return num_tokens - 1
+        return num_tokens
+
+
+def join(deltas: list[Delta]) -> Delta:
+    """Merge all deltas of one sequence."""
+    last = deltas[-1]
+    logprobs = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+    return Delta(
+        "".join([delta.text for delta in deltas]),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs,
+        [offset for delta in deltas for offset in delta.text_offsets],
+        last.finish_reason,
+        last.stop_reason,
+    )

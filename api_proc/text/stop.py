@@ -1,0 +1,83 @@
+"""Finds stop strings in text that arrives in pieces, and holds back text that may become one."""
+
+
+class StopMatcher:
+    """Matches all stop strings in parallel, character by character.
+
+    The first stop string to be complete wins, the longest one where several end at the same place,
+    so the result does not depend on how the text is split into pieces.
+    """
+
+    def __init__(self, stops: list[str], *, include_in_output: bool) -> None:
+        self.matched: str | None = None
+        self._patterns = [_Pattern(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._include = include_in_output
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Add the next piece and return the text that can be shown. A match ends the input."""
+        assert self.matched is None
+        end = min((pattern.push(text) for pattern in self._patterns), default=len(text) + 1)
+        buffer = self._held + text
+        if end <= len(text):
+            self.matched = next(p.text for p in self._patterns if p.end == end)
+            cut = len(self._held) + end
+            self._held = ""
+            return buffer[: cut if self._include else cut - len(self.matched)]
+        num_held = max((pattern.num_matched for pattern in self._patterns), default=0)
+        shown = len(buffer) - num_held
+        self._held = buffer[shown:]
+        return buffer[:shown]
+
+    def flush(self) -> str:
+        """Return the text that is still held back, at the end of the input."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """One stop string with its Knuth-Morris-Pratt state."""
+
+    __slots__ = ("_failure", "end", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        """Length of the stop string's prefix that the text ends with."""
+        self.end = 0
+        self._failure = _failure_table(text)
+
+    def push(self, piece: str) -> int:
+        """Return the place in `piece` where the stop string ends, or `len(piece) + 1`."""
+        self.end = len(piece) + 1
+        matched = self.num_matched
+        text = self.text
+        start = 0
+        if not matched:
+            start = piece.find(text[0])
+            if start < 0:
+                return self.end
+        for i in range(start, len(piece)):
+            character = piece[i]
+            while matched and text[matched] != character:
+                matched = self._failure[matched - 1]
+            if text[matched] == character:
+                matched += 1
+                if matched == len(text):
+                    self.end = i + 1
+                    return self.end
+        self.num_matched = matched
+        return self.end
+
+
+def _failure_table(text: str) -> list[int]:
+    """For each prefix of `text`: the length of its longest proper prefix that is also a suffix."""
+    table = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = table[length - 1]
+        if text[i] == text[length]:
+            length += 1
+        table[i] = length
+    return table

@@ -1,0 +1,194 @@
+"""Text to token ids and back, with the tokenizers library and without transformers.
+
+`HfTokenizer` loads a checkpoint's tokenizer.json; `ByteTokenizer` serves models without one.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tokenizers import Tokenizer
+
+from api_proc.text.checkpoint import special_tokens
+from api_proc.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from protocol.config import ConfigError
+
+FIRST_BYTE_ID = 3
+"""Ids 3 to 258 of the byte tokenizer are the bytes 0 to 255."""
+
+
+class EncodeOptions(NamedTuple):
+    """How a text becomes token ids."""
+
+    add_special_tokens: bool
+    max_tokens: int
+    keep_last: int | None = None
+    """Cut the ids to this many at their end."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than `max_tokens`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+
+
+class TextTokenizer(Protocol):
+    """The interface of a tokenizer. All methods block."""
+
+    special_tokens: dict[str, str]
+    """Named special tokens, for chat templates."""
+    longest_token_chars: int
+    """A text of n characters has at least n / longest_token_chars tokens."""
+
+    def encode(self, text: str, options: EncodeOptions) -> list[int]:
+        """Return the ids of `text`.
+
+        Raises:
+            TooManyTokens: there are more than `max_tokens`.
+        """
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of a whole sequence."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which need not be valid UTF-8."""
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """Return a decoder for the tokens that follow a prompt."""
+
+
+class _TokenTable(dict[int, bytes]):
+    """The bytes of each token by id, computed on first use."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self[token_id] = self._compute(token_id)
+        return value
+
+
+class HfTokenizer:
+    """A checkpoint's tokenizer."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        """Load `directory`/tokenizer.json.
+
+        Args:
+            config: content of tokenizer_config.json.
+
+        Raises:
+            ConfigError: the file is missing or cannot be read.
+        """
+        file = directory / "tokenizer.json"
+        try:
+            source = file.read_text(encoding="utf-8")
+            self._tokenizer = Tokenizer.from_str(source)
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"cannot load the tokenizer {file}: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
+        self.special_tokens = special_tokens(config)
+        self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._special_ids = _special_ids(self._tokenizer, self.special_tokens)
+        decoder = json.loads(source).get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._byte_by_character = _byte_level_alphabet()
+        self._table = _TokenTable(
+            self._byte_level_bytes if self._is_byte_level else self._piece_bytes
+        )
+
+    def encode(self, text: str, options: EncodeOptions) -> list[int]:
+        # Of the library's methods this one releases the GIL.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=options.add_special_tokens
+        )
+        if options.keep_last is not None and len(encoding) > options.keep_last:
+            encoding.truncate(options.keep_last, direction="left")
+        if len(encoding) > options.max_tokens:
+            raise TooManyTokens(len(encoding))
+        return list(encoding.ids)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id]
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        if self._is_byte_level:
+            hidden = self._special_ids if skip_special_tokens else frozenset[int]()
+            return ByteDetokenizer(self._table, prompt_token_ids, hidden)
+        return StreamDetokenizer(
+            self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+
+    def _byte_level_bytes(self, token_id: int) -> bytes:
+        """A byte-level vocabulary spells each byte as a printable character."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        try:
+            return bytes([self._byte_by_character[character] for character in token])
+        except KeyError:  # an added token is spelled as text
+            return token.encode("utf-8")
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        """A token of a SentencePiece-like vocabulary; used for logprobs only."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if len(token) == len("<0x00>") and token.startswith("<0x"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8")
+
+
+class ByteTokenizer:
+    """For a model without checkpoint: one token per byte of UTF-8.
+
+    Other ids are shown as `<id>`, so that every output of the null worker is visible.
+    """
+
+    longest_token_chars = 1
+
+    def __init__(self) -> None:
+        self.special_tokens: dict[str, str] = {}
+        self._table = _TokenTable(_byte_of_id)
+
+    def encode(self, text: str, options: EncodeOptions) -> list[int]:
+        data = text.encode("utf-8")
+        if options.keep_last is not None:
+            data = data[-options.keep_last :]
+        if len(data) > options.max_tokens:
+            raise TooManyTokens(len(data))
+        return [FIRST_BYTE_ID + byte for byte in data]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return b"".join([self._table[i] for i in token_ids]).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id]
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        return ByteDetokenizer(self._table, prompt_token_ids, frozenset())
+
+
+def _byte_of_id(token_id: int) -> bytes:
+    byte = token_id - FIRST_BYTE_ID
+    return bytes((byte,)) if 0 <= byte < 256 else f"<{token_id}>".encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character: printable Latin-1 is itself, the rest starts at U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _special_ids(tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:
+    added = tokenizer.get_added_tokens_decoder()
+    ids = {token_id for token_id, token in added.items() if token.special}
+    by_name = [tokenizer.token_to_id(token) for token in named.values()]
+    return frozenset(ids | {int(token_id) for token_id in by_name if token_id is not None})

@@ -1,0 +1,140 @@
+"""API key, request ids, body limits, unknown routes and methods."""
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from api_proc.app import _ROUTES, openai_app
+from api_proc.http.middleware import OPEN_PATHS
+from api_proc.state import ApiState
+from api_proc.text.processor import TextProcessor
+from protocol.settings import configure
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FakeClient, LiveServer
+
+KEY = "sk-ünïque"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    config = configure(model="null", api_key=KEY)
+    with LiveServer(config, FakeClient()) as live:
+        yield live
+
+
+def bearer(key: str) -> dict[bytes, bytes]:
+    return {b"Authorization": b"Bearer " + key.encode()}
+
+
+@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in _ROUTES])
+def test_every_route_but_health_needs_the_key(locked: LiveServer, method: str, path: str) -> None:
+    path = path.replace("{name:path}", "null")
+    response = httpx.request(method, locked.url + path, content=b"{}")
+    assert (response.status_code == 401) == (path not in OPEN_PATHS)
+    if response.status_code == 401:
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    response = httpx.request(method, locked.url + path, content=b"{}", headers=bearer(KEY))
+    assert response.status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"Bearer", b"Bearer sk-", b"Basic " + KEY.encode(), b"x" * 30_000]
+)
+def test_wrong_keys_are_rejected(locked: LiveServer, value: bytes) -> None:
+    response = httpx.get(locked.url + "/v1/models", headers={b"Authorization": value})
+    assert response.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/models",
+        "/v1/%6dodels",
+        "/v1/../v1/models",
+        "http://x/v1/models",
+        "/health/../v1/models",
+        "/health/",
+        "/v1/models?x=/health",
+        "/v1/models#/health",
+    ],
+)
+def test_odd_spellings_of_a_path_need_the_key(locked: LiveServer, target: str) -> None:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x/health?\r\n\r\n".encode())
+        assert b" 401 " in connection.recv(200)
+
+
+def test_scheme_may_be_written_in_any_case(locked: LiveServer) -> None:
+    headers = {b"Authorization": b"bearer " + KEY.encode()}
+    assert httpx.get(locked.url + "/v1/models", headers=headers).status_code == 200
+
+
+def test_a_valid_request_id_of_the_client_is_kept(http: httpx.Client) -> None:
+    response = http.get("/livez", headers={"x-request-id": "trace-1:2_3.4"})
+    assert response.headers["x-request-id"] == "trace-1:2_3.4"
+
+
+@pytest.mark.parametrize("value", [b"", b"a b", b"../etc", b"x" * 129, "é".encode()])
+def test_other_request_ids_are_replaced(http: httpx.Client, value: bytes) -> None:
+    response = http.get("/livez", headers={b"x-request-id": value})
+    assert re.fullmatch(r"[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"])
+def test_other_methods_are_not_allowed(http: httpx.Client, method: str) -> None:
+    response = http.request(method, "/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    if method != "HEAD":
+        assert response.json()["error"]["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/admin/drain", "/%00", "/v2/x"])
+def test_unknown_routes_are_not_found(http: httpx.Client, path: str) -> None:
+    response = http.post(path, content=b"{}")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_compressed_bodies_are_rejected(http: httpx.Client) -> None:
+    headers = {"content-encoding": "gzip"}
+    response = http.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_too_large_a_body_is_not_read_to_its_end(server: LiveServer, declared: bool) -> None:
+    size = f"Content-Length: {2**40}" if declared else "Transfer-Encoding: chunked"
+    chunk = b"%x\r\n%b\r\n" % (50_000, b" " * 50_000)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{size}\r\n\r\n".encode())
+        if not declared:
+            connection.sendall(chunk * 7)
+        received = b""
+        with contextlib.suppress(ConnectionError):  # it was closed before the end was read
+            while piece := connection.recv(2**16):
+                received += piece
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert b"body_too_large" in received
+
+
+def test_application_can_be_mounted_below_a_path(make_server: MakeServer) -> None:
+    config = configure(model="null", api_key=KEY)
+    client = FakeClient()
+    state = ApiState(client, config, TextProcessor.load(config.model))  # type: ignore[arg-type]
+    host = Starlette(routes=[Mount("/llm", openai_app(state))])
+    transport = httpx.ASGITransport(host)
+
+    async def get(path: str, **headers: str) -> int:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            return (await http.get(path, headers=headers)).status_code
+
+    assert asyncio.run(get("/llm/health")) == 200
+    assert asyncio.run(get("/llm/v1/models")) == 401
+    assert asyncio.run(get("/llm/v1/nothing")) == 401
