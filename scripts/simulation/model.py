@@ -52,5 +52,5 @@ class SimulatedModel(NullRunner):
             request.token_ids,
             request.num_prompt_tokens,
             request.sampling_params.seed,
-            self._facts.vocab_size,
+            self.facts.vocab_size,
         )
