@@ -160,7 +160,7 @@ class SimulatedChild:
     def _say(self) -> None:
         if self._link_events:
             self._link.link_events()
-        while self._unsaid and self._supervisor.say(self._unsaid[0]):
+        while self._unsaid and self._supervisor.send(self._unsaid[0]):
             self._unsaid.pop(0)
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
