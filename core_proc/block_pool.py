@@ -7,9 +7,7 @@ front, cached ones to the end, so cached contents live as long as there is anyth
 from collections.abc import Iterable, Sequence
 
 from core_proc.event_recorder import EventRecorder
-
-NULL_BLOCK = 0
-"""Never handed out: padding for block tables in the worker, and the ring's anchor here."""
+from protocol.core_worker import NULL_BLOCK
 
 
 class BlockPool:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from core_proc.block_pool import NULL_BLOCK
 from core_proc.event_recorder import group_key
 from core_proc.kv_cache import KVCacheManager, live_blocks, prefix_root
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.scheduler import Scheduler
+from protocol.core_worker import NULL_BLOCK
 
 
 def check_invariants(scheduler: Scheduler) -> None:

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from core_proc.block_pool import NULL_BLOCK, BlockPool
+from core_proc.block_pool import BlockPool
 from core_proc.event_recorder import EventRecorder, group_key
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from protocol.core_worker import KVGroup
+from protocol.core_worker import NULL_BLOCK, KVGroup
 from protocol.kv_events import KVEvent
 
 log = logging.getLogger("troika.core")

@@ -4,11 +4,10 @@ The core decides and keeps the books of the host's blocks; the worker copies, in
 steps. Tokens are the same either way.
 """
 
-from core_proc.block_pool import NULL_BLOCK
 from core_proc.kv_cache import live_blocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, SwappedOut
-from protocol.core_worker import BlockCopies
+from protocol.core_worker import NULL_BLOCK, BlockCopies
 
 NO_BLOCK = -1
 """In a host table: nothing was copied, because no window reaches it any more."""

@@ -35,14 +35,20 @@ import zmq
 
 from protocol import multipart
 from protocol.frame_sequence import Flag, FrameSequence, Verdict
-from protocol.message import DamagedFrame, Header, ProtocolError, pack_header, unpack_header
+from protocol.message import (
+    NO_EPOCH,
+    DamagedFrame,
+    Header,
+    ProtocolError,
+    pack_header,
+    unpack_header,
+)
 from protocol.runtime import SocketFactory
 
 MAX_FRAME_BYTES = 16 * 2**20
 _RECONNECT_MS = 10
 """Plus a random part of the same size. No backoff: a new core would wait for its worker."""
 _HANDSHAKE_MS = 2000
-_NO_EPOCH = 0
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)
 _EMPTY = int(Flag.BEAT | Flag.LOST)
@@ -296,7 +302,7 @@ class RouterChannel(_Channel):
 
     def _send_empty(self, peer: bytes, flag: Flag) -> None:
         with contextlib.suppress(PeerGone):
-            self._send(peer, _NO_EPOCH, b"", flag)
+            self._send(peer, NO_EPOCH, b"", flag)
 
 
 class DealerChannel(_Channel):

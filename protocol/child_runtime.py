@@ -1,9 +1,9 @@
-"""The child's side of a process: its arguments, its parent's death, its lifecycle link, its log.
+"""The child's side of a process: arguments, parent's death, lifecycle link, log.
 
 A process is started by command, `python -m core_proc ...`, by a supervisor or by hand. A supervisor
-hands over the configuration in a pipe (secrets stay out of argv and environment) and keeps the
-write end of a second one open: its EOF means that the parent is gone. It may hand over a progress
-page, too, in which the process says what it does; SIGUSR2 then makes it print its stacks.
+passes the configuration in a pipe (secrets stay out of argv and environment) and keeps the write
+end of a second one open: its EOF means that the parent is gone. It may also pass a progress page,
+in which the process reports what it does; SIGUSR2 then makes the process print its stacks.
 """
 
 import argparse
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
 EXIT_FATAL = 1
 EXIT_ORPHANED = 75
 FLUSH_MS = 100
-"""At the end, for peers that do not read; others take a millisecond."""
+"""Longest wait at the exit for peers that do not read."""
 _SUPERVISOR_TIMEOUT_MS = 60_000
 DUMP_SIGNAL = signal.SIGUSR2
 """Makes a process with a progress page print the stacks of its threads to stderr."""
 
 
 class ChildProcess:
-    """What a main program needs to know about its surroundings, and how it reports to them."""
+    """A main program's configuration and its reports to the supervisor, if there is one."""
 
     def __init__(self, role: Role, arguments: argparse.Namespace, config: EngineConfig) -> None:
         if arguments.parent_fd is not None:
-            die_with_parent()  # even one that is stopped, and cannot look at its pipe
+            die_with_parent()  # even a stopped process, which cannot read its pipe
             watch_parent(arguments.parent_fd)
         self.role = role
         self.config = config
@@ -82,7 +82,7 @@ class ChildProcess:
         progress_fd: int | None = getattr(arguments, "progress_fd", None)
         if progress_fd is not None:
             show_stacks()
-        # A client's text may hold up the API for a while; nobody else has such work.
+        # Long texts of clients may block the API's loop for a while.
         turn_s = config.recovery.api_hang_timeout_s if role is Role.API else None
         self.reporter = ProgressReporter(progress_fd, self.epoch, config.recovery, turn_s)
         self._lifecycle: DealerChannel | None = None
@@ -101,7 +101,7 @@ class ChildProcess:
     def from_argv(cls, program: str, role: Role, argv: Sequence[str]) -> "ChildProcess":
         """Parse the command line and set up logging to stderr.
 
-        Ends the program with usage and status 2 where the arguments are wrong.
+        Ends the program with usage and status 2 if the arguments are wrong.
         """
         parser = argparse.ArgumentParser(program, allow_abbrev=False)
         group = parser.add_argument_group("supervision", "Set by the supervisor.")
@@ -118,49 +118,49 @@ class ChildProcess:
             with os.fdopen(arguments.config_fd, "rb") as pipe:
                 config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
         elif config.run.run_dir is None:
-            parser.error("--run-dir is needed where no supervisor sets it")
+            parser.error("--run-dir is required without a supervisor")
         label = f"{role} {arguments.rank}" if role is Role.WORKER else str(role)
         configure_logging(label, config.run.log_level)
         return cls(role, arguments, config)
 
     @property
     def core_client_address(self) -> str:
-        """Where the core listens for clients."""
+        """The address for clients of the core."""
         return client_address(self.run_dir)
 
     @property
     def core_worker_address(self) -> str:
-        """Where the core listens for workers."""
+        """The address for workers of the core."""
         return worker_address(self.run_dir)
 
     @property
     def num_fenced_frames(self) -> int:
-        """Commands to another incarnation, dropped."""
+        """Dropped commands to another incarnation."""
         return 0 if self._supervisor is None else self._supervisor.num_fenced_frames
 
     @property
     def lifecycle_socket(self) -> zmq.Socket[bytes] | None:
-        """Socket to poll for `messages`; None where there is no supervisor."""
+        """Socket to poll for `messages`; None without a supervisor."""
         return None if self._lifecycle is None else self._lifecycle.socket
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Report a step of the start; extends its deadline."""
+        """Report a step of the start, which extends its deadline."""
         self.reporter.load(phase, done)
         self._tell(Progress(phase, done, total))
 
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
-        """Report that the start is over, and how many KV blocks successors are to have, too."""
-        self.reporter.turn()  # watched from now on like all that serve, under its present epoch
+        """Report that the start is over, and the KV blocks that successors must have too."""
+        self.reporter.turn()  # from now on it has the limits of a serving process
         self._hold(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:
-        """Report that nothing is running here any more."""
+        """Report that no request is open."""
         self._hold(Drained())
 
     def fatal(
         self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
     ) -> NoReturn:
-        """Report why this process cannot go on, and exit."""
+        """Report a fatal error, and exit."""
         text = f"{type(error).__name__}: {error}"
         self.log.error("%s failed: %s", phase, text, exc_info=retry)
         self._tell(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
@@ -171,21 +171,19 @@ class ChildProcess:
         os._exit(EXIT_FATAL)
 
     def leave(self) -> NoReturn:
-        """End this process once what was sent last is written, however its sockets are set.
+        """Exit after the last messages are written, without waiting for the interpreter's shutdown.
 
-        At once then: a successor waits for the end, and interpreter and libraries take their time.
+        A successor waits for the end of this process.
         """
         self.context.destroy(linger=FLUSH_MS)
         sys.stderr.flush()
         os._exit(0)
 
     def wait_for_promotion(self) -> bool:
-        """Wait until this standby is to take the place of another, under a new epoch.
-
-        The wait ends with the supervisor's at the latest: the process does.
+        """Wait until this standby is promoted to a new epoch; the supervisor's death ends it.
 
         Returns:
-            False where it is to stop instead.
+            False if it must stop instead.
         """
         assert self.lifecycle_socket is not None
         assert self._supervisor is not None
@@ -202,7 +200,7 @@ class ChildProcess:
                     return False
 
     def messages(self) -> list[Command]:
-        """Commands that have arrived from the supervisor; ask again within `REPEAT_S`."""
+        """Return the supervisor's commands; to be called at least every `REPEAT_S`."""
         if self._supervisor is None:
             return []
         if self._is_terminated:
@@ -211,11 +209,7 @@ class ChildProcess:
         return self._supervisor.read()
 
     def ask_for_restart(self) -> bool:
-        """Ask the supervisor to replace this process without losing anything.
-
-        Returns:
-            False where there is no supervisor.
-        """
+        """Request a planned restart of this process; False without a supervisor."""
         if self._supervisor is None:
             return False
         self._supervisor.ask_for_restart(RestartQuery(self.role))
@@ -223,7 +217,7 @@ class ChildProcess:
         return True
 
     def restart_on_sigterm(self) -> None:
-        """Let SIGTERM be such a request, made with the next look at `messages`."""
+        """Make SIGTERM such a request, which the next call of `messages` sends."""
 
         def remember(*_: object) -> None:
             self._is_terminated = True
@@ -262,7 +256,7 @@ class ChildProcess:
 
     def _tell(self, message: ToSupervisor) -> None:
         if self._supervisor is not None:
-            self._supervisor.say(message)
+            self._supervisor.send(message)
             self._look_again()
 
     def _hold(self, message: Ready | Drained) -> None:
@@ -271,14 +265,14 @@ class ChildProcess:
             self._look_again()
 
     def _look_again(self) -> None:
-        """The descriptor is edge-triggered: sending may swallow the sign of an arrival."""
+        """The descriptor is edge-triggered: a send may consume the event of an arrival."""
         if self._deliver_soon is not None:
             self._deliver_soon()
 
     def _wait_for_supervisor(self) -> None:
-        """The supervisor listens before it starts children, so this takes a millisecond.
+        """Wait for the connection: the supervisor listens before it starts children.
 
-        One that was stopped meanwhile answers later; one that has died ends this process.
+        A stopped supervisor answers later; a dead one ends this process.
         """
         assert self._lifecycle is not None
         if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
@@ -286,7 +280,7 @@ class ChildProcess:
 
 
 def watch_parent(parent_fd: int) -> None:
-    """End this process as soon as the other end of a pipe is closed; at once if it is already."""
+    """End this process as soon as the other end of a pipe is closed."""
     poller = select.poll()
     poller.register(parent_fd, select.POLLIN)
     if poller.poll(0):
@@ -300,9 +294,9 @@ def watch_parent(parent_fd: int) -> None:
 
 
 def show_stacks() -> None:
-    """Print the stacks of all threads when a signal asks for it, and at a crash.
+    """Print the stacks of all threads at DUMP_SIGNAL and at a crash.
 
-    It works while another thread holds the interpreter, for C code does it; the crash goes on.
+    C code does it, so it works while another thread holds the interpreter.
     """
     faulthandler.enable(sys.stderr)
     faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)

@@ -180,21 +180,21 @@ class ApiConfig(Section):
         Meta(
             gt=0.0,
             le=3600.0,
-            description="A stream whose client takes nothing for so long is dropped.",
+            description="Seconds without reading after which a client's stream is dropped.",
         ),
     ] = 60.0
     journal_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Directory for a journal of open requests, so that clients can go on with "
-            "theirs after a lost connection or a restart of the server. Default: none is kept.",
+            description="Directory for a journal of open requests, so that clients can resume them "
+            "after a lost connection or a restart of the server. Default: no journal.",
         ),
     ] = None
     journal_sync: Annotated[
         bool,
         Meta(
-            description="Sync the journal to its medium with every write: requests survive a loss "
-            "of power too, and each waits for the disk before its answer begins.",
+            description="Sync the journal to the disk with every write: requests survive a loss of "
+            "power too, and each waits for the disk before its answer begins.",
         ),
     ] = False
     resume_window_s: Annotated[
@@ -202,8 +202,8 @@ class ApiConfig(Section):
         Meta(
             gt=0.0,
             le=3600.0,
-            description="With a journal: how long a request goes on, or its answer is kept, while "
-            "no client is connected to it.",
+            description="With a journal: seconds for which a request continues, or its answer is "
+            "kept, without a connected client.",
         ),
     ] = 30.0
 
@@ -226,8 +226,8 @@ class RecoveryConfig(Section):
         Meta(
             ge=0.02,
             le=3600.0,
-            description="A worker or core that shows no progress for so long is suspected to hang; "
-            "after twice as long it is killed. Steps that usually take longer get more time.",
+            description="Seconds without progress after which a worker or core is suspected to "
+            "hang; after twice that it is killed. Steps that usually take longer get more time.",
         ),
     ] = 2.0
     hang_step_factor: Annotated[
@@ -235,8 +235,8 @@ class RecoveryConfig(Section):
         Meta(
             ge=1.0,
             le=1000.0,
-            description="A step is suspected to hang after so many times what steps of its size "
-            "took lately, if that is more than hang_timeout_s.",
+            description="A step is suspected to hang after this multiple of the time that steps of "
+            "its size took lately, if that is more than hang_timeout_s.",
         ),
     ] = 20.0
     api_hang_timeout_s: Annotated[
@@ -244,8 +244,8 @@ class RecoveryConfig(Section):
         Meta(
             ge=0.1,
             le=3600.0,
-            description="An API process whose event loop stands still for so long is suspected to "
-            "hang; after twice as long it is killed.",
+            description="Seconds for which the API's event loop may be blocked before it is "
+            "suspected to hang; after twice that it is killed.",
         ),
     ] = 5.0
     first_step_timeout_s: Annotated[
@@ -253,8 +253,7 @@ class RecoveryConfig(Section):
         Meta(
             ge=0.02,
             le=3600.0,
-            description="The same for steps of sizes that a worker has not computed yet: at most "
-            "so long.",
+            description="Limit in seconds for steps of sizes that a worker has not computed yet.",
         ),
     ] = 60.0
     stall_timeout_s: Annotated[
@@ -262,14 +261,14 @@ class RecoveryConfig(Section):
         Meta(
             gt=0.0,
             le=86_400.0,
-            description="Open requests fail when no engine has served for so long.",
+            description="Seconds without a serving engine after which open requests fail.",
         ),
     ] = 120.0
     give_up_after_s: Annotated[
         Annotated[float, Meta(gt=0.0, le=86_400.0)] | None,
         Meta(
-            description="A process that has kept dying for so long ends the engine with a status "
-            "that is not 0. Default: it is tried for ever.",
+            description="Seconds of repeated deaths of a process after which the engine ends with "
+            "a status other than 0. Default: it is restarted without limit.",
         ),
     ] = None
     standby_workers: Annotated[
@@ -338,7 +337,9 @@ def validate(config: EngineConfig) -> EngineConfig:
             f"max_num_seqs {scheduler.max_num_seqs}"
         )
     if config.cache.enable_kv_events and not config.cache.enable_prefix_caching:
-        raise ConfigError("enable_kv_events needs enable_prefix_caching: it tells what is cached")
+        raise ConfigError(
+            "enable_kv_events needs enable_prefix_caching: events report what is cached"
+        )
     _validate_scheduler(scheduler)
     if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
         raise ConfigError("tensor_parallel_size above 1 works with the null model only")
@@ -371,7 +372,7 @@ def _validate_recovery(config: EngineConfig) -> None:
 
 
 def _validate_scheduler(scheduler: SchedulerConfig) -> None:
-    """A switch that would do nothing is refused, so that nobody believes in it."""
+    """Refuse switches that would have no effect."""
     scheduled = scheduler.max_num_scheduled_tokens
     if scheduled is not None and scheduled > scheduler.max_num_batched_tokens:
         raise ConfigError(

@@ -23,7 +23,7 @@ from protocol.api_core import (
 )
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent, Received
 from protocol.kv_events import KVEventBatch, KVEventsRefused
-from protocol.message import ProtocolError, encode
+from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.runtime import SocketFactory
 
 TICK_S = 1.0
@@ -34,7 +34,6 @@ RELINK_TIMEOUT_S = 2.0
 """Time without a connection after which a socket is replaced: some errors end its reconnecting."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
-_UNKNOWN_EPOCH = 0
 
 News = StepOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
 """All messages of a core but its status."""
@@ -70,7 +69,7 @@ class CoreLink:
         self._make_context = make_context
         self._getpid = getpid
         self._outbox: deque[bytes] = deque()
-        self._epoch = _UNKNOWN_EPOCH
+        self._epoch = NO_EPOCH
         self._is_flushing = False
         self._is_look_due = False
         self._is_linked = False
@@ -87,7 +86,7 @@ class CoreLink:
     @property
     def is_agreed(self) -> bool:
         """Whether the core's epoch is known: otherwise messages are dropped."""
-        return self._epoch != _UNKNOWN_EPOCH
+        return self._epoch != NO_EPOCH
 
     @property
     def has_room(self) -> bool:
@@ -165,7 +164,7 @@ class CoreLink:
 
     def _forget_epoch(self) -> None:
         self._outbox.clear()
-        self._epoch = _UNKNOWN_EPOCH
+        self._epoch = NO_EPOCH
 
     def _greet(self) -> None:
         """Begin anew: the core drops this client's requests and answers with its epoch."""

@@ -1,18 +1,19 @@
-"""Link 2, core and workers: full data once, then only what changed.
+"""The link between core and workers: full data once, then only what changed.
 
-The worker mirrors the running set in admission order, so a steady decode step names nobody: every
-mirrored request computes one more token unless the message says otherwise. Rules of the mirror:
+The worker mirrors the running set in admission order, so a steady decode step names no request:
+every mirrored request computes one more token unless the message names it. Rules of the
+mirror:
 
 1. `preempted_req_ids` and `finished_req_ids` leave the mirror first. A preempted request is
-   forgotten; it comes back, if at all, as a new one.
+   forgotten; if it comes back, it is new.
 2. `scheduled_new_reqs` are appended to it, in order.
 3. `scheduled_cached_reqs` appends blocks to the tables of the requests that it names.
 4. Every mirrored request is scheduled for `num_scheduled_tokens.get(req_id, 1)` tokens (0: it sits
    this step out), from its number of computed tokens on, in mirror order.
 5. A request samples in every step that reaches the end of its known tokens; the worker appends
-   what it sampled itself and feeds it forward. That is one token, or more where the step went on
-   past the known tokens over drafts, and some of these were right; the KV of wrong ones does not
-   count as computed.
+   what it sampled itself and feeds it forward. That is one token, or more if the step continued
+   past the known tokens over drafts, and some of these were accepted; the KV of rejected drafts
+   does not count as computed.
 """
 
 from typing import Annotated
@@ -35,26 +36,30 @@ StepId = Annotated[int, Meta(ge=0, lt=2**53)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
 
 
+NULL_BLOCK = 0
+"""Never allocated; stands in block tables at positions whose KV is not needed any more."""
+
+
 class KVGroup(Record):
-    """Layers that share their block tables: all see equally far."""
+    """Layers with the same attention window, which share their block tables."""
 
     window: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    """A token sees so many positions, itself included; None: all before it."""
+    """Positions that a token attends to, itself included; None: all before it."""
     max_blocks: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
-    """Blocks that one request holds at most, whatever its length; None: no such bound."""
+    """Most blocks that one request holds, whatever its length; None: no bound."""
 
 
 class ModelFacts(Record):
-    """What only a worker can know: the loaded model and the memory it found."""
+    """What only a worker knows: the loaded model and its memory."""
 
     model: Text
     """Name or directory as configured."""
     vocab_size: Annotated[int, Meta(ge=1, lt=2**31)]
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)]
-    """Tokens, prompt and output together."""
+    """Tokens, prompt and outputs together."""
     block_size: Annotated[int, Meta(ge=1, le=1024)]
     num_gpu_blocks: Annotated[int, Meta(ge=2, lt=2**31)]
-    """Blocks in the pool, with block 0, the null block, which is never handed out."""
+    """Blocks in the pool, NULL_BLOCK included."""
     eos_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)]
     dtype: Text = ""
     device: Text = ""
@@ -63,15 +68,15 @@ class ModelFacts(Record):
     )
     """A request has one block table for each; all take their blocks from one pool."""
     num_host_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Blocks in host memory, numbered from 0, for the KV of requests that are swapped out."""
+    """Blocks in host memory, numbered from 0, for the KV of swapped requests."""
     exact_resume: bool = False
-    """A request that is computed again from its tokens, whatever beside and in whatever chunks,
-    gets the same logits bit for bit, and so the same tokens."""
+    """A request that is computed again from its tokens, in any batch and any chunks, gets the same
+    logits bit for bit, and so the same tokens."""
     exact_resume_reason: Text = ""
-    """Why not; empty if it is so."""
+    """Why `exact_resume` is false; else empty."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
-        """Whether all that clients were promised still holds; how exact it is may have changed."""
+        """Whether workers with these facts can continue; only `exact_resume` may differ."""
         return self == msgspec.structs.replace(
             before,
             exact_resume=self.exact_resume,
@@ -79,7 +84,7 @@ class ModelFacts(Record):
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks of the pool that a request of so many tokens holds at once, at most."""
+        """Most blocks of the pool that a request of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(
             num_blocks if group.max_blocks is None else min(num_blocks, group.max_blocks)
@@ -88,7 +93,7 @@ class ModelFacts(Record):
 
 
 class WorkerHello(Message):
-    """Worker → core, the first message of a connection: who I am and what I have loaded.
+    """Worker → core: the first message of a connection.
 
     The header's epoch is the worker's own, as its supervisor issued it.
     """
@@ -97,11 +102,11 @@ class WorkerHello(Message):
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
     facts: ModelFacts
     swap_cost_tokens: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Copying one block to the host and back takes as long as computing so many prompt tokens."""
+    """Cost of copying one block to the host and back, in prompt tokens computed in that time."""
 
 
 class Adopt(Message):
-    """Core → worker: forget every request; the next step is `first_step_id`.
+    """Core → worker: drop all requests; the next step is `first_step_id`.
 
     The header's epoch holds for the link from now on. It is at least the core's and every worker's,
     and greater than at any adoption before.
@@ -111,22 +116,22 @@ class Adopt(Message):
 
 
 class NewRequestData(Record):
-    """A request the worker does not know: new, or resumed after a preemption."""
+    """A request that the worker does not know: new, or resumed after a preemption."""
 
     req_id: RequestId
     token_ids: PackedTokenIds
     """Prompt and outputs so far."""
     num_prompt_tokens: Annotated[int, Meta(ge=1)]
-    """The first so many of `token_ids` are the prompt; outputs stay outputs."""
+    """Length of the prompt in `token_ids`."""
     sampling_params: SamplingParams
     block_ids: list[BlockIds]
-    """One table per KV group, all equally long. Block 0, the null block, stands where the group's
-    window has passed and nothing will ever be read."""
+    """One table per KV group, all equally long; NULL_BLOCK at positions that the group's window
+    has passed."""
     num_computed_tokens: Annotated[int, Meta(ge=0)]
-    """Computing starts here: KV of the positions before comes from the prefix cache or the host."""
+    """First position to compute: KV before it comes from the prefix cache or the host."""
     num_cached_tokens: Annotated[int, Meta(ge=0)]
-    """KV of so many positions is in the blocks. One more than `num_computed_tokens` where the whole
-    prompt was found: its last token is computed for its logits, and no KV is written for it."""
+    """Positions whose KV is in the blocks. One more than `num_computed_tokens` if the whole prompt
+    was cached: its last token is computed for its logits, and no KV is written for it."""
 
 
 class CachedRequestData(Record):
@@ -134,7 +139,7 @@ class CachedRequestData(Record):
 
     req_ids: list[RequestId] = []
     new_block_ids: list[list[BlockIds]] = []
-    """For each request: what is appended to the table of each KV group, equally much to all."""
+    """For each request: blocks appended to the table of each KV group, equally many to all."""
 
 
 class BlockCopies(Record):
@@ -151,23 +156,23 @@ class SchedulerOutput(Message):
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
     num_scheduled_tokens: dict[RequestId, Annotated[int, Meta(ge=0)]]
-    """Only what differs from one token. What reaches past the known tokens are drafts to verify:
-    the first ones of those that the worker has announced for the request."""
+    """Numbers other than one. Tokens past the known ones are drafts to verify: the first of those
+    that the worker announced for the request."""
     total_num_scheduled_tokens: Annotated[int, Meta(ge=0)]
-    """Over the whole mirror; both ends add up and compare."""
+    """Over the whole mirror; the worker compares it with its own sum."""
     preempted_req_ids: list[RequestId]
     finished_req_ids: list[RequestId]
     swap_out: BlockCopies = field(default_factory=BlockCopies)
-    """From the pool to the host, before anything else happens in this step."""
+    """From the pool to the host, before anything else in this step."""
     swap_in: BlockCopies = field(default_factory=BlockCopies)
-    """From the host to the pool, to blocks of requests that are new in this step: after
-    `swap_out`, before the step computes."""
+    """From the host to blocks of requests that are new in this step: after `swap_out`, before the
+    step computes."""
 
 
 class Sleep(Message):
-    """Core → worker: give the memory of the KV cache back until the next step; its content is lost.
+    """Core → worker: release the KV cache's memory until the next step; its content is lost.
 
-    Every request has left the mirror before.
+    All requests have left the mirror before.
     """
 
 
@@ -177,7 +182,7 @@ class TokenLogprobs(Record):
     token_id: int
     logprob: float
     rank: int
-    """Position of the token in the whole vocabulary by likelihood, from 1."""
+    """Rank of the token in the whole vocabulary by likelihood, from 1."""
     top_ids: list[int]
     top_logprobs: list[float]
 
@@ -192,24 +197,23 @@ class PromptLogprobs(Record):
 
 
 class ModelRunnerOutput(Message):
-    """Worker rank 0 → core: what a step sampled."""
+    """Worker rank 0 → core: the results of a step."""
 
     step_id: StepId
     sampled_token_ids: TokenIds
     """Tokens of each request that sampled, in mirror order."""
     num_sampled_tokens: list[Annotated[int, Meta(ge=1)]] = []
-    """For each of them, how many of these tokens are its own: one, and one more for every draft
-    that was right. Empty: one each."""
+    """For each of them, its number of these tokens: one, and one more for every accepted draft.
+    Empty: one each."""
     num_draft_tokens: list[Annotated[int, Meta(ge=0)]] = []
-    """For each of them, how many tokens the worker guesses to come next, for the next step to
-    verify. Empty: none."""
+    """For each of them, the number of drafts for the next step to verify. Empty: none."""
     logprobs: dict[RequestId, list[TokenLogprobs]] = {}
-    """Of the requests that asked for them, one for each token."""
+    """By request, for those that want them: one for each token."""
     prompt_logprobs: list[PromptLogprobs] = []
     forward_ns: Annotated[int, Meta(ge=0)] = 0
-    """From the step's arrival to its tokens."""
+    """Nanoseconds from the step's arrival to its tokens."""
     request_errors: dict[RequestId, Text] = {}
-    """Why requests that sampled have failed. Their tokens count as computed, and mean nothing."""
+    """Why requests that sampled have failed. Their tokens are computed but meaningless."""
 
 
 class StepFailed(Message):

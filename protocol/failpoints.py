@@ -1,18 +1,18 @@
-"""Failpoints: named places in the processes where a test lets something go wrong.
+"""Failpoints: named places in the processes where tests inject faults.
 
-Off unless the environment variable `_TROIKA_FAILPOINTS` is set where the engine is started; then
-every process of it obeys. Its value is one of two things:
+Off unless the environment variable `_TROIKA_FAILPOINTS` is set when the engine is started; it then
+applies to every process. Its value is one of two things:
 
-- a list such as `worker.mid_step=kill9@3,core.after_drain=delay:20@*`: in every incarnation of a
-  process the third time it gets there, or every time;
+- a list such as `worker.mid_step=kill9@3,core.after_drain=delay:20@*`: the action is taken at the
+  third hit in every incarnation of a process, or at every hit;
 - the absolute path of a directory, to arm failpoints while the engine runs: a file named like the
-  failpoint holds `ACTION@HIT`, counts from the moment in which it was put there, and disappears
-  when it fires, so that the successor of whom it has killed lives. Each firing adds a line to
-  `log`, and each place that was reached for the first time a file `reached.NAME`.
+  failpoint holds `ACTION@HIT`, counts hits from its creation on, and is removed when it fires, so
+  that the successor of a killed process lives. Each firing adds a line to `log`, and the first hit
+  of each failpoint creates a file `reached.NAME`.
 
 Actions: `kill9` (SIGKILL to this process), `segv` (SIGSEGV), `stop` (SIGSTOP), `exc` (raise
-FailpointError), `enospc` (raise OSError), `delay:MS` (hold this thread), `hold:MS` (hold the
-interpreter, and with it all threads), `note` (nothing but the line in the log).
+FailpointError), `enospc` (raise OSError), `delay:MS` (block this thread), `hold:MS` (block the
+interpreter, and with it all threads), `note` (only the line in the log).
 """
 
 import ctypes
@@ -25,41 +25,41 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 VARIABLE = "_TROIKA_FAILPOINTS"
-"""Begins with an underscore: no setting of the engine, and handed on to all of its processes."""
+"""Begins with an underscore: not a setting of the engine, and inherited by all its processes."""
 LOG_FILE = "log"
 REACHED_PREFIX = "reached."
 EVERY_HIT = 0
 POISON_TOKEN_ID = 31_337
-"""Begins prompts that may harm null workers, at `worker.poison`."""
+"""First token of prompts that hit `worker.poison` in null workers."""
 
 FAILPOINTS = {
-    "supervisor.after_death": "A child is dead and reaped; nothing was done about it yet.",
-    "supervisor.after_start": "A child was started; it has not said Hello.",
-    "core.load": "Started and configured; nobody can connect yet.",
-    "core.after_drain": "What had arrived was obeyed; nothing was scheduled yet.",
+    "supervisor.after_death": "A child is dead and reaped, and not replaced yet.",
+    "supervisor.after_start": "A child was started; it has not sent Hello.",
+    "core.load": "Started and configured; no process can connect yet.",
+    "core.after_drain": "Messages were handled; no step was scheduled yet.",
     "core.after_adopt": "Workers were adopted, first ones or successors; no step was sent to them.",
     "core.after_dispatch": "A step was sent to the workers.",
     "core.after_preemption": "A step was sent that takes its blocks from a running request.",
-    "core.before_reply": "The results of a step were entered; no client was told.",
+    "core.before_reply": "The results of a step were entered; none was sent to a client.",
     "worker.load": "Started and configured; the model is about to be loaded.",
-    "worker.after_load": "The model is loaded; the core was not told.",
+    "worker.after_load": "The model is loaded; the core does not know it.",
     "worker.after_adopt": "Adopted by a core; no step has come.",
-    "worker.before_step": "A step has come; nothing of it was done.",
+    "worker.before_step": "A step has arrived; nothing of it was done.",
     "worker.mid_step": "The mirror has taken the step over; no token was sampled.",
     "worker.after_step": "The step was computed; its result was not sent.",
     "worker.poison": "A request whose first token is POISON_TOKEN_ID is new to the null worker.",
     "zygote.load": "Started and configured; what workers share is about to be loaded.",
     "api.load": "The tokenizer is loaded; nothing is served yet.",
-    "ledger.after_accept": "A request was accepted, in the API or a host; the core was not told.",
-    "api.after_accept": "All sequences of an HTTP request were accepted; no byte was answered.",
+    "ledger.after_accept": "A request was accepted, in the API or a host, and not sent.",
+    "api.after_accept": "All sequences of an HTTP request were accepted; no byte was sent.",
     "api.before_flush": "New tokens have become server-sent events; they were not written.",
     "api.before_abort": "A client has disconnected; its requests run on.",
 }
-"""All of them. The part before the dot names the process that gets there."""
+"""All failpoints. The part before the dot names the process."""
 
 
 class FailpointError(Exception):
-    """Raised where the action `exc` was asked for."""
+    """Raised by the action `exc`."""
 
 
 class Failpoint(Protocol):
@@ -69,7 +69,7 @@ class Failpoint(Protocol):
 
 
 class Order(NamedTuple):
-    """What shall happen at a failpoint, and when."""
+    """The action of a failpoint, and at which hit it is taken."""
 
     action: str
     delay_s: float
@@ -81,11 +81,7 @@ _ORDER = re.compile(r"(kill9|segv|stop|exc|enospc|note|(?:delay|hold):(\d{1,6}))
 
 
 def parse_order(text: str) -> Order:
-    """Read `ACTION@HIT`.
-
-    Raises:
-        ValueError: it is no such thing.
-    """
+    """Parse `ACTION@HIT`, or raise ValueError."""
     match = _ORDER.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} must be ACTION@HIT, like kill9@1, delay:50@3 or note@*")
@@ -94,11 +90,7 @@ def parse_order(text: str) -> Order:
 
 
 def parse_orders(text: str) -> dict[str, Order]:
-    """Read `NAME=ACTION@HIT,...`.
-
-    Raises:
-        ValueError: a name is unknown, or an order is none.
-    """
+    """Parse `NAME=ACTION@HIT,...`, or raise ValueError."""
     pairs = [item.strip().partition("=") for item in text.split(",") if item.strip()]
     for name, _, _ in pairs:
         check_name(name)
@@ -106,20 +98,16 @@ def parse_orders(text: str) -> dict[str, Order]:
 
 
 def check_name(name: str) -> None:
-    """Refuse names of no failpoint.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Raise ValueError if there is no failpoint of this name."""
     if name not in FAILPOINTS:
-        raise ValueError(f"{name!r} is no failpoint; these are: {', '.join(FAILPOINTS)}")
+        raise ValueError(f"{name!r} is not a failpoint; these are: {', '.join(FAILPOINTS)}")
 
 
 def arm(directory: Path, name: str, order: str) -> None:
     """Arm a failpoint in the processes that were started with this directory.
 
     Raises:
-        ValueError: there is no such failpoint, or `order` is no `ACTION@HIT`.
+        ValueError: there is no such failpoint, or `order` is not `ACTION@HIT`.
     """
     check_name(name)
     parse_order(order)
@@ -129,20 +117,20 @@ def arm(directory: Path, name: str, order: str) -> None:
 
 
 def disarm(directory: Path) -> None:
-    """Take back whatever has not fired."""
+    """Disarm all failpoints that have not fired."""
     for name in FAILPOINTS:
         (directory / name).unlink(missing_ok=True)
 
 
 class Failpoints:
-    """Orders that were given once, when the engine was started."""
+    """Orders that are fixed when the engine is started."""
 
     def __init__(self, orders: dict[str, Order]) -> None:
         self._orders = orders
         self._hits = dict.fromkeys(orders, 0)
 
     def hit(self, name: str, when: bool = True) -> None:
-        """Count, and act if this is the hit."""
+        """Count a hit, and act if it is the one."""
         order = self._orders.get(name)
         if order is None or not when:
             return
@@ -152,7 +140,7 @@ class Failpoints:
 
 
 class ArmedFile(NamedTuple):
-    """One order of a directory, and how often its place was reached since."""
+    """One order of a directory, and its hits so far."""
 
     identity: tuple[int, int]
     order: Order
@@ -168,7 +156,7 @@ class FailpointDirectory:
         self._armed: dict[str, ArmedFile] = {}
 
     def hit(self, name: str, when: bool = True) -> None:
-        """Count since the order was put there, and act if this is the hit."""
+        """Count a hit since the file was created, and act if it is the one."""
         if not when:
             return
         if name not in self._reached:
@@ -195,7 +183,7 @@ class FailpointDirectory:
             return None
 
     def _take(self, name: str, armed: ArmedFile) -> bool:
-        """Whether it fires now, here: of several processes only one removes the file."""
+        """Whether it fires here and now: of several processes only one removes the file."""
         if armed.num_hits != armed.order.hit:
             return False
         try:
@@ -205,7 +193,7 @@ class FailpointDirectory:
         return True
 
     def _log(self, name: str, order: Order) -> None:
-        """One write, so that the lines of several processes do not mix."""
+        """Append with one write, so that lines of several processes do not mix."""
         line = f"{time.monotonic():.6f} {name} {os.getpid()} {order.action}\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         descriptor = os.open(self._directory / LOG_FILE, flags, 0o600)
@@ -214,12 +202,7 @@ class FailpointDirectory:
 
 
 def act(order: Order) -> None:
-    """Do it.
-
-    Raises:
-        FailpointError: the action is exc.
-        OSError: the action is enospc.
-    """
+    """Take the action of an order; `exc` raises FailpointError and `enospc` OSError."""
     match order.action:
         case "kill9":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -229,7 +212,7 @@ def act(order: Order) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "exc":
-            raise FailpointError("a failpoint asked for an exception")
+            raise FailpointError("exception injected by a failpoint")
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "delay":
@@ -239,7 +222,7 @@ def act(order: Order) -> None:
 
 
 def _hold(duration_s: float) -> None:
-    """Sleep in C without letting go of the interpreter; signals do not end it."""
+    """Sleep in C without releasing the interpreter; signals do not end it."""
     deadline = time.monotonic() + duration_s
     library = ctypes.PyDLL(None)
     while (left_s := deadline - time.monotonic()) > 0:
@@ -247,7 +230,7 @@ def _hold(duration_s: float) -> None:
 
 
 def configured(value: str | None) -> Failpoint:
-    """What a process calls, according to the environment variable's value.
+    """Return the function `failpoint` for the environment variable's value.
 
     Raises:
         ValueError: the value is neither a list of orders nor a directory.
@@ -264,5 +247,5 @@ def _pass(name: str, when: bool = True) -> None:
 
 
 failpoint = configured(os.environ.get(VARIABLE))
-"""Called with its name wherever a failpoint is: `when` says whether it is one this time. Bound once
-in the life of a process, so that a failpoint costs an empty call where they are off."""
+"""Called with its name at each failpoint; it counts only if `when` is true. Bound once in the life
+of a process, so that a failpoint costs an empty call when they are off."""

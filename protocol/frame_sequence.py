@@ -73,7 +73,7 @@ class FrameSequence:
         return Verdict.NEXT
 
     def _judge_former(self, seq: int) -> Verdict:
-        """Tell repeated frames from a sender that counts on from a lower number.
+        """Distinguish repeated frames from a sender that counts on from a lower number.
 
         In the latter case this end has counted frames that did not belong to the connection.
         """

@@ -1,7 +1,7 @@
 """Changes of the prefix cache's contents, in order, for routers of requests.
 
 A subscriber keeps the set of known hashes: it adds those of BlocksStored, removes those of
-BlocksRemoved, and empties it on AllBlocksCleared. docs/protocol.md says how hashes are computed.
+BlocksRemoved, and empties it on AllBlocksCleared. docs/protocol.md defines the hashes.
 """
 
 from typing import Annotated
@@ -75,7 +75,7 @@ class KVEventBatch(Message, frozen=True):
 
 
 class KVEventsRefused(Message, frozen=True):
-    """Core → client: the subscription is refused; the text says why."""
+    """Core → client: the subscription is refused; the text gives the reason."""
 
     subscription: Subscription
     message: Text

@@ -1,11 +1,11 @@
-"""Embedding: the engine's processes, without HTTP, as the property of the program that starts them.
+"""Embedding: the engine's processes, without HTTP, owned by the program that starts them.
 
     with EngineProcesses.start(configure(model="demo")) as engine:
         with EngineClient(engine.address) as client:
             ...
 
-The host's signals, environment, event loop and logging stay untouched, and if the host dies in any
-way, the engine's processes leave within 2 s.
+The host's signal handlers, environment, event loop and logging stay unchanged. If the host dies in
+any way, the engine's processes exit within 2 s.
 """
 
 import os
@@ -30,19 +30,19 @@ _QUERY_TIMEOUT_S = 1.0
 
 
 class EngineStartError(Exception):
-    """The engine does not start; the text says why."""
+    """The engine does not start; the text gives the reason."""
 
 
 def failure_file(run_dir: str, pid: int) -> Path:
-    """Where the embedded supervisor with this pid leaves word why it gave up."""
+    """The file in which the embedded supervisor with this pid writes why it gave up."""
     return Path(run_dir) / f"failure-{pid}"
 
 
 class EngineProcesses:
-    """A supervisor with a core and workers. Any thread may close it, and ask how it is."""
+    """A supervisor with a core and workers. Any thread may close it, and query its status."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; `start` waits for them too.
+        """Start the processes; `start` also waits until they are ready.
 
         Raises:
             EngineStartError: they cannot be started; nothing is left behind.
@@ -86,13 +86,13 @@ class EngineProcesses:
 
     @property
     def address(self) -> str:
-        """Where clients of the core connect."""
+        """The address for clients of the core."""
         return client_address(self.run_dir)
 
     def status(self, timeout_s: float = 2.0) -> StatusReply | None:
-        """How the processes are; None if the supervisor is gone or does not answer in time.
+        """Query the processes; None if the supervisor is gone or does not answer in time.
 
-        Where another engine uses the same run directory, its answers do not count.
+        Replies of another engine in the same run directory are ignored.
         """
         child = self._child
         if child is None:
@@ -101,16 +101,16 @@ class EngineProcesses:
         return reply if reply is not None and _is_from(child.pid, reply) else None
 
     def close(self) -> None:
-        """End all processes, in less than 5 s in any state. Harmless when repeated.
+        """End all processes, in less than 5 s in any state. Idempotent.
 
-        Whoever waits for a `status` gets none. Nothing happens in a fork of the process that began.
+        Calls of `status` under way return None. In a fork of the starting process it does nothing.
         """
         with self._lock:
             if self._child is None or os.getpid() != self._owner_pid:
                 return
             self._child.stop(CLOSE_GRACE_S)
             failure_file(self.run_dir, self._child.pid).unlink(missing_ok=True)
-            self._child = None  # not before: whoever interrupts this may call it again
+            self._child = None  # last: after an interrupt it may be called again
             self._clear()
 
     def __enter__(self) -> "EngineProcesses":
@@ -144,5 +144,5 @@ class EngineProcesses:
 
 
 def _is_from(pid: int, reply: StatusReply) -> bool:
-    """Whether the supervisor with this pid gave the answer."""
+    """Whether the reply is from the supervisor with this pid."""
     return any(row.role is Role.SUPERVISOR and row.pid == pid for row in reply.processes)

@@ -72,6 +72,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkn
     """A row inside a message: positional fields without a tag."""
 
 
+NO_EPOCH = 0
+"""Of frames whose sender has not agreed on an epoch."""
+
+
 class ProtocolError(Exception):
     """A frame that cannot be read: wrong magic, version, shape or content."""
 

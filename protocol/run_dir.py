@@ -21,7 +21,7 @@ def make_run_dir(path: str | None) -> str:
         path: the directory; None for a new one under `$XDG_RUNTIME_DIR` or the temporary directory.
 
     Raises:
-        ValueError: the directory cannot be used; the text says why.
+        ValueError: the directory cannot be used; the text gives the reason.
     """
     if path is None:
         base = os.environ.get("XDG_RUNTIME_DIR")

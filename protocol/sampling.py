@@ -47,11 +47,10 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingParams(Record):
-    """How the tokens of one request are chosen: resolved values, with nothing left to default.
+    """How the tokens of one request are chosen, with every value resolved.
 
-    `seed` is always explicit here (whoever accepts the request draws one if the user gave none), so
-    that a request sent again continues with the same tokens. Stop strings are not here: they are
-    the API's business.
+    `seed` is explicit (the process that accepts the request draws one if the user gave none), so
+    that a request sent again continues with the same tokens. Stop strings are handled in the API.
     """
 
     max_tokens: MaxTokens = 16

@@ -1,4 +1,4 @@
-"""How a step is filled: the scheduler's settings, and what every group of settings is made of."""
+"""The scheduler's settings, and the base class of every group of settings."""
 
 from typing import Annotated
 
@@ -63,7 +63,7 @@ class SchedulerConfig(Section):
     elastic_token_budget: Annotated[
         bool,
         Meta(
-            description="While nobody waits, prompts take what a step has left, up to "
+            description="While no request waits, prompts use the rest of a step's tokens, up to "
             "max_num_batched_tokens.",
         ),
     ] = False
@@ -80,7 +80,7 @@ class SchedulerConfig(Section):
         Meta(
             max_length=1024,
             description="Shares of tenants under the fair policy, like gold=4,free=1 (in YAML a "
-            "mapping); 1 for whoever is not named.",
+            "mapping); 1 for tenants that are not named.",
         ),
     ] = {}
     preempt_for_priority: Annotated[
@@ -94,8 +94,8 @@ class SchedulerConfig(Section):
         str,
         Meta(
             pattern="^(policy|cheapest)$",
-            description="Who is preempted when KV blocks run out: policy (whom the scheduling "
-            "policy puts last) or cheapest (whose KV costs least for what it frees).",
+            description="Which request is preempted when KV blocks run out: policy (the last one "
+            "under the scheduling policy) or cheapest (the one that costs least to compute again).",
         ),
     ] = "policy"
     scheduler_reserve_full_isl: Annotated[

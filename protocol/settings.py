@@ -187,7 +187,7 @@ def _parse_pairs(text: str, origin: str) -> dict[str, str]:
     for item in filter(None, map(str.strip, text.split(","))):
         name, separator, value = item.rpartition("=")
         if not separator or name.strip() in pairs:
-            problem = "comes twice" if separator else "is no name=value"
+            problem = "comes twice" if separator else "is not name=value"
             raise ConfigError(f"{origin}: {item!r} {problem}")
         pairs[name.strip()] = value.strip()
     return pairs

@@ -16,9 +16,8 @@ from protocol.lifecycle import (
     StatusReply,
     decode_from_supervisor,
 )
-from protocol.message import Message, encode
+from protocol.message import NO_EPOCH, Message, encode
 
-_ANY_EPOCH = 0
 _DRAIN_LIMIT = 16
 _SLICE_S = 0.05
 """Longest wait before `close` is noticed."""
@@ -99,7 +98,7 @@ class StatusLink:
         self._latest_reply(kind)  # drops late replies to earlier queries
         if not self._wait(zmq.POLLOUT, deadline, watch_fd):
             return None
-        if not self._channel.send(_ANY_EPOCH, encode(question)):
+        if not self._channel.send(NO_EPOCH, encode(question)):
             return None
         while self._wait(zmq.POLLIN, deadline, watch_fd):
             reply = self._latest_reply(kind)

@@ -40,7 +40,7 @@ class SupervisorLink:
         self._wish: RestartQuery | None = None
         self._repeat_at = 0.0
 
-    def say(self, message: ToSupervisor) -> bool:
+    def send(self, message: ToSupervisor) -> bool:
         """Send a message once; False if there is no connection."""
         return self._channel.send(self._epoch, encode(message))
 
@@ -88,4 +88,4 @@ class SupervisorLink:
         self._repeat_at = self._monotonic() + REPEAT_S
         for message in (self._holds, self._wish):
             if message is not None:
-                self.say(message)
+                self.send(message)

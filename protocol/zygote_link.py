@@ -1,4 +1,4 @@
-"""The link between a supervisor and its zygote: a pair of Unix sockets, since ZMQ starts threads.
+"""The link between a supervisor and its zygote: a pair of Unix sockets, because ZMQ starts threads.
 
 One packet is one message, of at most `MAX_PACKET_BYTES`. Descriptors travel beside `ForkWorker`.
 """
@@ -31,20 +31,20 @@ class ForkWorker(Message):
     epoch: Epoch
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     is_standby: bool
-    """Whether it waits to be promoted before it says Hello to the core."""
+    """Whether it waits for its promotion before it sends Hello to the core."""
     fd_names: Annotated[list[FdName], Meta(max_length=MAX_FDS)]
-    """What `python -m worker_proc` calls them on its command line: "parent_fd" at least."""
+    """Their names on the command line of `python -m worker_proc`: "parent_fd" at least."""
 
 
 class Forked(Message):
-    """Zygote → supervisor: the worker runs, as an orphan: a child of the subreaper."""
+    """Zygote → supervisor: the worker runs, as an orphan, which is a child of the subreaper."""
 
     epoch: Epoch
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class ForkFailed(Message):
-    """Zygote → supervisor: there is no such worker."""
+    """Zygote → supervisor: the worker could not be forked."""
 
     epoch: Epoch
     error: Text
@@ -64,23 +64,23 @@ class LinkClosed(Exception):
 
 
 class ZygoteLink(Generic[T]):
-    """One end. Nothing here waits longer than its deadline."""
+    """One end. No call waits longer than its deadline."""
 
     def __init__(self, end: socket.socket, decode: Decoder[T]) -> None:
-        """Take one of a pair of SOCK_SEQPACKET sockets, and what the other side says."""
+        """Take one of a pair of SOCK_SEQPACKET sockets, and the decoder of the peer's messages."""
         end.setblocking(False)
         self._socket = end
         self._decode = decode
 
     def fileno(self) -> int:
-        """To be polled; readable when `receive` has something to say."""
+        """Descriptor to poll; readable when a message has arrived."""
         return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = (), timeout_s: float = 0.0) -> bool:
         """Send one message; False if there is no room within `timeout_s`.
 
         Raises:
-            LinkClosed: nobody would get it.
+            LinkClosed: the other side is gone.
         """
         body = encode(message)
         assert len(body) <= MAX_PACKET_BYTES
@@ -96,11 +96,11 @@ class ZygoteLink(Generic[T]):
             except (BrokenPipeError, ConnectionError) as error:
                 raise LinkClosed from error
 
-    def tell(self, message: Message) -> None:
-        """Send what must arrive, and give up where nobody reads.
+    def deliver(self, message: Message) -> None:
+        """Send a message that must arrive.
 
         Raises:
-            LinkClosed: nobody gets it.
+            LinkClosed: the other side is gone, or does not read.
         """
         if not self.send(message, timeout_s=_SEND_TIMEOUT_S):
             raise LinkClosed
@@ -110,7 +110,7 @@ class ZygoteLink(Generic[T]):
 
         Raises:
             LinkClosed: the other side is gone.
-            ProtocolError: what has come is no message; its descriptors are closed.
+            ProtocolError: the packet is not a message; its descriptors are closed.
         """
         try:
             body, fds, flags, _ = socket.recv_fds(
@@ -142,7 +142,7 @@ class ZygoteLink(Generic[T]):
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that keep the borders of messages.
+    """Make two connected ends that preserve message boundaries.
 
     Raises:
         OSError: there are no descriptors left.
@@ -151,7 +151,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that nobody wants."""
+    """Close descriptors that are not needed."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

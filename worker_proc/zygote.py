@@ -123,7 +123,7 @@ class Zygote:
         gc.collect()
         gc.freeze()  # the collector would write to every object, which copies its page
         gc.disable()
-        self._link.tell(Ready(f"{_shared_mib()} MiB to share"))
+        self._link.deliver(Ready(f"{_shared_mib()} MiB to share"))
         return make
 
     def serve(self) -> ForkedWorker:
@@ -156,7 +156,7 @@ class Zygote:
     def _fatal(self, error: Exception, *, retry: bool) -> NoReturn:
         text = f"{type(error).__name__}: {error}"
         log.error("loading failed: %s", text, exc_info=retry)
-        self._link.tell(Fatal("loading the model", text[:MAX_TEXT], retry=retry))
+        self._link.deliver(Fatal("loading the model", text[:MAX_TEXT], retry=retry))
         sys.stderr.flush()
         os._exit(EXIT_FATAL)
 
@@ -175,14 +175,14 @@ class Zygote:
             pid = fork_twice()
         except OSError as error:
             log.error("cannot fork: %s", error)
-            self._link.tell(ForkFailed(message.epoch, str(error)[:MAX_TEXT]))
+            self._link.deliver(ForkFailed(message.epoch, str(error)[:MAX_TEXT]))
         else:
             if pid == 0:
                 self._link.close()
                 self._reporter.close()
                 os.close(self._parent_fd)
                 return ForkedWorker(message, dict(zip(message.fd_names, fds, strict=True)))
-            self._link.tell(Forked(message.epoch, pid))
+            self._link.deliver(Forked(message.epoch, pid))
         close_all(fds)
         return None
 

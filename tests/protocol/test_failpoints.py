@@ -51,9 +51,11 @@ def test_what_is_no_order_is_refused(text: str) -> None:
 
 
 def test_unknown_names_are_refused_with_a_list(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'worker\.mid_stop' is no failpoint; these are: super"):
+    with pytest.raises(
+        ValueError, match=r"'worker\.mid_stop' is not a failpoint; these are: super"
+    ):
         configured("worker.mid_stop=exc@1")
-    with pytest.raises(ValueError, match="is no failpoint"):
+    with pytest.raises(ValueError, match="is not a failpoint"):
         arm(tmp_path, "x", "exc@1")
 
 
@@ -115,7 +117,7 @@ def test_stop_stops_it_until_it_is_continued() -> None:
 def test_wrong_value_ends_the_process_at_once() -> None:
     done = run("nonsense")
     assert done.returncode == 1
-    assert "'nonsense' is no failpoint" in done.stderr
+    assert "'nonsense' is not a failpoint" in done.stderr
 
 
 def test_directory_counts_from_arming_and_fires_once(tmp_path: Path) -> None:

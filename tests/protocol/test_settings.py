@@ -72,7 +72,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ),
         ({"preempt_for_priority": True}, "needs scheduling_policy priority"),
         ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
-        ({"tenant_weights": "gold"}, "--tenant-weights.*'gold' is no name=value"),
+        ({"tenant_weights": "gold"}, "--tenant-weights.*'gold' is not name=value"),
         ({"tenant_weights": "gold=1,gold=2"}, "--tenant-weights.*'gold=2' comes twice"),
         ({"tenant_weights": "gold=0"}, "--tenant-weights.*> 0"),
         ({"tenant_weights": {"gold": "4"}}, "--tenant-weights.*float"),

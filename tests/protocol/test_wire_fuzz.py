@@ -137,7 +137,7 @@ def test_good_frames_between_bad_ones_are_all_taken_and_nothing_else_is(
     inbox = Inbox(monkeypatch)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = RouterChannel(context, client_address(str(tmp_path)), HighWaterMark.CLIENT_LINK)
-    monkeypatch.setattr(router, "_send_mark", lambda peer, flag: None)
+    monkeypatch.setattr(router, "_send_empty", lambda peer, flag: None)
     bad = disturbances(streams[peers[0]], strangers, rng)
 
     def frames() -> Iterator[list[bytes]]:
