@@ -47,7 +47,7 @@ class SimulatedChild(ChildProcess):
         self.pid = process.pid
         self.config = life.config
         self.run_dir = RUN_DIR
-        self.context = cast(zmq.Context[zmq.Socket[bytes]], make_context(wire, process))
+        self.context = cast("zmq.Context[zmq.Socket[bytes]]", make_context(wire, process))
         turn_s = life.config.recovery.api_hang_timeout_s if life.role is Role.API else None
         self.reporter = ProgressReporter(
             life.page_fd, life.epoch, life.config.recovery, turn_s, clock

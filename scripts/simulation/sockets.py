@@ -1,7 +1,7 @@
 """Simulated ZeroMQ: contexts and sockets for the real channels."""
 
 from collections import deque
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import zmq
 
@@ -10,6 +10,7 @@ from scripts.simulation.wire import Endpoint, Parts, Wire
 from scripts.simulation.world import Process
 
 _READABLE = int(zmq.POLLIN)
+_WRITABLE = int(zmq.POLLOUT)
 _EVENTS = int(zmq.EVENTS)
 _MORE = int(zmq.SNDMORE)
 
@@ -53,11 +54,14 @@ def make_context(wire: Wire, owner: Process) -> SocketFactory:
     return cast(SocketFactory, SimulatedContext(wire, owner))
 
 
-class _Part(NamedTuple):
+class _Part:
     """As much of a `zmq.Frame` as the channels read."""
 
-    bytes: bytes
-    more: bool
+    __slots__ = ("bytes", "more")
+
+    def __init__(self, part: bytes, more: bool) -> None:
+        self.bytes = part
+        self.more = more
 
 
 class _Monitor:
@@ -137,10 +141,10 @@ class SimulatedSocket(Endpoint):
         Raises:
             WouldWait: no message can be read yet.
         """
-        if flags == zmq.POLLIN and not self.inbox:
+        if flags == _READABLE and not self.inbox:
             raise WouldWait
         can_send = any(lane.num_pending < self._hwm for lane in self.lanes.values())
-        return flags & ((zmq.POLLIN if self.inbox else 0) | (zmq.POLLOUT if can_send else 0))
+        return int(flags) & ((_READABLE if self.inbox else 0) | (_WRITABLE if can_send else 0))
 
     def send(self, part: bytes, flags: int) -> None:
         """Collect the parts of a message and send it with the last one.
@@ -156,7 +160,13 @@ class SimulatedSocket(Endpoint):
         """Return the next part of a message; there must be one."""
         unread = self._unread
         if not unread:
-            unread = self._unread = self._receive()[::-1]
+            lane, parts = self.inbox.popleft()
+            lane.num_pending -= 1
+            if len(parts) > 1 and parts[1]:
+                self._header_read = parts[0]
+            unread += parts[::-1]
+            if self._is_router:
+                unread.append(lane.connection.dealer.identity)
         part = unread.pop()
         return _Part(part, bool(unread))
 
@@ -180,13 +190,6 @@ class SimulatedSocket(Endpoint):
             self._wire.is_harmful and self._wire.is_harmed(lane, parts)
         ):
             lane.deliver_later(parts)
-
-    def _receive(self) -> Parts:
-        lane, parts = self.inbox.popleft()
-        lane.num_pending -= 1
-        if len(parts) > 1 and parts[1]:
-            self._header_read = parts[0]
-        return [lane.connection.dealer.identity, *parts] if self._is_router else parts
 
     def link_event(self, event: int) -> None:
         """Queue an event for the monitor."""
