@@ -87,7 +87,7 @@ class SimulatedChild(ChildProcess):
             self._lifecycle.link_events()
         if not self._has_sent_hello:
             hello = Hello(self.role, self.rank, self.pid)
-            self._has_sent_hello = self._supervisor.say(hello)
+            self._has_sent_hello = self._supervisor.send(hello)
 
     def poll_promotion(self) -> bool | None:
         """Take one turn of the real wait; None while it goes on."""
