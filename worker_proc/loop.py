@@ -15,6 +15,7 @@ from protocol.child_runtime import ChildProcess
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
+    ModelRunnerOutput,
     SchedulerOutput,
     WorkerToCore,
     decode_from_core,
@@ -152,6 +153,8 @@ class WorkerLoop:
         failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
         self._step_clock.observe(num_tokens, time.monotonic() - began)
+        if isinstance(reply, ModelRunnerOutput):
+            self._reporter.step_completed()
         failpoint("worker.after_step")
         return reply
 

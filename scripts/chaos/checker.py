@@ -15,7 +15,7 @@ from scripts.chaos.history import Choice, History
 from scripts.chaos.recording import End, Recording
 
 BREAK_TIMEOUT_S = 5.0
-"""From the death of whoever holds a connection until the client knows that it is broken."""
+"""From the death of the process that holds a connection until the client sees it broken."""
 _UNAVAILABLE = 503
 
 
@@ -41,10 +41,10 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Excuse(NamedTuple):
-    """What the faults of a round allow. Nothing else may break, and nobody be turned away."""
+    """What the faults of a round allow. Nothing else may break, and no request be refused."""
 
     deaths: Sequence[float] = ()
-    """When whoever holds the connections was killed; monotonic."""
+    """When the process that holds the connections was killed; monotonic."""
     is_away: bool = False
     """The whole engine was: connections may be refused, and requests be answered with 503."""
 
@@ -96,7 +96,7 @@ def _check_end(recording: Recording, excuse: Excuse) -> Found:
             yield Harm.LOST, "the connection broke though nobody had died"
     if recording.refusals and not excuse.is_away:
         yield Harm.FAILED, f"{len(recording.refusals)} connections were refused"
-    # Whoever comes back may have to wait until the journal is read.
+    # A client that comes back may have to wait until the journal is read.
     if _UNAVAILABLE in recording.deferrals and not (excuse.is_away or recording.breaks):
         yield Harm.FAILED, "turned away with 503, though the engine was only recovering"
 

@@ -33,7 +33,7 @@ class Declined(Exception):
 
 
 class Garbled(Exception):
-    """What came is no HTTP."""
+    """The answer is not HTTP."""
 
 
 class StreamClient:
@@ -46,7 +46,7 @@ class StreamClient:
             url: such as http://127.0.0.1:8000.
             api_key: if the server wants one.
             resumes: come back after a break, with the request's id and that of the last event, and
-                read on; also where nobody listens for a while.
+                read on; also where connections are refused for a while.
         """
         self._url: SplitResult = urlsplit(url)
         self._resumes = resumes
@@ -62,7 +62,7 @@ class StreamClient:
         Args:
             request: what to ask for.
             deadline: monotonic time at which to stop waiting.
-            may_leave: obey `disconnect_after`.
+            may_leave: follow `disconnect_after`.
         """
         recording = Recording(request.name, time.monotonic())
         try:

@@ -1,4 +1,4 @@
-"""The fault plan: who is killed in which phase, and how the phase is hit."""
+"""The fault plan: which process is killed in which phase, and how the phase is hit."""
 
 import enum
 import random
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Fault(enum.StrEnum):
-    """Who is killed."""
+    """Which processes are killed."""
 
     WORKER = "worker"
     CORE = "core"

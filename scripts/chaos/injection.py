@@ -51,7 +51,7 @@ class Injection:
         """
         self.kills: list[Kill] = []
         self.missed: str | None = None
-        """Why nobody was killed in the phase that the cell asks for, if so."""
+        """Why no process was killed in the phase that the cell asks for, if so."""
         self.problems: list[str] = []
         """What was wrong with the end of a supervisor, in words."""
         self.returned_at: float | None = None
@@ -66,7 +66,7 @@ class Injection:
         self._known: dict[str, list[int]] = {}
 
     async def prepare(self) -> None:
-        """Arm what marks the phase, and learn who is there; right before the streams open."""
+        """Arm the failpoint of the phase, and get the pids; right before the streams open."""
         self._armed_at = time.monotonic()
         self._engine.arm(DETECTION, _NOTE)
         for role in {*self._cell.fault.roles, *_STANDBYS}:
@@ -98,7 +98,7 @@ class Injection:
         if self._cell.fault is Fault.SUPERVISOR and self.kills:
             await self._engine.ready(READY_TIMEOUT_S)
         if not self.kills and self.missed is None:
-            self.missed = "nobody was there to be killed"
+            self.missed = "no process was there to be killed"
 
     async def wait_return(self, timeout_s: float) -> None:
         """Wait until every process is ready again.
@@ -128,15 +128,15 @@ class Injection:
             self._engine.arm(DETECTION, _NOTE)
 
     def _check_hold(self, where: Place, fired: Firing, kills: Sequence[Kill]) -> None:
-        """Whoever was to be killed at a place must have been killed while it was held there."""
+        """Check that the victim at a place was killed while it was held there."""
         late_ms = [1000 * (kill.time - fired.time) for kill in kills]
         if not late_ms:
-            self.missed = f"nobody was there to be killed at {where.failpoint}"
+            self.missed = f"no process was there to be killed at {where.failpoint}"
         elif max(late_ms) > HOLD_MS:
             self.missed = f"killed {max(late_ms):.0f} ms after {where.failpoint}, which had gone on"
 
     async def _kill_twice(self) -> None:
-        """First whoever is to be replaced, then, while that goes on, whom the cell names."""
+        """Kill the process to be replaced, and during that the one that the cell names."""
         await asyncio.sleep(self._rng.uniform(0.1, 0.6) * self._typical_s)
         plan = sequel(self._cell, has_journal=self._engine.has_journal)
         assert plan is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
     """Send a signal through a pidfd; returns the monotonic time, None if it was gone already.
 
-    One that is dead and waits to be reaped would take the signal, too: that is no kill.
+    A dead process that waits to be reaped would accept the signal, too: that is not a kill.
     """
     try:
         pidfd = os.pidfd_open(pid)

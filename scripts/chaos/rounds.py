@@ -45,12 +45,12 @@ class RoundResult(msgspec.Struct):
     detections_s: list[float] = []
     """From a kill until the supervisor has buried the dead."""
     num_unnoticed: int = 0
-    """Kills that the supervisor has not told of."""
+    """Kills that the supervisor has not noticed."""
     recovery_s: float | None = None
     """From the last kill until every process was ready again."""
     seconds: float = 0.0
     missed: str | None = None
-    """Why nobody was killed in the phase that was asked for, if so."""
+    """Why no process was killed in the phase that was asked for, if so."""
     recordings: list[Recording] = []
     """Those of the streams with violations."""
 
@@ -184,7 +184,7 @@ class RoundRunner:
         """Nothing runs on, nothing was left lying about."""
         has_news = any(kill.role in ("core", "api", "supervisor") for kill in result.kills)
         if not await self._engine.is_idle(_IDLE_TIMEOUT_S, has_news=has_news):
-            text = "requests run on that nobody reads, or blocks are held"
+            text = "requests run on without a reader, or blocks are held"
             result.violations.append(Violation(Harm.MISMATCHED, "engine", text))
         files, surroundings = before
         left = self._engine.files() - files - KEPT_FILES

@@ -11,8 +11,8 @@ import msgspec
 
 from scripts.chaos.checker import check_stream
 from scripts.chaos.engine import KEPT_FILES, Engine, EngineFailed
+from scripts.chaos.external_server import ExternalServer
 from scripts.chaos.faults import Cell, Fault, Phase, cells, plan
-from scripts.chaos.foreign import ForeignServer
 from scripts.chaos.recording import Recording
 from scripts.chaos.reference import reference_problems
 from scripts.chaos.rounds import RoundResult, RoundRunner
@@ -23,10 +23,9 @@ DEFAULT_KILLS = 10
 FOREIGN_RETURN_TIMEOUT_S = 120.0
 ENGINE_FLAGS = (
     *("--max-num-batched-tokens", "256", "--max-model-len", "1024"),
-    *("--check-invariants", "--restart-backoff-max-s", "0.1"),
+    "--check-invariants",
 )
-"""Small, so that requests queue, prompts are chunked and running requests are preempted; and
-without long pauses between restarts, because here more dies in a minute than anywhere else."""
+"""Small, so that requests queue, prompts are chunked and running requests are preempted."""
 NULL_FLAGS = (
     *("--null-step-ms", "4", "--num-gpu-blocks-override", "130"),
     *("--standby-workers", "1"),  # by default only models that take long to load have one
@@ -76,6 +75,8 @@ class Session:
         self._options = options
         self._base = base
         self._say = say
+        self._kinds: Sequence[str] | None = None
+        """Of streams; None: all."""
 
     async def run(self) -> None:
         """Start an engine, run the plan, end the engine.
@@ -84,10 +85,7 @@ class Session:
             EngineFailed: it does not start, or does not come back after a round.
         """
         options = self._options
-        num_places = max(1, options.num_streams // 2)  # half of the streams wait
-        flags = ("--max-num-seqs", str(num_places), *ENGINE_FLAGS)
-        flags = (*flags, *(NULL_FLAGS if options.model == "null" else MODEL_FLAGS))
-        arguments = [options.model, *flags, *options.engine_flags]
+        arguments = [options.model, *self._flags(), *options.engine_flags]
         engine = Engine(self._base, arguments, has_journal=options.has_journal)
         try:
             engine.start()
@@ -101,6 +99,12 @@ class Session:
         finally:
             engine.close()
 
+    def _flags(self) -> tuple[str, ...]:
+        """Flags of the engine."""
+        num_places = max(1, self._options.num_streams // 2)  # half of the streams wait
+        flags = ("--max-num-seqs", str(num_places), *ENGINE_FLAGS)
+        return (*flags, *(NULL_FLAGS if self._options.model == "null" else MODEL_FLAGS))
+
     async def _run_rounds(self, engine: Engine) -> None:
         pairs = self._available(await engine.roles())
         began = time.monotonic()
@@ -112,7 +116,7 @@ class Session:
             await self._run_cell(runner, cell)
         unhit = self._unhit(pairs) if self._options.is_matrix else []
         if unhit:
-            self.failure = f"nobody was killed in: {', '.join(unhit)}"
+            self.failure = f"no process was killed in: {', '.join(unhit)}"
 
     async def _run_cell(self, runner: RoundRunner, cell: Cell) -> None:
         """One round; again, at another moment, where it has missed its phase."""
@@ -168,8 +172,9 @@ class Session:
         return result
 
     def _requests(self, salt: str) -> list[ChaosRequest]:
-        name = self._options.model.rstrip("/").rsplit("/", 1)[-1]
-        return make_requests(self._options.seed, self._options.num_streams, name, salt=salt)
+        options = self._options
+        name = options.model.rstrip("/").rsplit("/", 1)[-1]
+        return make_requests(options.seed, options.num_streams, name, salt=salt, kinds=self._kinds)
 
     def _plan(self, pairs: list[tuple[Fault, Phase]]) -> Iterator[Cell]:
         """Rounds until what was asked for is reached."""
@@ -194,7 +199,7 @@ class Session:
         stall = f", stall {max(result.stalls_s):.2f} s" if result.stalls_s else ""
         missed = f", MISSED: {result.missed}" if result.missed else ""
         bad = f", {len(result.violations)} VIOLATIONS" if result.violations else ""
-        how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "nobody killed"
+        how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "no kill"
         self._say(
             f"round {result.number} {result.fault} {result.phase}: {how}{stall}"
             f" in {result.seconds:.1f} s{missed}{bad}"
@@ -213,7 +218,7 @@ def check_golden(requests: Sequence[ChaosRequest], golden: list[Recording]) -> l
     return golden
 
 
-class ForeignSession(Session):
+class ExternalSession(Session):
     """Chaos against a server that is there already: random times, the same client and checker."""
 
     def __init__(
@@ -221,7 +226,7 @@ class ForeignSession(Session):
         options: SessionOptions,
         base: Path,
         say: Callable[[str], None],
-        server: ForeignServer,
+        server: ExternalServer,
     ) -> None:
         super().__init__(options, base, say)
         self._server = server
@@ -251,7 +256,7 @@ class ForeignSession(Session):
             self.results.append(result)
             self._tell(result)
             if not result.kills:
-                self.failure = "there was nobody to kill"
+                self.failure = "there was no process to kill"
                 return
             if result.recovery_s is None:
                 self.failure = f"not back within {FOREIGN_RETURN_TIMEOUT_S:g} s after a kill"

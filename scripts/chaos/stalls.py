@@ -21,7 +21,8 @@ def stall_s(
     Args:
         recording: of one stream.
         kill_times: in order.
-        returned_at: when everybody was back. A gap that begins before is put down to the kills.
+        returned_at: when all processes were back. Gaps that begin before are put down to the
+            kills.
     """
     if not kill_times:
         return None

@@ -1,4 +1,4 @@
-"""Was the kill where the plan wanted it? Told from what the clients saw until then."""
+"""Checks from the recorded streams whether a kill hit the phase that the plan asked for."""
 
 from collections.abc import Sequence
 

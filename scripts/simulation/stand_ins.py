@@ -28,8 +28,8 @@ import protocol.open_requests
 import protocol.progress
 import protocol.supervisor_link
 import scripts.supervisor.forks
+import scripts.supervisor.loop
 import scripts.supervisor.process_table
-import scripts.supervisor.supervisor
 import worker_proc.loop
 import worker_proc.null_runner
 from protocol.channel import (
@@ -210,7 +210,7 @@ class _NoFile:
 class _NoCounter:
     """A control group without a limit of memory."""
 
-    def take(self) -> bool:
+    def has_grown(self) -> bool:
         """Nobody was killed for it."""
         return False
 
@@ -348,7 +348,7 @@ def stand_ins(
         (scripts.supervisor.forks, {"ForkServer": start_zygote, "reap_strangers": _reap_nobody}),
         (scripts.supervisor.process_table, {"Child": start_child}),
         (
-            scripts.supervisor.supervisor,
+            scripts.supervisor.loop,
             {"zmq": sockets, "time": time, "random": _OneRandom(world), "OomCounter": _NoCounter},
         ),
         (worker_proc.loop, {"zmq": sockets, "time": time, "os": system}),

@@ -11,10 +11,10 @@ from scripts.simulation.sockets import SimulatedSocket
 from scripts.simulation.stand_ins import RUN_DIR, Incarnation
 from scripts.simulation.wire import Wire
 from scripts.simulation.world import Process, Violation
+from scripts.supervisor.actions import Slot
 from scripts.supervisor.console import Console
+from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.supervised import Slot
-from scripts.supervisor.supervisor import Supervisor
 
 
 class SilentConsole:
@@ -91,19 +91,19 @@ class SupervisorProcess(Process):
         supervisor, now = self._supervisor, self.world.seconds()
         if supervisor is None:
             supervisor = self._supervisor = self._make()
-            supervisor._perform(supervisor.supervision.begin(now))
+            supervisor._perform(supervisor.policy.begin(now))
         ready: dict[Any, int] = dict(supervisor._poller.poll(0))
-        supervisor.supervision.on_turn(now)
+        supervisor.policy.on_turn(now)
         asked, self._asked = self._asked, []
         for role in asked:
-            supervisor._perform(supervisor.supervision.on_restart(role, now)[1])
+            supervisor._perform(supervisor.policy.on_restart(role, now)[1])
         if self._is_told_to_end and not self._is_ending:
             self._is_ending = True
-            supervisor._perform(supervisor.supervision.on_signal(now))
+            supervisor._perform(supervisor.policy.on_signal(now))
         supervisor.turn(ready)
         if supervisor._exit_status is not None:
             if not self._is_told_to_end or supervisor._exit_status:
-                raise Violation(f"gave up: {supervisor.supervision.failure}")
+                raise Violation(f"gave up: {supervisor.policy.failure}")
             self.world.at(self.busy_until, self.die, 0)
             return None
         poll_ms = supervisor._poll_ms()
@@ -116,7 +116,7 @@ class SupervisorProcess(Process):
         """A process that does not serve yet, or does not wait yet in reserve; None: nobody."""
         if self._supervisor is None:
             return "supervisor"
-        processes = self._supervisor.supervision.processes
+        processes = self._supervisor.policy.processes
         return next((str(process.slot) for process in processes if not process.serves), None)
 
     def restart(self, role: Role) -> None:

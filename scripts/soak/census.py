@@ -43,7 +43,7 @@ class Reading(msgspec.Struct, frozen=True):
     kv_usage_ppm: int
     """Millionths of the KV blocks."""
     num_unasked_restarts: int
-    """Of processes that nobody has killed."""
+    """Restarts of processes that were not killed."""
     gauges: dict[str, int]
     """What the API says that it holds, by name."""
 

@@ -14,7 +14,7 @@ _TIMEOUT_S = 60.0
 
 
 class Blow(NamedTuple):
-    """One process that is to die, or to hang until somebody notices."""
+    """One process that is to die, or to hang until it is detected."""
 
     point: int
     """How many requests have ended before."""

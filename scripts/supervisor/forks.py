@@ -1,7 +1,6 @@
-"""The supervisor's dealings with its zygote: workers asked for, born and given up.
+"""The supervisor's connection to its zygote: forks that were requested, completed and given up.
 
-A worker that was asked for is known by its epoch until the zygote tells its pid; its own Hello may
-come first.
+A worker is known by its epoch until the zygote reports its pid; its own Hello may come first.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ _MAX_EARLY = 16
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A worker is there; `peer` is where its Hello came from, if it has come already."""
+    """A worker was forked; `peer` is the connection of its Hello, if that was received already."""
 
     child: ForkedChild
     peer: bytes | None
@@ -28,7 +27,7 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class ForkFailed:
-    """A worker that was asked for does not come."""
+    """A fork has failed."""
 
     epoch: int
     error: str
@@ -36,7 +35,7 @@ class ForkFailed:
 
 @dataclass(frozen=True, slots=True)
 class ZygoteMessage:
-    """The zygote's own words."""
+    """A message of the zygote about itself."""
 
     epoch: int
     message: Progress | Ready | Fatal
@@ -46,16 +45,16 @@ Event = Forked | ForkFailed | ZygoteMessage
 
 
 class ZygoteClient:
-    """At most one zygote at a time; without any, nothing here does anything."""
+    """At most one zygote at a time."""
 
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
         self._server: ForkServer | None = None
         self._early: dict[int, tuple[int, bytes]] = {}
-        """Pid and peer of workers that have said Hello before the zygote told of them."""
+        """Pid and peer of workers whose Hello came before the zygote's report."""
 
     def start_zygote(self, config: EngineConfig, epoch: int, progress_fd: int | None) -> Child:
-        """Start it; its death is noticed like any other's, and told with `zygote_died`.
+        """Start a zygote; its death must be reported with `zygote_died`.
 
         Raises:
             OSError: it cannot be started.
@@ -66,7 +65,7 @@ class ZygoteClient:
         return self._server.child
 
     def zygote_died(self) -> list[ForkFailed]:
-        """Close what belonged to it, before its descriptors are used again."""
+        """Close what belonged to the dead zygote; returns the forks that fail with it."""
         server, self._server = self._server, None
         assert server is not None
         self._poller.unregister(server.link)
@@ -75,7 +74,7 @@ class ZygoteClient:
         return unborn
 
     def ask(self, epoch: int, rank: int, progress_fd: int | None, *, is_standby: bool) -> None:
-        """Ask for a worker; `receive` tells what has become of it.
+        """Request a fork; `receive` returns the result.
 
         Raises:
             OSError: there is no zygote, or it does not listen.
@@ -86,19 +85,19 @@ class ZygoteClient:
         self._server.fork(epoch, rank, progress_fd, is_standby=is_standby)
 
     def give_up(self, epoch: int) -> bool:
-        """Let a worker that is not there yet end by itself; whether there was such a one."""
+        """Give up a requested fork, so that the worker ends by itself; False if there is none."""
         return self._server is not None and self._server.disown(epoch)
 
     def hello(self, epoch: int, pid: int, peer: bytes) -> None:
-        """A worker that nobody knows yet has said Hello."""
+        """Enter the Hello of a worker whose fork was not reported yet."""
         if self._server is not None and epoch in self._server.asked:
             self._early[epoch] = (pid, peer)
 
     def receive(self) -> list[Event]:
-        """What has happened since.
+        """Receive the zygote's messages, and the results of forks.
 
         Raises:
-            ProtocolError: the zygote talks nonsense.
+            ProtocolError: the zygote has sent an invalid message.
         """
         server = self._server
         if server is None:
@@ -123,5 +122,5 @@ class ZygoteClient:
         return Forked(child, peer if pid == child.pid else None)
 
     def reap(self, known: frozenset[int]) -> None:
-        """Reap dead workers that were given up; `known` are the pids of all others."""
+        """Reap dead workers that were given up; `known` are the pids of all other processes."""
         reap_strangers(known)

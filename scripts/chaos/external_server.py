@@ -16,7 +16,7 @@ _MODELS_TIMEOUT_S = 10.0
 _RETURN_POLL_S = 0.1
 
 
-class ForeignServer:
+class ExternalServer:
     """What is known of it: an address, and a way to kill something."""
 
     def __init__(self, url: str, kill_command: str | None, kill_pattern: str | None) -> None:
@@ -36,7 +36,7 @@ class ForeignServer:
         return str(json.loads(page)["data"][0]["id"])
 
     async def kill(self, rng: random.Random) -> Kill | None:
-        """Kill; None if there was nobody."""
+        """Kill a process; None if there was none."""
         if self._kill_command is not None:
             moment = time.monotonic()
             process = await asyncio.create_subprocess_shell(self._kill_command)
