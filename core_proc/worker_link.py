@@ -94,6 +94,8 @@ class WorkerLink:
             self._engine.num_fenced_frames += 1
         elif isinstance(message, ModelRunnerOutput):
             news = self._engine.update(message)
+            if self._page is not None:
+                self._page.write_completed(self._core_epoch)
             failpoint("core.before_reply")
             for client, outputs in news.items():
                 self._tell_client(client, outputs)

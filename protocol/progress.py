@@ -69,6 +69,11 @@ class ProgressReporter:
         """A step begins, which should end within `limit_s`."""
         self._write(Phase.STEP, int(limit_s * 1e9), step_id)
 
+    def step_completed(self) -> None:
+        """Record useful work: after it, a death does not delay the next start."""
+        if self.page is not None:
+            self.page.write_completed(self.epoch)
+
     def close(self) -> None:
         """Unmap the page; later reports do nothing."""
         if self.page is not None:

@@ -29,6 +29,8 @@ NO_STEP = 2**64 - 1
 _MAGIC = 0x3250_4B54
 """The bytes `TKP2`, little-endian; the digit is the version of this layout."""
 _WORD = 8
+_COMPLETED = 1
+"""Index of the epoch that last completed a step."""
 _PROGRESS = 8
 """Index of the sequence number; then epoch, phase, step, began, deadline."""
 _DEATH = 16
@@ -162,6 +164,15 @@ class ProgressPage:
                 step_id = None if step == NO_STEP else step
                 return ProgressRecord(epoch, Phase(phase), step_id, began_ns, deadline_ns)
         return None
+
+    def write_completed(self, epoch: int) -> None:
+        """Record that an incarnation has completed a step."""
+        self._words[_COMPLETED] = epoch
+
+    @property
+    def last_completing_epoch(self) -> int:
+        """The last incarnation that has completed a step; 0: none has."""
+        return self._words[_COMPLETED]
 
     # Marks --------------------------------------------------------------------------------------
 

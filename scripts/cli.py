@@ -8,7 +8,7 @@ _USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows 
 
 
 def main() -> int:
-    """Hand over to a command. Returns its exit status, 2 where there is no such command."""
+    """Run a command. Returns its exit status, or 2 if it is unknown."""
     command, *argv = sys.argv[1:] or [""]
     if command == "serve":
         from scripts.supervisor import __main__ as supervisor

@@ -1,6 +1,6 @@
 """Replaces processes of a running engine: `python -m scripts.restart ROLE [--run-dir DIR]`.
 
-Requests go on: what is open is finished, or computed on by the successor.
+Open requests are finished, or continued by the successor.
 """
 
 import argparse
@@ -21,13 +21,13 @@ ROLES = (Role.WORKER, Role.CORE, Role.API)
 DEFAULT_TIMEOUT_S = 660.0
 """More than the default `startup_timeout_s`: a worker may have to load its model."""
 _ANSWER_TIMEOUT_S = 2.0
-_MOST_QUESTIONS = 5
-"""Without an answer."""
+_MAX_QUERIES = 5
+"""Before the supervisor is given up."""
 _POLL_S = 0.05
 
 
 class RestartFailed(Exception):
-    """The processes were not replaced; the text says why."""
+    """The processes were not replaced, for the reason given."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.restart") -> int:
@@ -50,17 +50,17 @@ def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
     """Replace the processes of `role`, and wait until their successors serve.
 
     Returns:
-        What was replaced, for a person.
+        A line of text about what was replaced.
 
     Raises:
         RestartFailed: refused, or not within `timeout_s`.
     """
     began = time.monotonic()
     had_successor = False
-    before = _rows(_insist(link.query), role)
+    before = _rows(_query(link.query), role)
     _ask(link, role)
     while True:
-        rows = _rows(_insist(link.query), role, with_successor=True)
+        rows = _rows(_query(link.query), role, with_successor=True)
         after = rows[: len(before)]
         if _are_replaced(before, after):
             break
@@ -76,7 +76,7 @@ def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
 
 
 def _ask(link: StatusLink, role: Role) -> None:
-    """Ask for the restart. Where an answer was late the next one may only say that it has begun."""
+    """Request the restart. After a late answer the next one may report that it has begun."""
     asked = 0
 
     def ask(timeout_s: float) -> RestartReply | None:
@@ -84,15 +84,15 @@ def _ask(link: StatusLink, role: Role) -> None:
         asked += 1
         return link.restart(role, timeout_s)
 
-    reply = _insist(ask)
+    reply = _query(ask)
     has_begun = asked > 1 and reply.reason == already_replaced(role)
     if not reply.accepted and not has_begun:
         raise RestartFailed(reply.reason)
 
 
-def _insist(ask: Callable[[float], T | None]) -> T:
-    """Ask until there is an answer: a host with much to do may take its time."""
-    for _ in range(_MOST_QUESTIONS):
+def _query(ask: Callable[[float], T | None]) -> T:
+    """Repeat a query until it is answered: a busy host may be late."""
+    for _ in range(_MAX_QUERIES):
         reply = ask(_ANSWER_TIMEOUT_S)
         if reply is not None:
             return reply
@@ -118,7 +118,7 @@ def _parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _rows(reply: StatusReply, role: Role, *, with_successor: bool = False) -> list[ProcessStatus]:
-    """By rank; of an API also, if asked for, whoever is there beside it."""
+    """The rows of a role by rank; with a second API, if there is one and it is asked for."""
     rows = [row for row in reply.processes if row.role is role]
     if not rows:
         raise RestartFailed(f"this engine has no {role}")

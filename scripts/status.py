@@ -1,4 +1,4 @@
-"""Shows how the processes of a running engine are: `python -m scripts.status [--json]`."""
+"""Shows the processes of a running engine: `python -m scripts.status [--json]`."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.status") -> int:
-    """Print the status. Returns 1 if there is no engine to ask."""
+    """Print the status. Returns 1 if no engine answers."""
     parser = argparse.ArgumentParser(
         program, description="Show the processes of a running engine.", allow_abbrev=False
     )
@@ -44,7 +44,7 @@ def as_dict(reply: StatusReply) -> dict[str, Any]:
 
 
 def render(reply: StatusReply, run_dir: str) -> str:
-    """A table and a line about the whole."""
+    """A table of the processes, and a line about the engine."""
     table = [_COLUMNS]
     for row in reply.processes:
         name = f"{row.role} {row.rank}" if row.rank else str(row.role)
@@ -56,17 +56,17 @@ def render(reply: StatusReply, run_dir: str) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
-    whole = "ready" if reply.ready else "not ready"
+    state = "ready" if reply.ready else "not ready"
     where = f" at {reply.url}/v1" if reply.url else ""
-    lines.append(f"{whole}{where}, run dir {run_dir}")
+    lines.append(f"{state}{where}, run dir {run_dir}")
     return "\n".join([*lines, *([reply.failure] if reply.failure else [])])
 
 
 def only_run_dir() -> str:
-    """The directory of the only engine of this user that runs.
+    """The run directory of this user's only running engine.
 
     Raises:
-        LookupError: there is none, or there are several; the text says what to do.
+        LookupError: there is none, or there are several.
     """
     found = live_run_dirs()
     if not found:

@@ -13,6 +13,7 @@ from protocol.child_runtime import ChildProcess
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
+    ModelRunnerOutput,
     SchedulerOutput,
     WorkerToCore,
     decode_from_core,
@@ -154,6 +155,8 @@ class WorkerLoop:
         failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
         self._step_timer.observe(num_tokens, self._clock.monotonic() - began)
+        if isinstance(reply, ModelRunnerOutput):
+            self._reporter.step_completed()
         failpoint("worker.after_step")
         return reply
 

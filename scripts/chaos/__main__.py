@@ -4,6 +4,7 @@
     python -m scripts.chaos --matrix --model demo --json chaos.json
     python -m scripts.chaos --faults worker,core --seed 7 --round 12
     python -m scripts.chaos --journal --faults api,supervisor --matrix
+    python -m scripts.chaos --model demo --every 1.8 --kills 100 --streams 24 -- --dtype float32
     python -m scripts.chaos --url http://127.0.0.1:8000 --kill-pid-pattern EngineCore
 
 Arguments after `--` go to the engine. The exit status is 1 if a token was lost, duplicated or
@@ -29,6 +30,7 @@ from scripts.chaos.engine import EngineFailed
 from scripts.chaos.external_server import ExternalServer
 from scripts.chaos.faults import DEADLY_FAULTS, Fault, Phase
 from scripts.chaos.session import ExternalSession, Session, SessionOptions
+from scripts.chaos.steady import SteadySession
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.url and (arguments.kill_command is None) == (arguments.kill_pattern is None):
         parser.error("--url needs one of --kill-command and --kill-pid-pattern")
+    if arguments.every is not None and arguments.every <= 0:
+        parser.error("--every must be greater than 0")
     base = Path(tempfile.mkdtemp(prefix="chaos-"))
     options = SessionOptions(
         model=arguments.model,
@@ -59,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.url:
             server = ExternalServer(arguments.url, arguments.kill_command, arguments.kill_pattern)
             session: Session = ExternalSession(options, base, _say, server)
+        elif arguments.every is not None:
+            session = SteadySession(options, base, _say, arguments.every)
         else:
             session = Session(options, base, _say)
         asyncio.run(session.run())
@@ -122,6 +128,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="null", help="null, demo or a checkpoint directory")
     parser.add_argument("--kills", type=int, help="minimum number of kills (default: 10)")
     parser.add_argument("--duration", type=float, help="minimum duration in seconds")
+    parser.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        help="kill worker or core at random, SECONDS apart in the mean, under streams that\n"
+        "follow one another, on an engine with default settings",
+    )
     parser.add_argument(
         "--matrix", action="store_true", help="run every cell in order, at least once"
     )

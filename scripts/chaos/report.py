@@ -1,5 +1,6 @@
 """The report of a chaos run: a table for readers, a document for programs."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ def summary(results: Sequence[RoundResult], *, num_skipped: int, seed: int) -> s
     deferred = sum(result.num_deferred for result in results)
     missed = [result for result in results if result.missed]
     lines = [
-        f"{len(results)} rounds in {sum(result.seconds for result in results):.0f} s, seed {seed}",
+        f"{len(results)} rounds in {sum(result.seconds for result in results):.0f} s, seed {seed}, "
+        f"load {os.getloadavg()[0]:.1f}",
         *singles(results),
         f"{len(detections)} deaths noticed by the supervisor after "
         f"{' / '.join(_seconds(detections))} s, {num_unnoticed} never; "

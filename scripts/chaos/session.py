@@ -23,10 +23,9 @@ DEFAULT_KILLS = 10
 FOREIGN_RETURN_TIMEOUT_S = 120.0
 ENGINE_FLAGS = (
     *("--max-num-batched-tokens", "256", "--max-model-len", "1024"),
-    *("--check-invariants", "--restart-backoff-max-s", "0.1"),
+    "--check-invariants",
 )
-"""Small, so that requests queue, prompts are chunked and running requests are preempted; and
-without long pauses between restarts, because here more dies in a minute than anywhere else."""
+"""Small, so that requests queue, prompts are chunked and running requests are preempted."""
 NULL_FLAGS = (
     *("--null-step-ms", "4", "--num-gpu-blocks-override", "130"),
     *("--standby-workers", "1"),  # by default only models that take long to load have one
@@ -76,6 +75,8 @@ class Session:
         self._options = options
         self._base = base
         self._say = say
+        self._kinds: Sequence[str] | None = None
+        """Of streams; None: all."""
 
     async def run(self) -> None:
         """Start an engine, run the plan, stop the engine.
@@ -84,10 +85,7 @@ class Session:
             EngineFailed: it does not start, or does not become ready after a round.
         """
         options = self._options
-        num_places = max(1, options.num_streams // 2)  # half of the streams wait
-        flags = ("--max-num-seqs", str(num_places), *ENGINE_FLAGS)
-        flags = (*flags, *(NULL_FLAGS if options.model == "null" else MODEL_FLAGS))
-        arguments = [options.model, *flags, *options.engine_flags]
+        arguments = [options.model, *self._flags(), *options.engine_flags]
         engine = Engine(self._base, arguments, has_journal=options.has_journal)
         try:
             engine.start()
@@ -100,6 +98,12 @@ class Session:
                 self.failure = f"the engine left files in its run dir: {', '.join(sorted(left))}"
         finally:
             engine.close()
+
+    def _flags(self) -> tuple[str, ...]:
+        """Flags of the engine."""
+        num_places = max(1, self._options.num_streams // 2)  # half of the streams wait
+        flags = ("--max-num-seqs", str(num_places), *ENGINE_FLAGS)
+        return (*flags, *(NULL_FLAGS if self._options.model == "null" else MODEL_FLAGS))
 
     async def _run_rounds(self, engine: Engine) -> None:
         pairs = self._available(await engine.roles())
@@ -168,8 +172,9 @@ class Session:
         return result
 
     def _requests(self, salt: str) -> list[ChaosRequest]:
-        name = self._options.model.rstrip("/").rsplit("/", 1)[-1]
-        return make_requests(self._options.seed, self._options.num_streams, name, salt=salt)
+        options = self._options
+        name = options.model.rstrip("/").rsplit("/", 1)[-1]
+        return make_requests(options.seed, options.num_streams, name, salt=salt, kinds=self._kinds)
 
     def _plan(self, pairs: list[tuple[Fault, Phase]]) -> Iterator[Cell]:
         """Yield rounds until the requested numbers are reached."""

@@ -1,7 +1,7 @@
 """The requests of a round: streams of every kind, drawn from a seed, the same in every round."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,7 +33,13 @@ class ChaosRequest(msgspec.Struct, frozen=True):
 
 
 def make_requests(
-    seed: int, num_streams: int, model: str, *, salt: str = "", with_extensions: bool = True
+    seed: int,
+    num_streams: int,
+    model: str,
+    *,
+    salt: str = "",
+    with_extensions: bool = True,
+    kinds: Sequence[str] | None = None,
 ) -> list[ChaosRequest]:
     """Draw the requests of a round.
 
@@ -43,15 +49,20 @@ def make_requests(
         model: its name in the API.
         salt: separates the prefix caches of rounds.
         with_extensions: use fields that are not OpenAI's, such as `return_token_ids`.
+        kinds: of streams, in turn; None for all.
     """
     rng = random.Random(seed)
-    return [_request(rng, number, model, salt, with_extensions) for number in range(num_streams)]
+    names = list(kinds or _KINDS)
+    found = []
+    for number in range(num_streams):
+        kind = names[number % len(names)]
+        found.append(_request(rng, number, kind, model, salt=salt, with_extensions=with_extensions))
+    return found
 
 
 def _request(
-    rng: random.Random, number: int, model: str, salt: str, with_extensions: bool
+    rng: random.Random, number: int, kind: str, model: str, *, salt: str, with_extensions: bool
 ) -> ChaosRequest:
-    kind = list(_KINDS)[number % len(_KINDS)]
     is_chat = kind.startswith("chat")
     body: Body = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     body["max_tokens"] = rng.randint(_MIN_OUTPUT, _MAX_OUTPUT)

@@ -19,8 +19,8 @@ from scripts.simulation.sockets import SimulatedSocket, make_context
 from scripts.simulation.wire import Wire
 from scripts.simulation.world import Process, Violation
 from scripts.supervisor.console import Console
+from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.supervisor import Supervisor
 from scripts.supervisor.system import System
 
 
@@ -83,19 +83,19 @@ class SupervisorProcess(Process):
         supervisor, now = self._supervisor, self.world.seconds()
         if supervisor is None:
             supervisor = self._supervisor = self._make()
-            supervisor._perform(supervisor.supervision.begin(now))
+            supervisor._perform(supervisor.policy.begin(now))
         ready: dict[Any, int] = dict(supervisor._poller.poll(0))
-        supervisor.supervision.on_turn(now)
+        supervisor.policy.on_turn(now)
         asked, self._asked = self._asked, []
         for role in asked:
-            supervisor._perform(supervisor.supervision.on_restart(role, now)[1])
+            supervisor._perform(supervisor.policy.on_restart(role, now)[1])
         if self._must_end and not self._is_ending:
             self._is_ending = True
-            supervisor._perform(supervisor.supervision.on_signal(now))
+            supervisor._perform(supervisor.policy.on_signal(now))
         supervisor.turn(ready)
         if supervisor._exit_status is not None:
             if not self._must_end or supervisor._exit_status:
-                raise Violation(f"gave up: {supervisor.supervision.failure}")
+                raise Violation(f"gave up: {supervisor.policy.failure}")
             self.world.at(self.busy_until, self.die, 0)
             return None
         poll_ms = supervisor._poll_ms()
@@ -108,7 +108,7 @@ class SupervisorProcess(Process):
         """Name a process that is not ready, or a standby that does not wait yet; None: all are."""
         if self._supervisor is None:
             return "supervisor"
-        processes = self._supervisor.supervision.processes
+        processes = self._supervisor.policy.processes
         return next((str(process.slot) for process in processes if not process.serves), None)
 
     def restart(self, role: Role) -> None:

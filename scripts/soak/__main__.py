@@ -97,7 +97,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         sample_every=max(10, num_requests // _SAMPLES),
         seed=arguments.seed,
         flags=[
-            *("--log-level", "warning", "--restart-backoff-max-s", "0.1"),
+            *("--log-level", "warning"),
             *("--num-gpu-blocks-override", "1024", "--standby-workers", "1"),
             *(
                 "--first-step-timeout-s",

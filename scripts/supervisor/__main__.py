@@ -12,9 +12,9 @@ from protocol.child_runtime import configure_logging
 from protocol.config import ConfigError, EngineConfig
 from protocol.prctl import set_subreaper
 from scripts.supervisor.console import Console
+from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
-from scripts.supervisor.startup import complete, leave_word, open_listener, parse, watch_signals
-from scripts.supervisor.supervisor import Supervisor
+from scripts.supervisor.startup import complete, open_listener, parse, watch_signals, write_failure
 from scripts.supervisor.system import System
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     if failure is not None:
         console.error(failure)
         if is_embedded:
-            leave_word(config.run.run_dir, failure)
+            write_failure(config.run.run_dir, failure)
     return status
 
 
@@ -70,7 +70,7 @@ def _serve(
         run_dir.register()
         status = supervisor.run(signal_fd)
         is_abandoned = supervisor.was_orphaned
-        return status, supervisor.supervision.failure
+        return status, supervisor.policy.failure
     finally:
         run_dir.close(is_abandoned=is_abandoned)
 

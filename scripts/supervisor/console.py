@@ -1,6 +1,6 @@
-"""What a person at the terminal sees: seconds per phase, a bar while a model loads, the address.
+"""Terminal output: seconds per phase, a bar while a model loads, and the address.
 
-Without a terminal the same facts come as plain lines. A terminal that goes away is no error.
+Without a terminal the same facts are printed as plain lines. A closed terminal is not an error.
 """
 
 import logging
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from protocol.lifecycle import Progress, Ready, Role
-from scripts.supervisor.supervised import Slot, phase_name
+from scripts.supervisor.actions import Slot
+from scripts.supervisor.process_state import phase_name
 
 _BAR_CELLS = 24
 _REDRAW_S = 0.1
@@ -53,42 +54,42 @@ class Console:
         self._is_quiet = is_quiet
         self._clocks: dict[Slot, PhaseClock] = {}
         self._loading: Progress | None = None
-        """What the first worker, the slowest process, is at; None while it is not starting."""
+        """Progress of the first worker, the slowest process; None while it is not starting."""
         self._has_bar = False
         self._drawn_at = 0.0
 
     def starting(self, slot: Slot, now: float) -> None:
-        """A process was started."""
+        """Begin the times of a process that was started."""
         self._clocks[slot] = PhaseClock(now)
         if slot == _FIRST_WORKER:
             self._loading = Progress(_BEFORE_FIRST_PHASE)
             self._drawn_at = now
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
-        """A phase of its start goes on."""
+        """Enter the progress of a start."""
         self._clocks[slot].enter(phase_name(message.phase), now)
         if slot == _FIRST_WORKER:
             self._loading = message
             self.tick(now)
 
     def ready(self, slot: Slot, message: Ready, now: float) -> None:
-        """Its start is over."""
+        """Print the times of a start that is complete."""
         self.ended(slot)
         columns = _num_columns() if self._is_terminal else None
         self.line(render_row(str(slot), self._clocks[slot], message.detail, now, columns))
 
     def ended(self, slot: Slot) -> None:
-        """It is not starting any more, ready or dead."""
+        """End the progress of a process that is ready or dead."""
         if slot == _FIRST_WORKER:
             self._loading = None
 
     def next_tick(self) -> float | None:
-        """When `tick` is due; None while there is nothing that moves."""
+        """When `tick` must be called; None while no bar is shown."""
         is_shown = self._loading is not None and self._is_terminal and not self._is_quiet
         return self._drawn_at + _REDRAW_S if is_shown else None
 
     def tick(self, now: float) -> None:
-        """Draw the bar anew, if it is time for that."""
+        """Redraw the bar if it is time."""
         due = self.next_tick()
         if due is None or now < due or self._loading is None:
             return
@@ -102,17 +103,17 @@ class Console:
             self._write(text + "\n")
 
     def note(self, severity: int, text: str) -> None:
-        """Log what happened."""
+        """Write a line to the log."""
         self._clear()
         log.log(severity, "%s", text)
 
     def error(self, text: str) -> None:
-        """Print the last words."""
+        """Print why the engine failed."""
         self._clear()
         self._write(f"troika: {text}\n")
 
     def _draw(self, bar: str) -> None:
-        """The cursor waits in an empty line above the bar, where a child may log a whole line."""
+        """Leave the cursor in an empty line above the bar, where a child may log a whole line."""
         self._write(f"{_CLEAR_BELOW}\n{bar[: _num_columns()]}\r{_LINE_UP}")
         self._has_bar = True
 

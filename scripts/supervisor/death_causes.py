@@ -1,4 +1,4 @@
-"""Why a process died: its exit status read together with what its supervisor knows of it."""
+"""The cause of a death, from the exit status and what the supervisor knows of the process."""
 
 import signal
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from protocol.child_runtime import EXIT_FATAL
 from protocol.lifecycle import DeathCause, Fatal
-from scripts.supervisor.supervised import Process, phase_name
+from scripts.supervisor.process_state import Process, phase_name
 
 _OWN_SIGNALS = frozenset(
     {
@@ -21,16 +21,18 @@ _OWN_SIGNALS = frozenset(
         signal.SIGXFSZ,
     }
 )
-"""Those that the kernel sends for what a process does itself."""
+"""Signals that the kernel sends because of what a process does itself."""
 
 
 class Evidence(NamedTuple):
-    """What was found beside the exit status."""
+    """What was found beside the exit status of a dead process."""
 
     step_id: int | None = None
-    """The step that the process was computing, as its progress page says."""
+    """The step that it was computing, according to its progress page."""
     is_oom: bool = False
-    """Whether the kernel has killed somebody here for want of memory, and nobody else was it."""
+    """Whether the kernel has killed a process here for lack of memory since the last death."""
+    has_completed_step: bool = False
+    """Whether it had completed a step, according to its progress page."""
 
 
 def classify(status: int, fatal: Fatal | None, *, is_overdue: bool, is_oom: bool) -> DeathCause:
@@ -53,8 +55,8 @@ def classify(status: int, fatal: Fatal | None, *, is_overdue: bool, is_oom: bool
     return DeathCause.EXCEPTION if fatal is not None or status == EXIT_FATAL else DeathCause.ENDED
 
 
-def story(process: Process, status: int, cause: DeathCause, step_id: int | None) -> str:
-    """A line about a death, for a person."""
+def describe_death(process: Process, status: int, cause: DeathCause, step_id: int | None) -> str:
+    """A line of text about a death."""
     where = "" if step_id is None else f" in step {step_id}"
     if process.fatal is not None:
         phase = phase_name(process.fatal.phase)
@@ -73,19 +75,17 @@ def _signal_name(number: int) -> str:
 
 
 class OomCounter:
-    """How many processes the kernel has killed in this control group for want of memory."""
+    """The kernel's count of processes killed for lack of memory in this control group."""
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")):
-        """Begin counting; where the counter cannot be read, nobody is ever killed for that."""
+        """Begin counting; a counter that cannot be read never grows."""
         self._file = _counter_file(root, proc)
         self._num_seen = self._read()
 
-    def take(self) -> bool:
-        """Whether there was one that nobody has asked for yet."""
-        if self._read() <= self._num_seen:
-            return False
-        self._num_seen += 1
-        return True
+    def has_grown(self) -> bool:
+        """Whether it has grown since the last call. To be called once for every death."""
+        before, self._num_seen = self._num_seen, self._read()
+        return self._num_seen > before
 
     def _read(self) -> int:
         if self._file is None:
@@ -99,7 +99,7 @@ class OomCounter:
 
 
 def _counter_file(root: Path, proc: Path) -> Path | None:
-    """Where this process's control group counts, version 2 or 1."""
+    """The file with this control group's counts, in version 2 or 1."""
     try:
         groups = (proc / "cgroup").read_text().splitlines()
     except OSError:

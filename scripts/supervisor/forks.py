@@ -1,7 +1,6 @@
-"""The supervisor's dealings with its zygote: workers asked for, born and given up.
+"""The supervisor's connection to its zygote: forks that were requested, completed and given up.
 
-A worker that was asked for is known by its epoch until the zygote tells its pid; its own Hello may
-come first.
+A worker is known by its epoch until the zygote reports its pid; its own Hello may come first.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ _MAX_EARLY = 16
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A worker runs; `peer` is where its Hello came from, if it has come already."""
+    """A worker was forked; `peer` is the connection of its Hello, if that was received already."""
 
     child: ChildHandle
     peer: bytes | None
@@ -31,7 +30,7 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class ZygoteMessage:
-    """A message about the zygote itself."""
+    """A message of the zygote about itself."""
 
     epoch: int
     message: Progress | Ready | Fatal
@@ -41,17 +40,17 @@ Event = Forked | ForkFailed | ZygoteMessage
 
 
 class ZygoteClient:
-    """At most one zygote at a time; without any, nothing here does anything."""
+    """At most one zygote at a time."""
 
     def __init__(self, poller: Poller, system: System) -> None:
         self._poller = poller
         self._system = system
         self._server: ForkServer | None = None
         self._early: dict[int, tuple[int, bytes]] = {}
-        """Pid and peer of workers that have said Hello before the zygote told of them."""
+        """Pid and peer of workers whose Hello came before the zygote's report."""
 
     def start_zygote(self, config: EngineConfig, epoch: int, progress_fd: int | None) -> Child:
-        """Start it; its death is noticed like any other's, and told with `zygote_died`.
+        """Start a zygote; its death must be reported with `zygote_died`.
 
         Raises:
             OSError: it cannot be started.
@@ -62,7 +61,7 @@ class ZygoteClient:
         return self._server.child
 
     def zygote_died(self) -> list[ForkFailed]:
-        """Close what belonged to it, before its descriptors are used again."""
+        """Close what belonged to the dead zygote; returns the forks that fail with it."""
         server, self._server = self._server, None
         assert server is not None
         self._poller.unregister(server.link)
@@ -71,7 +70,7 @@ class ZygoteClient:
         return failed
 
     def ask(self, epoch: int, rank: int, progress_fd: int | None, *, is_standby: bool) -> None:
-        """Ask for a worker; `receive` tells what has become of it.
+        """Request a fork; `receive` returns the result.
 
         Raises:
             OSError: there is no zygote, or it does not listen.
@@ -82,19 +81,19 @@ class ZygoteClient:
         self._server.fork(epoch, rank, progress_fd, is_standby=is_standby)
 
     def give_up(self, epoch: int) -> bool:
-        """Let a worker that is not there yet end by itself; whether there was such a one."""
+        """Give up a requested fork, so that the worker ends by itself; False if there is none."""
         return self._server is not None and self._server.disown(epoch)
 
     def hello(self, epoch: int, pid: int, peer: bytes) -> None:
-        """A worker that nobody knows yet has said Hello."""
+        """Enter the Hello of a worker whose fork was not reported yet."""
         if self._server is not None and epoch in self._server.asked:
             self._early[epoch] = (pid, peer)
 
     def receive(self) -> list[Event]:
-        """What has happened since.
+        """Receive the zygote's messages, and the results of forks.
 
         Raises:
-            ProtocolError: the zygote talks nonsense.
+            ProtocolError: the zygote has sent an invalid message.
         """
         server = self._server
         if server is None:
@@ -115,5 +114,5 @@ class ZygoteClient:
         return Forked(child, peer if pid == child.pid else None)
 
     def reap(self, known: frozenset[int]) -> None:
-        """Reap dead workers that were given up; `known` are the pids of all others."""
+        """Reap dead workers that were given up; `known` are the pids of all other processes."""
         self._system.reap_strangers(known)

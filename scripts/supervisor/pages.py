@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 from protocol.lifecycle import Role
 from protocol.progress_page import Death, Phase, ProgressPage, ProgressRecord
-from scripts.supervisor.supervised import LeaveWord, Slot
+from scripts.supervisor.actions import RecordDeath, Slot
 
 NEXT_API = Slot(Role.API, 1)
-"""Beside an API in a planned restart: first its successor, then itself."""
+"""The second API during a planned restart: the successor, then the predecessor."""
 
 
 class Pages:
@@ -35,7 +35,7 @@ class Pages:
         self._pages[slot], self._fds[slot] = ProgressPage.create(f"{slot.role}-{slot.rank}")
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close all pages."""
         for page in self._pages.values():
             page.close()
         for fd in self._fds.values():
@@ -51,29 +51,34 @@ class Pages:
         return self._fds.get(slot)
 
     def exchange(self, one: Slot, other: Slot) -> None:
-        """Two processes change places, and keep what they write in."""
+        """Exchange the pages of two slots: processes keep the page that they write."""
         pages, fds = self._pages, self._fds
         pages[one], pages[other] = pages[other], pages[one]
         fds[one], fds[other] = fds[other], fds[one]
 
     def promote(self, standby: Slot, slot: Slot) -> None:
-        """A standby takes a place: it keeps its page, and finds what its predecessor has left."""
+        """Give a slot the standby's page, with what its predecessor has left for it."""
         self._pages[standby].inherit(self._pages[slot])
         self.exchange(standby, slot)
 
     def marks(self) -> dict[Slot, ProgressRecord]:
-        """What can be read just now."""
+        """The marks of all pages that can be read."""
         found = {slot: page.read() for slot, page in self._pages.items()}
         return {slot: mark for slot, mark in found.items() if mark is not None}
 
     def step_of(self, slot: Slot, epoch: int) -> int | None:
-        """The step that an incarnation says it is computing."""
+        """The step that an incarnation is computing, or was when it died."""
         page = self._pages.get(slot)
         mark = None if page is None else page.read()
         return None if mark is None or mark.epoch != epoch else mark.step_id
 
-    def leave_word(self, word: LeaveWord) -> None:
-        """Tell the next incarnation how the last one ended."""
-        page = self._pages.get(word.slot)
+    def has_completed_step(self, slot: Slot, epoch: int) -> bool:
+        """Whether an incarnation has completed a step."""
+        page = self._pages.get(slot)
+        return page is not None and page.last_completing_epoch == epoch
+
+    def record_death(self, death: RecordDeath) -> None:
+        """Write how the last incarnation ended, for the next one."""
+        page = self._pages.get(death.slot)
         if page is not None:
-            page.write_death(Death(word.epoch, word.cause, word.step_id))
+            page.write_death(Death(death.epoch, death.cause, death.step_id))

@@ -1,51 +1,51 @@
-"""Where the processes of each slot can be reached on the lifecycle link."""
+"""The connections of processes on the lifecycle link, by slot."""
 
 from protocol.channel import PeerGone, RouterChannel
 from protocol.message import Message, encode
-from scripts.supervisor.supervised import Slot
+from scripts.supervisor.actions import Slot
 
 SUPERVISOR_EPOCH = 0
 
 
 class Peers:
-    """Connections by slot. What somebody misses is said again, or its time ends."""
+    """Sends to slots. Lost messages are repeated by the policy, or a deadline passes."""
 
     def __init__(self, link: RouterChannel) -> None:
         self._link = link
         self._peers: dict[Slot, bytes] = {}
 
     def learn(self, slot: Slot, peer: bytes) -> None:
-        """The process of a slot has said Hello."""
+        """Enter the connection from which a process has sent Hello."""
         self._peers[slot] = peer
 
     def meet(self, slot: Slot, peer: bytes) -> None:
-        """The process of a slot has said something else; its Hello may have been lost."""
+        """Enter the connection of another message, unless there is one: Hello may be lost."""
         self._peers.setdefault(slot, peer)
 
     def forget(self, slot: Slot) -> None:
-        """The process of a slot is dead."""
+        """Remove the connection of a dead process."""
         peer = self._peers.pop(slot, None)
         if peer is not None:
             self._link.forget(peer)
 
     def exchange(self, one: Slot, other: Slot) -> None:
-        """The processes of two slots change places; there may be no such processes."""
+        """Exchange the connections of two slots; either may have none."""
         moved = {other: self._peers.pop(one, None), one: self._peers.pop(other, None)}
         self._peers.update({slot: peer for slot, peer in moved.items() if peer is not None})
 
-    def tell(self, slot: Slot, epoch: int, message: Message) -> None:
-        """Send to the process of a slot, which believes in this epoch."""
+    def send(self, slot: Slot, epoch: int, message: Message) -> None:
+        """Send to the process of a slot, under the epoch that it knows."""
         peer = self._peers.get(slot)
         if peer is not None:
             self._send(peer, epoch, message)
 
     def answer(self, peer: bytes, message: Message) -> None:
-        """Send to whoever has asked; nothing is kept of strangers."""
+        """Answer a query, and drop the connection's state unless it belongs to a slot."""
         self._send(peer, SUPERVISOR_EPOCH, message)
-        self.pass_over(peer)
+        self.drop_unknown(peer)
 
-    def pass_over(self, peer: bytes) -> None:
-        """Keep nothing of somebody who belongs to no slot: a stranger, or the dead."""
+    def drop_unknown(self, peer: bytes) -> None:
+        """Drop the state of a connection that belongs to no slot."""
         if peer not in self._peers.values():
             self._link.forget(peer)
 

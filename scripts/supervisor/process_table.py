@@ -14,11 +14,12 @@ from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
 from protocol.runtime import Poller
 from protocol.zygote_link import ForkFailed
+from scripts.supervisor.actions import Origin, Slot, Start
+from scripts.supervisor.failover import HELPERS
 from scripts.supervisor.forks import Event, Forked, ZygoteClient
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import SUPERVISOR_EPOCH
-from scripts.supervisor.succession import HELPERS
-from scripts.supervisor.supervised import Origin, Process, Slot, Start
+from scripts.supervisor.process_state import Process
 from scripts.supervisor.system import System
 
 MODULES = {
@@ -33,7 +34,7 @@ ZYGOTE = Slot(Role.ZYGOTE)
 
 
 class ProcessTable:
-    """Starts, kills and buries; it decides nothing."""
+    """Starts, kills and reaps processes; it takes no decisions."""
 
     def __init__(
         self,
@@ -60,18 +61,18 @@ class ProcessTable:
         self._forks = ZygoteClient(poller, system)
         self._start_child = system.start_child
         self._asked: dict[int, Slot] = {}
-        """Slots of processes that are to be forked, by epoch."""
+        """Slots of processes that the zygote was asked to fork, by epoch."""
 
     def start(self, action: Start) -> None:
-        """Start the next incarnation of a slot whose last one is buried.
+        """Start the next incarnation of a slot whose last one was reaped.
 
-        One that is forked is there as soon as `births` says so.
+        A forked process exists once `fork_events` has returned its `Forked`.
 
         Raises:
             OSError: it cannot be started; nothing is left behind.
         """
         slot, epoch = action.slot, action.epoch
-        assert slot not in self._children, f"{slot} would live twice"
+        assert slot not in self._children, f"{slot} has a process already"
         assert action.origin is not Origin.PROMOTED, "see promote"
         progress_fd = self._pages.begin(slot, epoch)
         if action.origin is Origin.FORKED:
@@ -84,7 +85,7 @@ class ProcessTable:
             self._enter(slot, self._new_child(slot, epoch, progress_fd))
 
     def promote(self, standby: Slot, slot: Slot, epoch: int) -> None:
-        """The process of a standby takes the place of one that is buried."""
+        """Move the process of a standby to a slot whose process was reaped."""
         assert slot not in self._children, f"{slot} would live twice"
         child = self._children[slot] = self._children.pop(standby)
         child.epoch = epoch
@@ -108,8 +109,8 @@ class ProcessTable:
         self._children[slot] = child
         self._poller.register(child.pidfd, zmq.POLLIN)
 
-    def births(self) -> list[tuple[Slot, Event]]:
-        """What has become of processes that are to be forked, and what the zygote says."""
+    def fork_events(self) -> list[tuple[Slot, Event]]:
+        """Receive the results of forks, and messages of the zygote."""
         try:
             return self._attend(self._forks.receive())
         except ProtocolError as error:
@@ -118,19 +119,19 @@ class ProcessTable:
             return []
 
     def _attend(self, events: Sequence[Event]) -> list[tuple[Slot, Event]]:
-        told: list[tuple[Slot, Event]] = []
+        found: list[tuple[Slot, Event]] = []
         for event in events:
             match event:
                 case Forked():
                     slot = self._asked.pop(event.child.epoch)
                     self._enter(slot, event.child)
-                    told.append((slot, event))
+                    found.append((slot, event))
                 case ForkFailed():
                     given_up = self._asked.pop(event.epoch, None)
-                    told += [] if given_up is None else [(given_up, event)]
+                    found += [] if given_up is None else [(given_up, event)]
                 case _:
-                    told.append((ZYGOTE, event))
-        return told
+                    found.append((ZYGOTE, event))
+        return found
 
     def keep_num_blocks(self, num_gpu_blocks: int) -> None:
         """Start workers with as many KV blocks as the first one found memory for.
@@ -138,7 +139,7 @@ class ProcessTable:
         The core would have to begin anew with a worker that has another number of them.
 
         Args:
-            num_gpu_blocks: of a process that is ready; 0: it has no such wish.
+            num_gpu_blocks: of a process that is ready; 0: it may differ between workers.
         """
         if not num_gpu_blocks:
             return
@@ -146,48 +147,48 @@ class ProcessTable:
         self._config = msgspec.structs.replace(self._config, cache=cache)
 
     def hello(self, epoch: int, pid: int, peer: bytes) -> None:
-        """Keep where a process can be reached that is not known to be born yet."""
+        """Keep the connection of a process whose fork was not reported yet."""
         self._forks.hello(epoch, pid, peer)
 
     def swap(self, one: Slot, other: Slot) -> None:
-        """Two processes change places."""
+        """Exchange the processes of two slots."""
         children = self._children
         children[one], children[other] = children[other], children[one]
 
     def find(self, slot: Slot) -> ChildHandle | None:
-        """The process of a slot; None for one that was never there or is buried."""
+        """The process of a slot; None if there is none, or it was reaped."""
         return self._children.get(slot)
 
     def dead(self, ready: Container[int]) -> list[ChildHandle]:
-        """Whose pidfd is among what a poll has found; the burial of one may move another."""
+        """The dead among the descriptors that a poll has found; reaping one may move another."""
         dead = [(slot, child) for slot, child in self._children.items() if child.pidfd in ready]
         # Helpers first, so that no dead standby is promoted.
         return [child for _, child in sorted(dead, key=lambda pair: pair[0].role not in HELPERS)]
 
     def slot_of(self, child: ChildHandle) -> Slot:
-        """Where it is now."""
+        """The present slot of a process."""
         return next(slot for slot, other in self._children.items() if other is child)
 
-    def bury(self, slot: Slot) -> list[tuple[Slot, Event]]:
-        """Let go of a process that is dead and reaped; returns what its death means for others."""
+    def reap(self, slot: Slot) -> list[tuple[Slot, Event]]:
+        """Remove a dead process; returns the forks that fail with a dead zygote."""
         child = self._children.pop(slot)
-        assert child.poll() is not None, "only the dead are buried"
+        assert child.poll() is not None, f"{slot} is alive"
         self._poller.unregister(child.pidfd)
-        told = self._attend(self._forks.zygote_died()) if slot == ZYGOTE else []
+        found = self._attend(self._forks.zygote_died()) if slot == ZYGOTE else []
         child.close()
-        return told
+        return found
 
     def reap_strangers(self) -> None:
-        """Reap dead workers that were given up before they were known."""
+        """Reap dead workers that were given up before their fork was reported."""
         self._forks.reap(frozenset(child.pid for child in self._children.values()))
 
     def kill(self, slot: Slot) -> bool:
-        """Send SIGKILL to whoever is there.
+        """Send SIGKILL to the process of a slot.
 
         A process that the zygote has not forked yet is given up, and so is the zygote.
 
         Returns:
-            False if there is none whose death could be noticed.
+            False if there is no process whose death will be reported.
         """
         child = self._children.get(slot)
         if child is not None:
@@ -201,7 +202,7 @@ class ProcessTable:
         return not epochs
 
     def dump_stacks(self, slot: Slot) -> None:
-        """Have whoever is there, and has reported in its page, print its stacks."""
+        """Make the process of a slot print the stacks of its threads."""
         child = self._children.get(slot)
         if child is not None:
             child.dump_stacks()

@@ -1,4 +1,4 @@
-"""Run directories: one living supervisor each, epochs that only grow, a register to find them.
+"""Run directories: one supervisor each, epochs that only grow, a register to find them.
 
 A given directory keeps `epoch` and `supervisor.lock` beyond the supervisor's end; a temporary one
 disappears with it. The register is a directory of links, one per supervisor of this user.
@@ -26,18 +26,18 @@ log = logging.getLogger("troika.supervisor")
 
 
 class RunDirBusyError(Exception):
-    """Another supervisor lives in that directory."""
+    """Another supervisor uses that directory."""
 
 
 class RunDir:
-    """A directory that this process holds until `close`."""
+    """A directory that this process has locked until `close`."""
 
     def __init__(self, path: str | None, *, is_temporary: bool = False) -> None:
         """Create or take over a directory.
 
         Args:
             path: None for a new temporary one.
-            is_temporary: whether a given one may be removed by whoever finds it abandoned.
+            is_temporary: whether a given one may be removed once no supervisor holds it.
 
         Raises:
             ValueError: the directory cannot be used; the text says why.
@@ -61,8 +61,8 @@ class RunDir:
     def next_epoch(self) -> int:
         """A number greater than any that was handed out in this directory before.
 
-        It is on the disk when this returns. Where the disk is full, or broken, an engine that runs
-        goes on without: no other can use the directory while this process lives.
+        It is on the disk when this returns, unless the disk is full or broken: then an engine that
+        runs continues without, because no other can use the directory while this process lives.
         """
         self._epoch += 1
         try:
@@ -89,7 +89,7 @@ class RunDir:
         self._epoch = max(self._epoch, least)
 
     def register(self) -> None:
-        """Make this directory known to `live_run_dirs`; its supervisor listens already."""
+        """Enter this directory into the register; its supervisor listens already."""
         register = _register_dir()
         for link, target in _entries(register):
             if target == self.path:  # of a predecessor that was killed: this process has the lock
@@ -101,10 +101,10 @@ class RunDir:
         self._link.symlink_to(self.path)
 
     def close(self, *, is_abandoned: bool) -> None:
-        """Let go of the directory: remove a temporary one, clear any other of its sockets.
+        """Release the directory: remove a temporary one, and the sockets of any other.
 
         Args:
-            is_abandoned: whether nobody else will remove a temporary one that was given.
+            is_abandoned: whether no other process will remove a temporary one that was given.
         """
         if self._link is not None:
             self._link.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ class RunDir:
 
 
 def live_run_dirs() -> list[str]:
-    """The run directories of this user's living supervisors."""
+    """The run directories that supervisors of this user hold."""
     return sorted(target for _, target in _entries(_register_dir()) if _is_live(target))
 
 
@@ -140,7 +140,7 @@ def _register_dir() -> Path:
 
 
 def _entries(register: Path) -> Iterator[tuple[Path, str]]:
-    """Each link with its target. Others come and go meanwhile."""
+    """Each link with its target; other processes may change the register meanwhile."""
     for link in list(register.iterdir()):
         try:
             target = os.readlink(link)
@@ -150,7 +150,7 @@ def _entries(register: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _forget_dead(register: Path) -> None:
-    """Clear what supervisors that were killed have left."""
+    """Remove what killed supervisors have left."""
     for link, target in _entries(register):
         if _is_live(target):
             continue
@@ -160,9 +160,9 @@ def _forget_dead(register: Path) -> None:
 
 
 def _is_live(run_dir: str) -> bool:
-    """Whether a supervisor holds the directory; in doubt it does, for the dead are cleared away.
+    """Whether a supervisor holds the directory; also True where that cannot be found out.
 
-    Only the lock tells: a supervisor that is busy may not answer, or even refuse a connection.
+    Only the lock decides: a busy supervisor may not answer, or even refuse a connection.
     """
     try:
         lock_fd = os.open(Path(run_dir) / _LOCK_FILE, os.O_RDWR)
@@ -177,9 +177,9 @@ def _is_live(run_dir: str) -> bool:
 
 
 def _lock(lock_fd: int, timeout_s: float) -> bool:
-    """Take the lock, held until the descriptor is closed; False if another holds it for so long.
+    """Take the lock until the descriptor is closed; False if it is held until the timeout.
 
-    Whoever looks if it is held holds it for a moment, hence the patience.
+    A process that only tests the lock holds it for a moment, hence the wait.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -16,13 +16,11 @@ from protocol.launch import failure_file
 DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "demo_model"
 _BACKLOG = 2048
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Where drivers of devices that torch computes on show themselves."""
+"""Device files of drivers that torch can use."""
 
 
 def complete(config: EngineConfig) -> EngineConfig:
-    """Replace the name of the model by its directory.
-
-    Decide how many standby workers there are, if nobody has.
+    """Replace the model's name by its directory, and settle the number of standby workers.
 
     Raises:
         ConfigError: there is no such model; the text says what is possible.
@@ -34,7 +32,7 @@ def complete(config: EngineConfig) -> EngineConfig:
         return config
     directory = DEMO_MODEL_DIR if model.model == "demo" else Path(model.model).absolute()
     if not (directory / "config.json").is_file():
-        problem = "has no config.json" if directory.is_dir() else "is no directory"
+        problem = "has no config.json" if directory.is_dir() else "is not a directory"
         raise ConfigError(
             f"model {directory} {problem}; give a checkpoint directory in Hugging Face format, "
             "'demo' or 'null'"
@@ -83,7 +81,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def watch_signals() -> int:
-    """Let SIGINT, SIGTERM and SIGHUP do nothing but write a byte to the descriptor returned.
+    """Make SIGINT, SIGTERM and SIGHUP only write a byte to the descriptor returned.
 
     SIGHUP stays ignored where it is, as under nohup.
     """
@@ -99,8 +97,8 @@ def watch_signals() -> int:
     return read_fd
 
 
-def leave_word(run_dir: str | None, failure: str) -> None:
-    """For the program that embeds this engine; it may have removed the directory already."""
+def write_failure(run_dir: str | None, failure: str) -> None:
+    """Write the failure for the embedding program, if the directory is still there."""
     if run_dir is not None and os.path.isdir(run_dir):
         failure_file(run_dir, os.getpid()).write_text(failure)
 

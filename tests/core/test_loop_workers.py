@@ -1,6 +1,7 @@
 """The core's loop and its workers over real sockets: deaths, misdeeds, successors."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -20,8 +21,8 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
-from protocol.progress_page import CoreMarks, Death
-from tests.core.loop_bench import Bench, FakeClient, WorkerEnd, all_tokens
+from protocol.progress_page import CoreMarks, Death, ProgressPage
+from tests.core.loop_bench import CORE_EPOCH, Bench, FakeClient, WorkerEnd, all_tokens
 
 Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
 
@@ -175,6 +176,23 @@ def test_a_second_hello_raises_the_epoch_and_old_answers_are_fenced(bench: Bench
     client.finish(1)
     assert client.tokens(1) == all_tokens(4)
     assert not worker.is_killed
+
+
+def test_a_core_that_has_received_a_step_says_so_on_its_page() -> None:
+    """It is the core's useful work; dispatching alone is not."""
+    page, fd = ProgressPage.create("test")
+    try:
+        with Bench(progress_fd=fd) as bench:
+            worker, client = bench.worker(), bench.client()
+            worker.answers = False
+            client.add(1, max_tokens=2)
+            bench.until(lambda: worker.unanswered)
+            assert page.last_completing_epoch == 0
+            worker.answer_all()
+            bench.until(lambda: page.last_completing_epoch == CORE_EPOCH)
+    finally:
+        page.close()
+        os.close(fd)
 
 
 def test_a_worker_that_is_gone_before_its_adoption_is_no_worker(bench: Bench) -> None:

@@ -48,6 +48,20 @@ def test_new_page_is_empty(page: ProgressPage) -> None:
     assert page.read_death() is None
 
 
+def test_a_completed_step_belongs_to_one_incarnation(shared: tuple[ProgressPage, int]) -> None:
+    """A successor that writes the same page has not completed it."""
+    page, fd = shared
+    assert page.last_completing_epoch == 0
+    for epoch in (EPOCH, EPOCH + 1):
+        reporter = ProgressReporter(fd, epoch, RECOVERY)
+        reporter.step(3, 1.0)
+        reporter.idle()
+        assert page.last_completing_epoch != epoch
+        reporter.step_completed()
+        assert page.last_completing_epoch == epoch
+        reporter.close()
+
+
 def test_what_is_written_is_read_on_the_other_side(shared: tuple[ProgressPage, int]) -> None:
     """Another mapping of the same descriptor."""
     page, fd = shared

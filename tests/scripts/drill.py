@@ -1,4 +1,4 @@
-"""A supervision in virtual time, with a process table that is only believed in."""
+"""The supervisor's policy in virtual time, with an imagined process table."""
 
 import random
 import signal
@@ -15,21 +15,21 @@ from protocol.lifecycle import (
     Role,
     WorkerDied,
 )
-from scripts.supervisor.death_causes import Evidence
-from scripts.supervisor.succession import STANDBY_DELAY_S, STANDBY_OF
-from scripts.supervisor.supervised import (
+from scripts.supervisor.actions import (
     Action,
     Exit,
     Kill,
-    LeaveWord,
     Note,
     Origin,
+    RecordDeath,
+    Send,
     Slot,
     Start,
     Swap,
-    Tell,
 )
-from scripts.supervisor.supervision import Supervision
+from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.failover import STANDBY_DELAY_S, STANDBY_OF
+from scripts.supervisor.policy import SupervisorPolicy
 
 API, CORE, WORKER = Slot(Role.API), Slot(Role.CORE), Slot(Role.WORKER)
 ZYGOTE, STANDBY = Slot(Role.ZYGOTE), Slot(Role.STANDBY)
@@ -40,7 +40,7 @@ RECOVERY = RecoveryConfig(
 
 
 class Drill:
-    """A supervision, a clock, and the processes it believes in; checks what always holds."""
+    """A policy, a clock, and the processes that it has started; checks the invariants."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Drill:
             num_ranks = {Role.ZYGOTE: 1, Role.STANDBY: 1, **num_ranks}
         if standby_core:
             num_ranks[Role.STANDBY_CORE] = 1
-        self.supervision = Supervision(
+        self.policy = SupervisorPolicy(
             recovery, num_ranks, count(1).__next__, random.Random(0), is_api_alone=is_api_alone
         )
         self.now = 1000.0
@@ -65,11 +65,11 @@ class Drill:
         self.doomed: set[Slot] = set()
         self.last_epoch = 0
         self.exit_status: int | None = None
-        self.words: list[LeaveWord] = []
+        self.words: list[RecordDeath] = []
         self.told_deaths: list[WorkerDied] = []
         self.said: list[tuple[int, object]] = []
         """To whom, by epoch, and what."""
-        self.take(self.supervision.begin(self.now))
+        self.take(self.policy.begin(self.now))
 
     def take(self, actions: list[Action]) -> list[Action]:
         """Carry out what a process table would.
@@ -96,10 +96,10 @@ class Drill:
                     assert slot in self.living
                     assert slot not in self.doomed, "killed twice"
                     self.doomed.add(slot)
-                case LeaveWord(slot):
+                case RecordDeath(slot):
                     assert slot not in self.living, "the page is still written by another"
                     self.words.append(action)
-                case Tell(slot, message):
+                case Send(slot, message):
                     assert slot in self.living
                     said = (self.living[slot], message)
                     is_again = said in self.said
@@ -120,7 +120,7 @@ class Drill:
         del self.living[standby]
 
     def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
-        return self.take(self.supervision.on_message(self.living[slot], message, self.now))
+        return self.take(self.policy.on_message(self.living[slot], message, self.now))
 
     def die(
         self, slot: Slot, status: int = -signal.SIGKILL, evidence: Evidence | None = None
@@ -128,18 +128,18 @@ class Drill:
         del self.living[slot]
         self.doomed.discard(slot)
         evidence = evidence or Evidence()
-        return self.take(self.supervision.on_death(slot, status, self.now, evidence))
+        return self.take(self.policy.on_death(slot, status, self.now, evidence))
 
     def signal(self) -> list[Action]:
-        return self.take(self.supervision.on_signal(self.now))
+        return self.take(self.policy.on_signal(self.now))
 
     def wait(self, seconds: float) -> list[Action]:
         """Let time pass, waking at every deadline."""
         end, actions = self.now + seconds, []
-        while (due := self.supervision.next_deadline()) <= end:
+        while (due := self.policy.next_deadline()) <= end:
             self.now = max(self.now, due)
-            self.supervision.on_turn(self.now)
-            actions += self.take(self.supervision.tick(self.now))
+            self.policy.on_turn(self.now)
+            actions += self.take(self.policy.tick(self.now))
         self.now = end
         return actions
 
@@ -149,16 +149,16 @@ class Drill:
         return self
 
     def state(self, slot: Slot) -> ProcessState:
-        return next(p.state for p in self.supervision.processes if p.slot == slot)
+        return next(p.state for p in self.policy.processes if p.slot == slot)
 
 
 def starts(actions: list[Action]) -> list[tuple[Slot, Origin]]:
-    """Who is started, and how."""
+    """Slots of the processes that are started, and how."""
     return [(a.slot, a.origin) for a in actions if isinstance(a, Start)]
 
 
 def standing() -> Drill:
-    """Everybody is ready, zygote and standby included."""
+    """An engine whose processes are all ready, zygote and standby included."""
     drill = Drill(standby=True).all_ready()
     drill.wait(0.0)
     drill.say(WORKER, Ready())
@@ -169,19 +169,19 @@ def standing() -> Drill:
 
 def ask(drill: Drill, role: Role) -> list[Action]:
     """Ask for a restart that is possible."""
-    refusal, actions = drill.supervision.on_restart(role, drill.now)
+    refusal, actions = drill.policy.on_restart(role, drill.now)
     assert refusal is None
     return drill.take(actions)
 
 
 def refusal_of(drill: Drill, role: Role) -> str | None:
     """Why a restart is not possible."""
-    refusal, actions = drill.supervision.on_restart(role, drill.now)
+    refusal, actions = drill.policy.on_restart(role, drill.now)
     assert refusal is None or actions == []
     return refusal
 
 
 def _is_word(action: Action) -> bool:
-    if isinstance(action, Tell):
+    if isinstance(action, Send):
         return isinstance(action.message, WorkerDied)
-    return isinstance(action, Note | LeaveWord)
+    return isinstance(action, Note | RecordDeath)

@@ -6,8 +6,9 @@ import logging
 import pytest
 
 from protocol.lifecycle import Progress, Ready, Role
+from scripts.supervisor.actions import Slot
 from scripts.supervisor.console import Console, PhaseClock, render_bar, render_row
-from scripts.supervisor.supervised import Slot, phase_name
+from scripts.supervisor.process_state import phase_name
 
 WORKER = Slot(Role.WORKER)
 

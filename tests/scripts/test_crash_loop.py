@@ -1,8 +1,9 @@
 """When the engine counts as failing, and when it is given up."""
 
 from protocol.lifecycle import DeathCause, Health, ProcessState, Role
+from scripts.supervisor.actions import Send
 from scripts.supervisor.crash_loop import DEATHS_IN_WINDOW, WINDOW_S, CrashLoop
-from scripts.supervisor.supervised import Group, Tell
+from scripts.supervisor.process_state import Group
 
 
 def make(give_up_after_s: float | None = None) -> tuple[CrashLoop, dict[Role, Group]]:
@@ -10,7 +11,7 @@ def make(give_up_after_s: float | None = None) -> tuple[CrashLoop, dict[Role, Gr
     groups = {role: Group(role, 1) for role in (Role.WORKER, Role.CORE, Role.API)}
     for epoch, group in enumerate(groups.values(), 1):
         (process,) = group.processes
-        process.begin(epoch, 0.0)
+        process.begin(epoch, 0.0, 0.0)
         process.state = ProcessState.READY
     groups[Role.WORKER].processes[0].state = ProcessState.BACKOFF
     return CrashLoop(give_up_after_s, groups), groups
@@ -30,11 +31,11 @@ def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
     assert loop.news(now) == []
     now = die(loop, 1, now + 1)
     groups[Role.WORKER].resume_at = now + 3
-    assert loop.news(now) == [Tell(groups[Role.API].processes[0].slot, Health(True, 4.0))]
+    assert loop.news(now) == [Send(groups[Role.API].processes[0].slot, Health(True, 4.0))]
     assert loop.news(now) == []
-    assert loop.standing(now + 1) == [Tell(groups[Role.API].processes[0].slot, Health(True, 3.0))]
+    assert loop.standing(now + 1) == [Send(groups[Role.API].processes[0].slot, Health(True, 3.0))]
     groups[Role.WORKER].processes[0].state = ProcessState.READY
-    assert loop.news(now) == [Tell(groups[Role.API].processes[0].slot, Health(False))]
+    assert loop.news(now) == [Send(groups[Role.API].processes[0].slot, Health(False))]
     assert loop.news(now) == loop.standing(now) == []
 
 
@@ -43,7 +44,7 @@ def serve_and_die(loop: CrashLoop, groups: dict[Role, Group], times: int, served
     now = 0.0
     for _ in range(times):
         for group in groups.values():
-            group.ready_since = now + 60.0
+            group.processes[0].ready_at = now + 60.0
         now += 60.0 + served_s
         loop.death(Role.WORKER, DeathCause.EXCEPTION, now)
     return now
@@ -86,7 +87,7 @@ def test_a_quiet_time_begins_the_count_anew() -> None:
     loop, groups = make(10.0)
     die(loop, 5)
     for group in groups.values():
-        group.ready_since = 5.0
+        group.processes[0].ready_at = 5.0
     now = die(loop, 5, 5.0 + WINDOW_S + 1.0, step=0.1)
     assert not loop.is_over(now)
 
@@ -108,4 +109,4 @@ def test_time_served_before_a_planned_restart_counts() -> None:
 
 def serve(groups: dict[Role, Group], since: float) -> None:
     for group in groups.values():
-        group.ready_since = since
+        group.processes[0].ready_at = since

@@ -15,20 +15,22 @@ from scripts.supervisor.death_causes import OomCounter
         ("9:memory:/host/path\n", "memory/memory.oom_control"),
     ],
 )
-def test_each_kill_is_told_once(tmp_path: Path, groups: str, file: str) -> None:
-    """Those before the start do not count."""
+def test_only_kills_since_the_last_death_count(tmp_path: Path, groups: str, file: str) -> None:
+    """Three old kills do not make three later deaths out-of-memory kills."""
     proc, counts = tmp_path / "proc", tmp_path / "cgroup" / file
     proc.mkdir()
     counts.parent.mkdir(parents=True)
     (proc / "cgroup").write_text(groups)
     counts.write_text("low 0\noom_kill 3\n")
     counter = OomCounter(tmp_path / "cgroup", proc)
-    assert not counter.take()
-    counts.write_text("low 0\noom_kill 5\n")
-    assert [counter.take() for _ in range(3)] == [True, True, False]
+    assert not counter.has_grown(), "kills before the start do not count"
+    counts.write_text("low 0\noom_kill 6\n")
+    assert [counter.has_grown() for _ in range(4)] == [True, False, False, False]
+    counts.write_text("low 0\noom_kill 7\n")
+    assert [counter.has_grown() for _ in range(2)] == [True, False]
     counts.unlink()
-    assert not counter.take()
+    assert not counter.has_grown()
 
 
 def test_without_a_counter_nobody_is_killed_for_that(tmp_path: Path) -> None:
-    assert not OomCounter(tmp_path, tmp_path).take()
+    assert not OomCounter(tmp_path, tmp_path).has_grown()

@@ -1,4 +1,4 @@
-"""Supervision of processes that hang, and what is said of deaths; in virtual time."""
+"""SupervisorPolicy of processes that hang, and what is said of deaths; in virtual time."""
 
 import logging
 import signal
@@ -7,17 +7,17 @@ import pytest
 
 from protocol.lifecycle import DeathCause, Fatal, ProcessState, Ready, Role, Suspect, WorkerDied
 from protocol.progress_page import Phase, ProgressRecord
-from scripts.supervisor.death_causes import Evidence
-from scripts.supervisor.supervised import (
+from scripts.supervisor.actions import (
     Action,
     DumpStacks,
     Kill,
-    LeaveWord,
     Note,
+    RecordDeath,
+    Send,
     Slot,
     Start,
-    Tell,
 )
+from scripts.supervisor.death_causes import Evidence
 from tests.scripts.drill import API, CORE, WORKER, Drill
 
 LIMIT_S = 2.0
@@ -37,9 +37,9 @@ def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Ac
     """Let time pass until then, looking whenever it is due."""
     actions: list[Action] = []
     while True:
-        due = drill.supervision.next_look
+        due = drill.policy.next_look
         drill.now = drill.now if due is None else min(now, max(due, drill.now))
-        actions += drill.take(drill.supervision.look(marks, drill.now))
+        actions += drill.take(drill.policy.look(marks, drill.now))
         if drill.now >= now and due is not None:
             return actions
 
@@ -50,21 +50,21 @@ def test_hanging_worker_is_suspected_then_killed_and_the_core_is_told() -> None:
     epoch, began = drill.living[WORKER], drill.now
     marks = mark(drill, WORKER, began)
     assert look(drill, marks, began + 1.99) == []
-    suspicion = Tell(CORE, Suspect(Role.WORKER, 0, epoch, 1.5 * LIMIT_S + 1.0))
+    suspicion = Send(CORE, Suspect(Role.WORKER, 0, epoch, 1.5 * LIMIT_S + 1.0))
     assert look(drill, marks, began + 2.01) == [DumpStacks(WORKER), suspicion]
     assert look(drill, marks, began + 3.99) == []
     assert look(drill, marks, began + 4.01) == [Kill(WORKER)]
     assert look(drill, marks, began + 60.0) == [], "killed once"
     assert drill.die(WORKER, evidence=Evidence(7)) == [Start(WORKER, 4)]
     assert drill.told_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
-    assert drill.words == [LeaveWord(WORKER, epoch, DeathCause.DEADLINE, 7)]
+    assert drill.words == [RecordDeath(WORKER, epoch, DeathCause.DEADLINE, 7)]
 
 
 def test_worker_that_goes_on_gets_work_again() -> None:
     drill = Drill().all_ready()
     epoch, began = drill.living[WORKER], drill.now
     look(drill, mark(drill, WORKER, began), began + 3.0)
-    cleared = Tell(CORE, Suspect(Role.WORKER, 0, epoch, 0.0))
+    cleared = Send(CORE, Suspect(Role.WORKER, 0, epoch, 0.0))
     assert look(drill, mark(drill, WORKER, began + 3.0), began + 3.1) == [cleared]
     assert look(drill, mark(drill, WORKER, began + 3.0), began + 4.9) == []
     assert WORKER not in drill.doomed
@@ -77,7 +77,7 @@ def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
     marks = mark(drill, CORE, began, step_id=None)
     assert look(drill, marks, began + 5.0) == [DumpStacks(CORE), Kill(CORE)]
     assert drill.die(CORE) == [Start(CORE, 4)]
-    assert drill.words == [LeaveWord(CORE, epoch, DeathCause.DEADLINE, None)]
+    assert drill.words == [RecordDeath(CORE, epoch, DeathCause.DEADLINE, None)]
 
 
 def test_hanging_api_is_killed_even_while_it_leaves() -> None:
@@ -86,7 +86,7 @@ def test_hanging_api_is_killed_even_while_it_leaves() -> None:
     marks = mark(drill, API, drill.now, step_id=None)
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(API), Kill(API)]
     drill = Drill().all_ready()
-    drill.take(drill.supervision.on_restart(Role.API, drill.now)[1])
+    drill.take(drill.policy.on_restart(Role.API, drill.now)[1])
     leaving = Slot(Role.API, 1)
     drill.say(leaving, Ready())
     marks = mark(drill, leaving, drill.now, step_id=None)
@@ -161,7 +161,7 @@ def test_every_death_has_a_cause(
 
 def test_the_log_tells_step_and_reason() -> None:
     drill = Drill().all_ready()
-    actions = drill.supervision.on_death(WORKER, -signal.SIGSEGV, drill.now, Evidence(12))
+    actions = drill.policy.on_death(WORKER, -signal.SIGSEGV, drill.now, Evidence(12))
     assert Note(logging.WARNING, "worker died of SIGSEGV in step 12") in actions
 
 

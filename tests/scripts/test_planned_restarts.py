@@ -13,18 +13,10 @@ from protocol.lifecycle import (
     Role,
     Stop,
 )
+from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Slot, Swap
 from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.failover import STANDBY_DELAY_S
 from scripts.supervisor.planned_restarts import LEAVE_GRACE_S
-from scripts.supervisor.succession import STANDBY_DELAY_S
-from scripts.supervisor.supervised import (
-    Exit,
-    Kill,
-    Origin,
-    Show,
-    Slot,
-    Swap,
-    Tell,
-)
 from tests.scripts.drill import (
     API,
     CORE,
@@ -46,7 +38,7 @@ def test_who_is_asked_to_leave_is_followed_at_once(slot: Slot) -> None:
     """However often: its death is no failure. One that stays is killed."""
     drill = Drill().all_ready()
     for _ in range(5):
-        assert ask(drill, slot.role) == [Tell(slot, Stop())]
+        assert ask(drill, slot.role) == [Send(slot, Stop())]
         assert refusal_of(drill, slot.role) == f"the {slot} is being replaced already"
         assert starts(drill.die(slot, 0)) == [(slot, Origin.STARTED)]
         assert drill.words[-1].cause is DeathCause.ENDED, "nothing that was computed is blamed"
@@ -64,7 +56,7 @@ def test_worker_leaves_when_its_standby_is_ready() -> None:
     assert refusal_of(drill, Role.WORKER) is not None
     drill.wait(STANDBY_DELAY_S)
     drill.say(STANDBY, Ready())
-    assert Tell(WORKER, Stop()) in drill.wait(0.0) + drill.take(drill.supervision.tick(drill.now))
+    assert Send(WORKER, Stop()) in drill.wait(0.0) + drill.take(drill.policy.tick(drill.now))
     assert starts(drill.die(WORKER, 0)) == [(WORKER, Origin.PROMOTED)]
     drill.say(WORKER, Ready())
     for _ in range(3):
@@ -86,15 +78,15 @@ def test_api_serves_until_its_successor_does_and_finishes_what_it_has() -> None:
     drill = Drill().all_ready()
     old = drill.living[API]
     assert starts(ask(drill, Role.API)) == [(NEXT_API, Origin.STARTED)]
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
     actions = drill.say(NEXT_API, Ready())
     assert actions == [
         Show(NEXT_API, Ready()),
         Swap(API, NEXT_API),
-        Tell(NEXT_API, Drain(is_replaced=True)),
+        Send(NEXT_API, Drain(is_replaced=True)),
     ]
     assert drill.living[NEXT_API] == old
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
     assert refusal_of(drill, Role.API) == "the api before this one still finishes its requests"
     assert drill.die(NEXT_API, 0) == []
     assert starts(ask(drill, Role.API)) == [(NEXT_API, Origin.STARTED)]
@@ -105,7 +97,7 @@ def test_old_api_stays_if_its_successor_dies() -> None:
     drill = Drill().all_ready()
     ask(drill, Role.API)
     assert drill.die(NEXT_API, 1) == []
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
     assert drill.state(API) is ProcessState.READY
 
 
@@ -120,7 +112,7 @@ def test_old_api_that_takes_too_long_is_killed() -> None:
 def test_api_that_must_be_alone_ends_first() -> None:
     """New connections wait meanwhile."""
     drill = Drill(is_api_alone=True).all_ready()
-    assert ask(drill, Role.API) == [Tell(API, Drain(is_replaced=True))]
+    assert ask(drill, Role.API) == [Send(API, Drain(is_replaced=True))]
     assert starts(drill.die(API, 0)) == [(API, Origin.STARTED)]
 
 
@@ -129,9 +121,9 @@ def test_end_waits_for_an_api_that_leaves() -> None:
     drill = Drill().all_ready()
     ask(drill, Role.API)
     drill.say(NEXT_API, Ready())
-    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.signal() == [Send(API, Drain())]
     assert drill.say(API, Drained()) == []
-    assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
+    assert drill.die(NEXT_API, 0) == [Send(CORE, Drain())]
 
 
 def test_end_waits_for_an_api_that_leaves_although_its_successor_only_starts() -> None:
@@ -140,9 +132,9 @@ def test_end_waits_for_an_api_that_leaves_although_its_successor_only_starts() -
     ask(drill, Role.API)
     drill.say(NEXT_API, Ready())
     drill.die(API)
-    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.signal() == [Send(API, Drain())]
     assert drill.say(API, Drained()) == []
-    assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
+    assert drill.die(NEXT_API, 0) == [Send(CORE, Drain())]
 
 
 def test_nothing_is_replaced_while_the_engine_ends_or_starts() -> None:
@@ -187,7 +179,7 @@ def test_api_that_finishes_its_streams_outlives_its_successor() -> None:
     assert starts(drill.die(API)) == [(API, Origin.STARTED)]
     assert NEXT_API not in drill.doomed
     drill.say(API, Ready())
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
     assert drill.die(NEXT_API, 0) == []
 
 
@@ -200,7 +192,7 @@ def test_api_that_dies_while_its_successor_starts_is_replaced_at_once() -> None:
     assert starts(actions) == [(API, Origin.STARTED)]
     drill.die(NEXT_API)
     drill.say(API, Ready())
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
 
 
 def test_end_waits_for_an_api_alone_that_leaves_already() -> None:
@@ -208,22 +200,22 @@ def test_end_waits_for_an_api_alone_that_leaves_already() -> None:
     drill = Drill(is_api_alone=True).all_ready()
     ask(drill, Role.API)
     assert drill.signal() == []
-    assert drill.die(API, 0) == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.die(API, 0) == [Send(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
 
 
 def test_end_gives_up_what_was_to_be_replaced() -> None:
     """No API takes new connections then, and no worker leaves out of turn."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    assert drill.signal() == [Kill(NEXT_API), Tell(API, Drain())]
+    assert drill.signal() == [Kill(NEXT_API), Send(API, Drain())]
     assert drill.say(NEXT_API, Ready()) == []
     drill = standing()
     drill.die(STANDBY)
     ask(drill, Role.WORKER)
     drill.signal()
     drill.signal()
-    assert drill.take(drill.supervision.tick(drill.now + 1.0)) == []
+    assert drill.take(drill.policy.tick(drill.now + 1.0)) == []
 
 
 def test_end_lets_an_api_finish_whose_successor_has_died() -> None:
@@ -231,16 +223,16 @@ def test_end_lets_an_api_finish_whose_successor_has_died() -> None:
     drill = Drill().all_ready()
     ask(drill, Role.API)
     drill.say(NEXT_API, Ready())
-    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.signal() == [Send(API, Drain())]
     assert drill.die(API) == []
-    assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
+    assert drill.die(NEXT_API, 0) == [Send(CORE, Drain())]
 
 
 def test_who_is_being_killed_is_not_asked_to_leave() -> None:
     """Its death may take a while; nothing is due meanwhile."""
     drill = Drill().all_ready()
-    (core,) = (p for p in drill.supervision.processes if p.slot == CORE)
-    drill.take(core.kill_overdue())
+    (core,) = (p for p in drill.policy.processes if p.slot == CORE)
+    drill.take(core.kill(is_overdue=True))
     assert refusal_of(drill, Role.CORE) == "the core is being replaced already"
     assert drill.wait(LEAVE_GRACE_S) == []
     assert core.deadline is None

@@ -1,16 +1,9 @@
 """The core's standby in virtual time: when it starts, when it is promoted, what its death means."""
 
 from protocol.lifecycle import Drained, Ready, Role, Stop
+from scripts.supervisor.actions import Announce, Exit, Kill, Origin, Send, Show
+from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
 from scripts.supervisor.planned_restarts import CORE_PATIENCE_S
-from scripts.supervisor.succession import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
-from scripts.supervisor.supervised import (
-    Announce,
-    Exit,
-    Kill,
-    Origin,
-    Show,
-    Tell,
-)
 from tests.scripts.drill import (
     API,
     CORE,
@@ -40,7 +33,7 @@ def test_core_gets_its_standby_when_the_engine_serves() -> None:
     assert Announce() in drill.say(WORKER, Ready())
     assert drill.wait(STANDBY_DELAY_S * 0.9) == []
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY_CORE, Origin.STARTED)]
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
 
 
 def test_core_is_followed_by_its_standby_and_that_by_another() -> None:
@@ -87,8 +80,8 @@ def test_standby_core_that_cannot_live_ends_nothing() -> None:
         num_starts += len(starts(drill.wait(0.5)))
         if STANDBY_CORE in drill.living:
             drill.die(STANDBY_CORE, 1)
-    assert drill.supervision.failure is None
-    assert drill.supervision.is_ready
+    assert drill.policy.failure is None
+    assert drill.policy.is_ready
     assert num_starts < 80
     assert API in drill.living
 
@@ -107,18 +100,18 @@ def test_standby_core_ends_with_the_engine() -> None:
 def test_core_leaves_when_its_standby_is_ready_or_takes_too_long() -> None:
     """It is away only a little longer without one."""
     drill = guarded()
-    assert ask(drill, Role.CORE) == [Tell(CORE, Stop())]
+    assert ask(drill, Role.CORE) == [Send(CORE, Stop())]
     assert starts(drill.die(CORE, 0)) == [(CORE, Origin.PROMOTED)]
     drill.say(CORE, Ready())
     assert ask(drill, Role.CORE) == []
     assert refusal_of(drill, Role.CORE) == "the core is being replaced already"
     drill.wait(STANDBY_DELAY_S)
     assert drill.say(STANDBY_CORE, Ready()) == [Show(STANDBY_CORE, Ready())]
-    assert drill.wait(0.0) + drill.take(drill.supervision.tick(drill.now)) == [Tell(CORE, Stop())]
+    assert drill.wait(0.0) + drill.take(drill.policy.tick(drill.now)) == [Send(CORE, Stop())]
     drill.die(CORE, 0)
     drill.say(CORE, Ready())
     ask(drill, Role.CORE)
-    while Tell(CORE, Stop()) not in drill.wait(0.1):
+    while Send(CORE, Stop()) not in drill.wait(0.1):
         if STANDBY_CORE in drill.living:
             drill.die(STANDBY_CORE)
         assert drill.now < 1000.0 + 3 * CORE_PATIENCE_S

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from protocol.lifecycle import Role
 from protocol.progress_page import Phase, ProgressRecord
-from scripts.supervisor.supervised import Slot
-from scripts.supervisor.watcher import Judgement, Watcher
+from scripts.supervisor.actions import Slot
+from scripts.supervisor.watcher import HangStatus, Watcher
 
 CORE, WORKER = Slot(Role.CORE), Slot(Role.WORKER)
 LIVING = {CORE: 1, WORKER: 2}
@@ -30,15 +30,15 @@ class Night:
         self.marks = {slot: mark(slot, self.now) for slot in LIVING}
         self.living = dict(LIVING)
 
-    def look(self) -> list[tuple[Slot, Judgement]]:
-        verdicts = self.watcher.look(self.living, self.marks, self.now)
-        return [(verdict.slot, verdict.judgement) for verdict in verdicts]
+    def look(self) -> list[tuple[Slot, HangStatus]]:
+        reports = self.watcher.look(self.living, self.marks, self.now)
+        return [(report.slot, report.status) for report in reports]
 
-    def until(self, end: float) -> list[tuple[float, Slot, Judgement]]:
+    def until(self, end: float) -> list[tuple[float, Slot, HangStatus]]:
         """Look whenever it is due until then; everything found, with the time."""
         found = []
         while True:
-            found += [(round(self.now, 3), *verdict) for verdict in self.look()]
+            found += [(round(self.now, 3), *report) for report in self.look()]
             assert self.watcher.next_look is not None
             if self.watcher.next_look > end:
                 self.now = end
@@ -50,8 +50,8 @@ def test_suspected_at_once_its_time_and_overdue_at_twice() -> None:
     night = Night()
     night.marks[CORE] = mark(CORE, 100.0, limit_s=50.0)
     assert night.until(110.0) == [
-        (102.0, WORKER, Judgement.SUSPECT),
-        (104.0, WORKER, Judgement.OVERDUE),
+        (102.0, WORKER, HangStatus.SUSPECT),
+        (104.0, WORKER, HangStatus.OVERDUE),
     ]
 
 
@@ -68,7 +68,7 @@ def test_whoever_moves_on_is_free_of_suspicion() -> None:
     night.marks[CORE] = mark(CORE, 100.0, limit_s=50.0)
     night.until(103.0)
     night.marks[WORKER] = mark(WORKER, 102.9)
-    assert night.look() == [(WORKER, Judgement.CLEARED)]
+    assert night.look() == [(WORKER, HangStatus.CLEARED)]
     assert night.until(104.8) == []
 
 
@@ -83,27 +83,27 @@ def test_mark_that_cannot_be_read_is_the_last_one() -> None:
     night = Night()
     night.look()
     night.marks = {}
-    judged = [judgement for _, _, judgement in night.until(110.0)]
-    assert judged == [Judgement.SUSPECT] * 2 + [Judgement.OVERDUE] * 2
+    judged = [status for _, _, status in night.until(110.0)]
+    assert judged == [HangStatus.SUSPECT] * 2 + [HangStatus.OVERDUE] * 2
 
 
 def test_watcher_that_overslept_grants_everybody_a_fresh_deadline() -> None:
     """Also to whom it had suspected before."""
     night = Night()
     night.marks[CORE] = mark(CORE, 100.0, limit_s=60.0)
-    assert night.until(102.5) == [(102.0, WORKER, Judgement.SUSPECT)]
+    assert night.until(102.5) == [(102.0, WORKER, HangStatus.SUSPECT)]
     night.now = 107.0
-    assert night.look() == [(WORKER, Judgement.CLEARED)]
-    assert night.until(109.5) == [(109.0, WORKER, Judgement.SUSPECT)]
-    assert night.until(112.0) == [(111.0, WORKER, Judgement.OVERDUE)]
+    assert night.look() == [(WORKER, HangStatus.CLEARED)]
+    assert night.until(109.5) == [(109.0, WORKER, HangStatus.SUSPECT)]
+    assert night.until(112.0) == [(111.0, WORKER, HangStatus.OVERDUE)]
 
 
 def test_watcher_that_is_a_little_late_kills_nobody_on_the_first_look() -> None:
     """Between suspicion and death lies half of the time at least."""
     night = Night()
     night.marks = {WORKER: mark(WORKER, 96.5)}
-    assert night.look() == [(WORKER, Judgement.SUSPECT)]
-    assert night.until(103.0) == [(101.0, WORKER, Judgement.OVERDUE)]
+    assert night.look() == [(WORKER, HangStatus.SUSPECT)]
+    assert night.until(103.0) == [(101.0, WORKER, HangStatus.OVERDUE)]
 
 
 def test_marks_of_another_incarnation_are_ignored() -> None:
@@ -111,9 +111,9 @@ def test_marks_of_another_incarnation_are_ignored() -> None:
     night.until(103.0)
     night.living = {CORE: 1, WORKER: 3}
     night.marks = {CORE: mark(CORE, 103.0, 60.0), WORKER: mark(WORKER, 100.0)}
-    assert night.until(110.0) == [(103.0, CORE, Judgement.CLEARED)]
+    assert night.until(110.0) == [(103.0, CORE, HangStatus.CLEARED)]
     night.marks[WORKER] = mark(WORKER, 110.0, epoch=3)
-    assert night.until(112.5) == [(112.0, WORKER, Judgement.SUSPECT)]
+    assert night.until(112.5) == [(112.0, WORKER, HangStatus.SUSPECT)]
 
 
 def test_nobody_looks_in_vain() -> None:
@@ -144,8 +144,8 @@ def test_whoever_keeps_its_deadlines_is_never_killed(
     night, began = Night(), 100.0
     for duration, standstill, is_everybody in steps:
         night.marks = {WORKER: mark(WORKER, began)}
-        assert Judgement.OVERDUE not in [j for _, _, j in night.until(night.now + duration)]
+        assert HangStatus.OVERDUE not in [j for _, _, j in night.until(night.now + duration)]
         if is_everybody:  # all processes are frozen together, and wake together
             night.now += standstill
-            assert (WORKER, Judgement.OVERDUE) not in night.look()
+            assert (WORKER, HangStatus.OVERDUE) not in night.look()
         began = night.now

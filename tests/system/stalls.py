@@ -41,7 +41,7 @@ def main() -> None:
     base = tempfile.mkdtemp(prefix="troika-stalls-")
     factory = EngineFactory(base)
     flags = ["--standby-workers", arguments.standby, "--num-threads", arguments.num_threads]
-    flags += ["--num-gpu-blocks-override", "1024", "--restart-backoff-max-s", "0"]
+    flags += ["--num-gpu-blocks-override", "1024"]
     engine = factory(*flags, model="demo")
     try:
         role = Role(arguments.role)

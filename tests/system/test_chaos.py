@@ -52,6 +52,15 @@ def test_short_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert harms == [0, 0, 0, 0]
 
 
+def test_kills_at_a_steady_rate_change_no_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the engine's default settings; each kill is of another process."""
+    arguments = ("--every", "0.5", "--kills", "6", "--streams", "8")
+    kills, streams, _, _, *harms = run(capsys, *arguments)
+    assert kills == 6
+    assert streams >= 16
+    assert harms == [0, 0, 0, 0]
+
+
 def test_clients_read_on_after_the_death_of_the_api(capsys: pytest.CaptureFixture[str]) -> None:
     """With a journal no stream ends with its connection."""
     arguments = ("--journal", "--faults", "api", "--phases", "decode", "--kills", "1")
@@ -134,7 +143,7 @@ def test_death_at_a_failpoint_changes_no_answer(
 def test_failpoints_given_as_a_list_hold_in_every_process(start_engine: EngineFactory) -> None:
     """Each worker dies in its fifth step; what was computed before is not computed again."""
     start_engine.environ[VARIABLE] = "worker.before_step=kill9@5"
-    engine = start_engine("--restart-backoff-max-s", "0")
+    engine = start_engine()
     engine.ready()
     body = {**PROMPT, "max_tokens": 9, "ignore_eos": True}
     choice = engine.post("/v1/completions", **body)["choices"][0]

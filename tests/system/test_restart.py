@@ -21,7 +21,7 @@ from tests.system.null_load import NullLoad, Stream, null_tokens
 NUM_RESTARTS = {Role.WORKER: 2, Role.CORE: 2, Role.API: 1}
 """In a row; an API takes its time to leave."""
 WAYS = ("command", "SIGTERM")
-FLAGS = ("--null-step-ms", "5", "--restart-backoff-max-s", "0")
+FLAGS = ("--null-step-ms", "5")
 NUM_STREAMS = 8
 NUM_TOKENS = 400
 

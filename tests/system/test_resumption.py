@@ -25,7 +25,7 @@ def shared() -> Iterator[Engine]:
     base = tempfile.mkdtemp(prefix="troika-test-")
     factory = EngineFactory(base)
     try:
-        flags = ("--null-step-ms", "5", "--restart-backoff-max-s", "0")  # many kills in a row
+        flags = ("--null-step-ms", "5")
         flags += ("--resume-window-s", "600")  # no session ends while another test counts its own
         engine = factory("--journal-dir", f"{base}/journal", *flags)
         engine.ready()

@@ -13,7 +13,7 @@ from tests.system.conftest import Engine, EngineFactory, eventually
 from tests.system.null_load import NullLoad
 from tests.system.test_standby import check_zombies, kill_and_wait, pid_of, wait_for
 
-FLAGS = ("--null-step-ms", "5", "--restart-backoff-max-s", "0")
+FLAGS = ("--null-step-ms", "5")
 NUM_STREAMS = 8
 NUM_TOKENS = 400
 

@@ -18,7 +18,7 @@ from protocol.channel import DealerChannel, HighWaterMark, lifecycle_address
 from protocol.lifecycle import ProcessState, Role, StatusQuery
 from protocol.message import encode
 from scripts.chaos.processes import is_alive
-from scripts.supervisor.ending import STOP_GRACE_S
+from scripts.supervisor.shutdown import STOP_GRACE_S
 from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.timing import any_of
 
@@ -64,6 +64,25 @@ def test_serves_and_survives_the_death_of_each_process(engine: Engine) -> None:
         assert successor.num_restarts == 1
         assert {other: engine.pid(other) for other in others} == others
         assert engine.post("/v1/completions", **PROMPT)["choices"][0]["text"] == answer
+
+
+def test_with_work_to_do_the_tenth_death_in_a_row_delays_a_stream_no_more_than_the_first(
+    start_engine: EngineFactory,
+) -> None:
+    """At default settings. Pauses that doubled would last 6 s and more by then."""
+    engine = start_engine("--null-step-ms", "10", "--standby-workers", "1")
+    stalls = []
+    with open_stream(engine, 8_000) as stream:
+        for role in [Role.WORKER, Role.CORE] * 10:
+            os.kill(engine.pid(role), signal.SIGKILL)
+            killed_at = last = time.monotonic()
+            longest, num_events = 0.0, 0
+            while num_events < 20 or last - killed_at < 0.3:
+                assert stream.readline()
+                now = time.monotonic()
+                longest, last, num_events = max(longest, now - last), now, num_events + 1
+            stalls.append(longest)
+    assert max(stalls) < 5.0, stalls
 
 
 def test_ranks_of_a_worker_group_are_replaced_together(start_engine: EngineFactory) -> None:
@@ -244,7 +263,7 @@ def test_temporary_run_dir_disappears_with_its_engine(start_engine: EngineFactor
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ("/nonexistent", "model /nonexistent is no directory; give a checkpoint directory"),
+        ("/nonexistent", "model /nonexistent is not a directory; give a checkpoint directory"),
         ("/proc", "model /proc has no config.json"),
     ],
 )

@@ -55,6 +55,7 @@ def test_each_step_is_marked_before_it_is_computed(bench: Bench, runner: Watched
     """The first of its size has more time; at rest the worker ticks."""
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))
+    assert runner.page.last_completing_epoch == 0
     for step_id in range(2):
         bench.send(9, step(step_id))
     bench.until(lambda: len(bench.replies) == 2)
@@ -64,6 +65,7 @@ def test_each_step_is_marked_before_it_is_computed(bench: Bench, runner: Watched
         (OWN_EPOCH, Phase.STEP, 1),
     ]
     assert [mark.limit_s for mark in marks] == [60.0, 3.0]
+    assert runner.page.last_completing_epoch == OWN_EPOCH
     assert bench.loop.turn(5)
     last = runner.page.read()
     assert last is not None

@@ -13,36 +13,29 @@ from protocol.lifecycle import (
     Role,
     Stop,
 )
-from scripts.supervisor.ending import STOP_GRACE_S
-from scripts.supervisor.supervised import (
-    Exit,
-    Kill,
-    Origin,
-    Show,
-    Start,
-    Tell,
-)
+from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Start
+from scripts.supervisor.shutdown import STOP_GRACE_S
 from tests.scripts.drill import API, CORE, WORKER, Drill, ask, starts
 
 
 def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
     """API, core, worker: nobody loses the one it works with; status 0."""
     drill = Drill().all_ready()
-    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.signal() == [Send(API, Drain())]
     assert drill.state(API) is ProcessState.DRAINING
-    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Tell(API, Stop())]
-    assert drill.die(API, 0) == [Tell(CORE, Stop())]
-    assert drill.die(CORE, 0) == [Tell(WORKER, Stop())]
+    assert drill.say(API, Drained()) == [Send(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Send(API, Stop())]
+    assert drill.die(API, 0) == [Send(CORE, Stop())]
+    assert drill.die(CORE, 0) == [Send(WORKER, Stop())]
     assert drill.die(WORKER, 0) == [Exit(0)]
-    assert drill.take(drill.supervision.tick(drill.now + STOP_GRACE_S)) == [], "the end is final"
+    assert drill.take(drill.policy.tick(drill.now + STOP_GRACE_S)) == [], "the end is final"
 
 
 def test_without_api_the_core_is_drained() -> None:
     """An embedded engine has clients of the core only."""
     drill = Drill(api=False).all_ready()
-    assert drill.signal() == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.signal() == [Send(CORE, Drain())]
+    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -53,15 +46,15 @@ def test_without_api_a_core_that_dies_comes_back_to_finish(is_asked: bool) -> No
         ask(drill, Role.CORE)
         assert drill.signal() == []
         assert starts(drill.die(CORE, 0)) == [(CORE, Origin.STARTED)]
-        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+        assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
     else:
         drill.die(CORE)
         assert drill.signal() == []
-        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+        assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
     drill.die(CORE)
     drill.wait(1.0)
-    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
+    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
 
 
 def test_a_core_that_fails_again_and_again_is_not_waited_for() -> None:
@@ -76,7 +69,7 @@ def test_a_core_that_fails_again_and_again_is_not_waited_for() -> None:
         drill.die(CORE, 1)
         drill.wait(0.5)
         drill.say(CORE, Ready())
-    assert drill.die(CORE, 1) == [Tell(WORKER, Stop())]
+    assert drill.die(CORE, 1) == [Send(WORKER, Stop())]
 
 
 def test_an_api_that_died_is_waited_for_when_it_starts_again_and_may_have_requests() -> None:
@@ -84,9 +77,9 @@ def test_an_api_that_died_is_waited_for_when_it_starts_again_and_may_have_reques
     drill = Drill().all_ready()
     drill.die(API)
     drill.die(WORKER)
-    assert drill.signal() == [Tell(API, Drain())]
+    assert drill.signal() == [Send(API, Drain())]
     assert drill.say(API, Ready()) == [Show(API, Ready())]
-    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
+    assert drill.say(API, Drained()) == [Send(CORE, Drain())]
 
 
 def test_an_api_that_has_died_is_not_started_any_more() -> None:
@@ -94,7 +87,7 @@ def test_an_api_that_has_died_is_not_started_any_more() -> None:
     for _ in range(2):
         drill.die(API)
     assert drill.state(API) is ProcessState.BACKOFF
-    assert drill.signal() == [Tell(CORE, Drain())]
+    assert drill.signal() == [Send(CORE, Drain())]
     assert drill.wait(5.0) == []
 
 
@@ -103,13 +96,13 @@ def test_draining_ends_at_its_deadline() -> None:
     drill = Drill().all_ready()
     drill.signal()
     assert drill.wait(19.9) == []
-    assert drill.wait(0.2) == [Tell(API, Stop())]
+    assert drill.wait(0.2) == [Send(API, Stop())]
 
 
 def test_zero_shutdown_timeout_skips_draining() -> None:
     """Nothing is waited for."""
     recovery = RecoveryConfig(shutdown_timeout_s=0.0)
-    assert Drill(recovery=recovery).all_ready().signal() == [Tell(API, Stop())]
+    assert Drill(recovery=recovery).all_ready().signal() == [Send(API, Stop())]
 
 
 def test_signal_during_the_first_start_ends_it_at_once() -> None:
@@ -135,7 +128,7 @@ def test_second_signal_kills_at_once() -> None:
     """Requests were cut off, so the status is 1."""
     drill = Drill().all_ready()
     drill.signal()
-    assert drill.signal() == [Tell(API, Stop()), Kill(WORKER), Kill(CORE), Kill(API)]
+    assert drill.signal() == [Send(API, Stop()), Kill(WORKER), Kill(CORE), Kill(API)]
     drill.die(WORKER)
     drill.die(CORE)
     assert drill.die(API) == [Exit(1)]
@@ -148,8 +141,8 @@ def test_worker_and_core_are_replaced_while_draining_but_the_api_is_not() -> Non
     assert drill.die(WORKER) == [Start(WORKER, 4)]
     assert drill.die(CORE) == [Start(CORE, 5)]
     assert drill.die(API) == []
-    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
+    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
     assert drill.die(CORE, 0) == [Kill(WORKER)]
 
 
@@ -159,7 +152,7 @@ def test_orphaned_supervisor_kills_everything() -> None:
     drill.die(CORE)
     drill.die(CORE)
     assert drill.state(CORE) is ProcessState.BACKOFF
-    actions = drill.take(drill.supervision.on_orphaned(drill.now))
-    assert actions == [Tell(API, Stop()), Kill(WORKER), Kill(API)]
+    actions = drill.take(drill.policy.on_orphaned(drill.now))
+    assert actions == [Send(API, Stop()), Kill(WORKER), Kill(API)]
     drill.die(API)
     assert drill.die(WORKER) == [Exit(0)]

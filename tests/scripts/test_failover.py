@@ -11,12 +11,8 @@ from protocol.lifecycle import (
     Ready,
     Role,
 )
-from scripts.supervisor.succession import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
-from scripts.supervisor.supervised import (
-    Announce,
-    Kill,
-    Origin,
-)
+from scripts.supervisor.actions import Announce, Kill, Origin
+from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, PATIENCE_S, STANDBY_DELAY_S
 from tests.scripts.drill import (
     API,
     CORE,
@@ -41,7 +37,7 @@ def test_first_worker_waits_for_the_zygote_and_the_standby_for_the_worker() -> N
     drill.say(ZYGOTE, Ready())
     assert starts(drill.wait(0.0)) == [(WORKER, Origin.FORKED)]
     assert Announce() in drill.say(WORKER, Ready())
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
     assert drill.wait(STANDBY_DELAY_S * 0.9) == []
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY, Origin.FORKED)]
 
@@ -100,7 +96,7 @@ def test_death_of_a_helper_touches_nobody_else() -> None:
         drill.wait(STANDBY_DELAY_S)
         assert {k: v for k, v in drill.living.items() if k != helper} == others
         assert helper in drill.living
-        assert drill.supervision.is_ready
+        assert drill.policy.is_ready
 
 
 def test_model_that_cannot_be_loaded_ends_the_first_start() -> None:
@@ -108,7 +104,7 @@ def test_model_that_cannot_be_loaded_ends_the_first_start() -> None:
     drill = Drill(standby=True)
     drill.say(ZYGOTE, Fatal("loading the model", "CheckpointError: no", retry=False))
     drill.die(ZYGOTE, 1)
-    assert drill.supervision.failure == "zygote failed (loading the model): CheckpointError: no"
+    assert drill.policy.failure == "zygote failed (loading the model): CheckpointError: no"
 
 
 def test_standby_that_finds_no_memory_ends_nothing() -> None:
@@ -120,7 +116,7 @@ def test_standby_that_finds_no_memory_ends_nothing() -> None:
     drill.wait(STANDBY_DELAY_S)
     drill.say(STANDBY, Fatal("loading the model", "InsufficientMemory: no", retry=False))
     drill.die(STANDBY, 1)
-    assert drill.supervision.failure is None
+    assert drill.policy.failure is None
 
 
 def test_end_kills_helpers_and_tells_the_others() -> None:
@@ -165,14 +161,14 @@ def test_whatever_dies_and_whoever_leaves_all_come_back(
                 drill.say(slot, Progress("load", data.draw(st.integers(0, 9)), 10))
             case "restart":
                 role = data.draw(st.sampled_from([Role.CORE, Role.WORKER, Role.API]))
-                drill.take(drill.supervision.on_restart(role, drill.now)[1])
+                drill.take(drill.policy.on_restart(role, drill.now)[1])
             case _:
                 drill.wait(data.draw(st.sampled_from([0.0, 0.1, 1.0, 6.0])))
         for doomed in list(drill.doomed):
             drill.die(doomed)
     settle(drill)
     assert drill.living.keys() == everybody
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
 
 
 def settle(drill: Drill) -> None:

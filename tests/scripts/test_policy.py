@@ -19,19 +19,10 @@ from protocol.lifecycle import (
     Stop,
     WorkerDied,
 )
+from scripts.supervisor.actions import Announce, Exit, Kill, Origin, Send, Show, Slot, Start
 from scripts.supervisor.death_causes import Evidence
-from scripts.supervisor.supervised import (
-    HEALTHY_S,
-    Announce,
-    Exit,
-    Kill,
-    Show,
-    Slot,
-    Start,
-    Tell,
-)
-from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
-from tests.scripts.drill import API, CORE, WORKER, Drill
+from scripts.supervisor.policy import CRASH_LOOP_DEATHS
+from tests.scripts.drill import API, CORE, WORKER, Drill, starts
 
 
 def test_everything_starts_at_once_worker_first() -> None:
@@ -45,11 +36,11 @@ def test_announced_once_when_the_last_process_is_ready() -> None:
     assert drill.say(CORE, Ready()) == [Show(CORE, Ready())]
     drill.say(API, Ready())
     assert drill.say(WORKER, Ready("cpu")) == [Show(WORKER, Ready("cpu")), Announce()]
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
     drill.die(WORKER)
-    assert not drill.supervision.is_ready
+    assert not drill.policy.is_ready
     assert drill.say(WORKER, Ready()) == [Show(WORKER, Ready())]
-    assert drill.supervision.is_ready
+    assert drill.policy.is_ready
 
 
 @pytest.mark.parametrize("slot", [API, CORE, WORKER])
@@ -61,26 +52,72 @@ def test_first_death_is_answered_at_once_and_touches_nobody_else(slot: Slot) -> 
     assert {k: v for k, v in drill.living.items() if k != slot} == others
 
 
-def test_pauses_double_up_to_the_limit_and_are_forgotten_when_healthy() -> None:
-    """0, then 0.1 s and so on with jitter between half and whole; 60 s of health start over."""
+def pause_before_restart(drill: Drill, slot: Slot, evidence: Evidence | None = None) -> float:
+    """Kill a process; returns the seconds until its successor starts, and makes that ready."""
+    drill.die(slot, evidence=evidence)
+    died_at = drill.now
+    while slot not in drill.living:
+        assert drill.state(slot) is ProcessState.BACKOFF
+        drill.wait(drill.policy.next_deadline() - drill.now)
+    pause = drill.now - died_at
+    drill.say(slot, Ready())
+    return pause
+
+
+def test_pauses_double_up_to_the_limit_while_successors_do_no_useful_work() -> None:
+    """0, then 0.1 s and so on, with jitter between half and whole."""
     drill = Drill().all_ready()
-    pauses = []
-    for _ in range(8):
-        drill.die(CORE)
-        started = drill.now
-        while CORE not in drill.living:
-            assert drill.state(CORE) is ProcessState.BACKOFF
-            drill.wait(drill.supervision.next_deadline() - drill.now)
-        pauses.append(drill.now - started)
-        drill.say(CORE, Ready())
+    pauses = [pause_before_restart(drill, CORE) for _ in range(8)]
     assert pauses[0] == 0.0
     for pause, whole in zip(pauses[1:], [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0], strict=True):
         assert whole / 2 - 1e-6 <= pause <= whole + 1e-6
-    drill.wait(HEALTHY_S)
-    assert [type(action) for action in drill.die(CORE)] == [Start]
+    assert pause_before_restart(drill, CORE, Evidence(has_completed_step=True)) == 0.0
 
 
-def test_death_before_ready_does_not_count_as_healthy_time() -> None:
+@pytest.mark.parametrize("slot", [CORE, WORKER])
+@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGSEGV, 1])
+def test_a_process_that_has_completed_a_step_is_restarted_at_once(slot: Slot, status: int) -> None:
+    """However often and however soon it dies, and whatever it dies of."""
+    drill = Drill().all_ready()
+    for _ in range(100):
+        drill.wait(0.3)
+        actions = drill.die(slot, status, Evidence(7, has_completed_step=True))
+        assert starts(actions) == [(slot, Origin.STARTED)]
+        drill.say(slot, Ready())
+
+
+def test_without_work_to_do_service_as_long_as_the_start_took_is_useful() -> None:
+    """At least a second. An idle engine that is killed every few seconds never backs off."""
+    drill = Drill().all_ready()
+    for _ in range(20):
+        drill.wait(1.0)
+        assert drill.die(CORE) == [Start(CORE, drill.last_epoch)]
+        drill.say(CORE, Ready())
+    drill.die(WORKER)
+    for start_s, service_s, is_useful in [(3.0, 2.0, False), (3.0, 3.1, True), (0.2, 0.9, False)]:
+        drill.wait(start_s)
+        drill.say(WORKER, Ready())
+        drill.wait(service_s)
+        assert bool(drill.die(WORKER)) == is_useful
+        while WORKER not in drill.living:
+            drill.wait(drill.policy.next_deadline() - drill.now)
+
+
+@pytest.mark.parametrize("is_overdue", [False, True])
+def test_a_step_that_never_ends_is_not_useful_work(is_overdue: bool) -> None:
+    """Nor is the time that a process hangs before it is killed."""
+    drill = Drill().all_ready()
+    for _ in range(3):
+        drill.wait(9.0)
+        if is_overdue:
+            drill.take(drill.policy.processes[0].kill(is_overdue=True))
+        actions = drill.die(WORKER, evidence=Evidence(None if is_overdue else 4))
+        drill.wait(2.0)
+        drill.say(WORKER, Ready())
+    assert actions == []
+
+
+def test_a_process_that_dies_before_ready_has_done_no_useful_work() -> None:
     """A process that needs minutes to fail still backs off."""
     drill = Drill().all_ready()
     drill.die(CORE)
@@ -126,8 +163,8 @@ def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
     drill.say(API, Ready())
     assert drill.wait(8.0) == []
     drill.now += 60.0
-    drill.supervision.on_turn(drill.now)
-    assert drill.take(drill.supervision.tick(drill.now)) == []
+    drill.policy.on_turn(drill.now)
+    assert drill.take(drill.policy.tick(drill.now)) == []
     assert drill.wait(0.9) == [], "a second of the two that were left"
     assert drill.wait(1.1) == [Kill(WORKER)]
 
@@ -138,8 +175,8 @@ def test_a_supervisor_that_is_slow_all_the_time_still_has_deadlines() -> None:
     drill.say(API, Ready())
     for _ in range(20):
         drill.now += 5.0
-        drill.supervision.on_turn(drill.now)
-        if Kill(WORKER) in drill.take(drill.supervision.tick(drill.now)):
+        drill.policy.on_turn(drill.now)
+        if Kill(WORKER) in drill.take(drill.policy.tick(drill.now)):
             return
     raise AssertionError("nobody is ever late")
 
@@ -170,11 +207,11 @@ def test_words_of_the_dead_change_nothing() -> None:
     drill = Drill().all_ready()
     old = drill.living[CORE]
     drill.die(CORE)
-    assert drill.take(drill.supervision.on_message(old, Ready(), drill.now)) == []
+    assert drill.take(drill.policy.on_message(old, Ready(), drill.now)) == []
     assert drill.state(CORE) is ProcessState.STARTING
     old = drill.living[CORE]
     drill.die(CORE)
-    assert drill.take(drill.supervision.on_message(old, Progress("late"), drill.now)) == []
+    assert drill.take(drill.policy.on_message(old, Progress("late"), drill.now)) == []
     assert drill.state(CORE) is ProcessState.BACKOFF
 
 
@@ -184,7 +221,7 @@ def test_ready_of_a_doomed_process_does_not_count() -> None:
     drill.wait(10.0)
     assert drill.doomed == {WORKER, CORE, API}
     assert drill.say(CORE, Ready()) == []
-    assert not drill.supervision.is_ready
+    assert not drill.policy.is_ready
 
 
 def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
@@ -193,9 +230,9 @@ def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
     drill.say(CORE, Ready())
     drill.say(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
     assert drill.die(WORKER, 1) == [Kill(API)]
-    assert drill.die(API) == [Tell(CORE, Stop())]
+    assert drill.die(API) == [Send(CORE, Stop())]
     assert drill.die(CORE, 0) == [Exit(1)]
-    assert drill.supervision.failure == (
+    assert drill.policy.failure == (
         "worker failed (loading): no such layer\nhint: use another model"
     )
 
@@ -208,7 +245,7 @@ def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
         drill.die(WORKER, 1)
         drill.wait(2.0)
     assert drill.exit_status is None
-    assert drill.supervision.failure is None
+    assert drill.policy.failure is None
 
 
 def test_first_start_that_keeps_failing_is_given_up_but_not_for_kills_from_outside() -> None:
@@ -222,7 +259,7 @@ def test_first_start_that_keeps_failing_is_given_up_but_not_for_kills_from_outsi
         drill.wait(2.0)
     assert drill.exit_status is None
     drill.die(WORKER, -signal.SIGSEGV)
-    assert drill.supervision.failure == "worker died of SIGSEGV"
+    assert drill.policy.failure == "worker died of SIGSEGV"
 
 
 EVENTS = st.sampled_from(
@@ -274,11 +311,11 @@ def play(drill: Drill, event: str, choice: int) -> None:
 
 def check_groups(drill: Drill) -> None:
     """A slot lives exactly if its state says so, and a dying group has no newcomers."""
-    for process in drill.supervision.processes:
+    for process in drill.policy.processes:
         assert process.is_alive == (process.slot in drill.living)
         dead_states = (ProcessState.BACKOFF, ProcessState.STOPPED)
         assert process.is_alive == (process.state not in dead_states)
     workers = [slot for slot in drill.living if slot.role is Role.WORKER]
-    num_ranks = sum(p.slot.role is Role.WORKER for p in drill.supervision.processes)
-    if drill.exit_status is None and drill.supervision.state is not ProcessState.DRAINING:
+    num_ranks = sum(p.slot.role is Role.WORKER for p in drill.policy.processes)
+    if drill.exit_status is None and drill.policy.state is not ProcessState.DRAINING:
         assert len(workers) == num_ranks or set(workers) <= drill.doomed

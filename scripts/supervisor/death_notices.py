@@ -1,4 +1,4 @@
-"""What the core is told of other processes: who is suspected to hang, and what workers died of."""
+"""Messages to the core about other processes: suspected hangs, and deaths of workers."""
 
 from collections import deque
 
@@ -10,50 +10,52 @@ from protocol.lifecycle import (
     Suspect,
     WorkerDied,
 )
-from scripts.supervisor.supervised import Action, Group, LeaveWord, Process, Slot, Tell
+from scripts.supervisor.actions import Action, RecordDeath, Send, Slot
+from scripts.supervisor.process_state import Group, Process
 
 _MAX_DEATHS = 16
-_TOLD_S = 5.0
-"""How long a death is told, again and again."""
+_REPEATED_FOR_S = 5.0
+"""How long the notice of a death is repeated."""
 
 
-class Testimony:
-    """Keeps the latest deaths: the core may not have heard of them, or be dead itself."""
+class DeathNotices:
+    """Keeps the latest deaths: a notice may be lost, or the core be dead itself."""
 
     def __init__(self, cores: Group | None) -> None:
         self._cores = [] if cores is None else cores.processes
         self._deaths: deque[tuple[float, WorkerDied]] = deque(maxlen=_MAX_DEATHS)
-        """Each with when it is told no more."""
+        """Each with the time at which it expires."""
 
     def suspicion(self, process: Process, for_s: float) -> list[Action]:
-        """A worker that may hang gets no more work for so long; 0: it goes on.
+        """Keep work from a worker that may hang, for `for_s` seconds; 0 ends that.
 
-        One that starts has none anyway.
+        A worker that is starting gets no work anyway.
         """
         slot = process.slot
         if slot.role is not Role.WORKER or process.state is ProcessState.STARTING:
             return []
         bounded_s = min(max(0.0, for_s), MAX_SUSPICION_S)
         message = Suspect(slot.role, slot.rank, process.epoch, bounded_s)
-        return [Tell(core, message) for core in self._listening()]
+        return [Send(core, message) for core in self._listening()]
 
     def death(
         self, process: Process, cause: DeathCause, step_id: int | None, now: float
     ) -> list[Action]:
-        """Say what somebody died of: to the successor, and of a worker to the core."""
+        """Record a death for the successor; send that of a worker to the core."""
         slot, epoch = process.slot, process.epoch
-        actions: list[Action] = [LeaveWord(slot, epoch, cause, step_id)]
+        actions: list[Action] = [RecordDeath(slot, epoch, cause, step_id)]
         if slot.role is Role.WORKER:
-            self._deaths.append((now + _TOLD_S, WorkerDied(slot.rank, epoch, cause, step_id)))
+            notice = WorkerDied(slot.rank, epoch, cause, step_id)
+            self._deaths.append((now + _REPEATED_FOR_S, notice))
         return actions + self.pending(now)
 
     def pending(self, now: float) -> list[Action]:
-        """Deaths that the core may not have heard of."""
+        """Repeat the notices that have not expired."""
         while self._deaths and self._deaths[0][0] < now:
             self._deaths.popleft()
-        return [Tell(core, death) for _, death in self._deaths for core in self._listening()]
+        return [Send(core, death) for _, death in self._deaths for core in self._listening()]
 
     def _listening(self) -> list[Slot]:
-        """Cores that have said Ready: one or none."""
+        """Cores that have sent Ready: one or none."""
         states = (ProcessState.READY, ProcessState.DRAINING)
         return [core.slot for core in self._cores if core.is_alive and core.state in states]

@@ -1,4 +1,4 @@
-"""The supervisor's sockets, signals and processes; supervision.py decides what to do with them."""
+"""The supervisor's sockets, signals and processes; policy.py decides what to do with them."""
 
 import logging
 import os
@@ -33,11 +33,15 @@ from protocol.lifecycle import (
 )
 from protocol.message import ProtocolError
 from protocol.zygote_link import ForkFailed
+from scripts.supervisor import actions
+from scripts.supervisor.actions import Action, Origin, Slot
 from scripts.supervisor.console import Console
 from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.failover import STANDBY_OF
 from scripts.supervisor.forks import Event, Forked, ZygoteMessage
 from scripts.supervisor.pages import Pages
 from scripts.supervisor.peers import Peers
+from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import (
     ZYGOTE,
     ProcessTable,
@@ -46,30 +50,13 @@ from scripts.supervisor.process_table import (
 )
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name, url_of
-from scripts.supervisor.succession import STANDBY_OF
-from scripts.supervisor.supervised import (
-    Action,
-    Announce,
-    DumpStacks,
-    Exit,
-    Kill,
-    LeaveWord,
-    Note,
-    Origin,
-    Show,
-    Slot,
-    Start,
-    Swap,
-    Tell,
-)
-from scripts.supervisor.supervision import Supervision
 from scripts.supervisor.system import System
 
 _DRAIN_LIMIT = 256
-_LAST_WORDS_S = 0.5
-"""Longest wait for the reason of a process that has ended by itself, which it gives just before;
-that decides whether a first start is given up, and when it is, what it is told to have died of."""
-_LATER_WORDS_S = 0.1
+_FATAL_TIMEOUT_S = 0.5
+"""The longest wait for the `Fatal` of a process that has ended by itself. Before the first Ready it
+decides whether the start is given up."""
+_LATER_FATAL_TIMEOUT_S = 0.1
 _CANNOT_START = 127
 
 
@@ -103,18 +90,18 @@ class Supervisor:
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
         self._clock = system.clock
-        self.supervision = Supervision(
+        self.policy = SupervisorPolicy(
             config.recovery,
             num_ranks(config, has_api=listener is not None),
             run_dir.next_epoch,
             system.make_rng(),
             is_api_alone=config.api.journal_dir is not None,
         )
-        self._pages = Pages(process.slot for process in self.supervision.processes)
+        self._pages = Pages(process.slot for process in self.policy.processes)
         self._oom_counter = system.make_oom_counter()
         self.num_fenced_frames = 0
-        """Messages of the dead, dropped."""
-        self._stillborn: list[Slot] = []
+        """Dropped messages of dead processes."""
+        self._failed_starts: list[Slot] = []
         self._exit_status: int | None = None
         self.was_orphaned = False
         self._context = system.make_context()
@@ -134,22 +121,22 @@ class Supervisor:
         return None if self._listener is None else url_of(self._listener)
 
     def run(self, signal_fd: int) -> int:
-        """Start everything, and serve until the end.
+        """Start all processes, and run until they have ended.
 
         Args:
-            signal_fd: readable when a signal to stop has come, one byte each.
+            signal_fd: has one byte to read for each signal to stop.
 
         Returns:
             The exit status.
         """
         self._poller.register(signal_fd, zmq.POLLIN)
-        self._perform(self.supervision.begin(self._clock.monotonic()))
+        self._perform(self.policy.begin(self._clock.monotonic()))
         while self._exit_status is None:
             ready = dict(self._poller.poll(self._poll_ms()))
-            self.supervision.on_turn(self._clock.monotonic())
+            self.policy.on_turn(self._clock.monotonic())
             if signal_fd in ready:
                 os.read(signal_fd, 64)
-                self._perform(self.supervision.on_signal(self._clock.monotonic()))
+                self._perform(self.policy.on_signal(self._clock.monotonic()))
             if any(fd in ready for fd in self._parent_fds):
                 self._on_orphaned()
             self.turn(ready)
@@ -160,27 +147,27 @@ class Supervisor:
         return self._exit_status
 
     def turn(self, ready: Mapping[Any, int]) -> None:
-        """Do what follows from what has happened, and what is due."""
-        self._on_births(self._table.births())
+        """Handle events and deadlines."""
+        self._on_fork_events(self._table.fork_events())
         self._drain_link()
         self._reap(ready)
-        self._perform(self.supervision.tick(self._clock.monotonic()))
+        self._perform(self.policy.tick(self._clock.monotonic()))
         self._look()
 
     def _poll_ms(self) -> int:
-        if self._stillborn:
+        if self._failed_starts:
             return 0
-        supervision = self.supervision
-        deadlines = [supervision.next_deadline(), supervision.next_look, self._console.next_tick()]
+        policy = self.policy
+        deadlines = [policy.next_deadline(), policy.next_look, self._console.next_tick()]
         deadline = min(due for due in deadlines if due is not None)
         return max(0, int((deadline - self._clock.monotonic()) * 1000) + 1)
 
     def _look(self) -> None:
-        """Who hangs? The pages are read when the earliest deadline in them is over."""
+        """Look for hangs: read the pages when the earliest deadline in them has passed."""
         now = self._clock.monotonic()
-        due = self.supervision.next_look
+        due = self.policy.next_look
         if due is None or now >= due:
-            self._perform(self.supervision.look(self._pages.marks(), now))
+            self._perform(self.policy.look(self._pages.marks(), now))
 
     # Events -------------------------------------------------------------------------------------
 
@@ -189,7 +176,7 @@ class Supervisor:
             self._poller.unregister(fd)
         self._parent_fds.clear()
         self.was_orphaned = True
-        self._perform(self.supervision.on_orphaned(self._clock.monotonic()))
+        self._perform(self.policy.on_orphaned(self._clock.monotonic()))
 
     def _drain_link(self) -> None:
         for received in self._link.drain(_DRAIN_LIMIT):
@@ -207,10 +194,10 @@ class Supervisor:
             self._on_restart_query(received.peer, message)
             return
         epoch = received.header.epoch
-        process = self.supervision.find(epoch)
+        process = self.policy.find(epoch)
         if process is None:
             self.num_fenced_frames += 1
-            self._peers.pass_over(received.peer)
+            self._peers.drop_unknown(received.peer)
             return
         child = self._table.find(process.slot)
         if isinstance(message, Hello):
@@ -220,62 +207,67 @@ class Supervisor:
                 self._peers.learn(process.slot, received.peer)
         elif child is not None:
             self._peers.meet(process.slot, received.peer)
-        self._perform(self.supervision.on_message(epoch, message, self._clock.monotonic()))
+        self._perform(self.policy.on_message(epoch, message, self._clock.monotonic()))
 
     def _on_restart_query(self, peer: bytes, query: RestartQuery) -> None:
-        refusal, actions = self.supervision.on_restart(query.role, self._clock.monotonic())
+        refusal, to_do = self.policy.on_restart(query.role, self._clock.monotonic())
         self._peers.answer(peer, RestartReply(refusal is None, refusal or ""))
-        self._perform(actions)
+        self._perform(to_do)
 
-    def _on_births(self, events: Sequence[tuple[Slot, Event]]) -> None:
-        """What the zygote says, and what has become of those that it was to fork."""
+    def _on_fork_events(self, events: Sequence[tuple[Slot, Event]]) -> None:
+        """Handle messages of the zygote, and the results of forks."""
         for slot, event in events:
             match event:
                 case Forked():
                     if event.peer is not None:
                         self._peers.learn(slot, event.peer)
                 case ForkFailed():
-                    self._die_unborn(slot, event.epoch, event.error)
+                    self._fail_start(slot, event.epoch, event.error)
                 case ZygoteMessage():
                     now = self._clock.monotonic()
-                    self._perform(self.supervision.on_message(event.epoch, event.message, now))
+                    self._perform(self.policy.on_message(event.epoch, event.message, now))
 
-    def _die_unborn(self, slot: Slot, epoch: int, error: str) -> None:
-        """One that cannot be started dies at once, and says why."""
+    def _fail_start(self, slot: Slot, epoch: int, error: str) -> None:
+        """Let a process that cannot be started die in the next turn, with a reason."""
         fatal = Fatal("start", error)
-        self._perform(self.supervision.on_message(epoch, fatal, self._clock.monotonic()))
-        self._stillborn.append(slot)
+        self._perform(self.policy.on_message(epoch, fatal, self._clock.monotonic()))
+        self._failed_starts.append(slot)
 
     def _reap(self, ready: Mapping[Any, int]) -> None:
-        """Report the dead, after their last words."""
-        stillborn, self._stillborn = self._stillborn, []
-        for slot in stillborn:
+        """Reap dead processes, after their last messages."""
+        failed, self._failed_starts = self._failed_starts, []
+        for slot in failed:
             self._console.ended(slot)
-            self._perform(self.supervision.on_death(slot, _CANNOT_START, self._clock.monotonic()))
+            self._perform(self.policy.on_death(slot, _CANNOT_START, self._clock.monotonic()))
         for child in self._table.dead(ready):
-            self._bury(child)
+            self._reap_child(child)
         self._table.reap_strangers()
 
-    def _bury(self, child: ChildHandle) -> None:
+    def _reap_child(self, child: ChildHandle) -> None:
         status = child.poll()
         assert status is not None, "a readable pidfd means a dead process"
         if status == EXIT_FATAL:
-            self._hear_last_words(child.epoch)
+            self._await_fatal(child.epoch)
         slot = self._table.slot_of(child)
         if slot == ZYGOTE:
-            self._on_births(self._table.births())
-        self._on_births(self._table.bury(slot))
+            self._on_fork_events(self._table.fork_events())
+        self._on_fork_events(self._table.reap(slot))
         self._peers.forget(slot)
         self._console.ended(slot)
         failpoint("supervisor.after_death")
-        is_oom = status == -signal.SIGKILL and self._oom_counter.take()
-        evidence = Evidence(self._pages.step_of(slot, child.epoch), is_oom)
-        self._perform(self.supervision.on_death(slot, status, self._clock.monotonic(), evidence))
+        evidence = Evidence(
+            step_id=self._pages.step_of(slot, child.epoch),
+            is_oom=self._oom_counter.has_grown() and status == -signal.SIGKILL,
+            has_completed_step=self._pages.has_completed_step(slot, child.epoch),
+        )
+        self._perform(self.policy.on_death(slot, status, self._clock.monotonic(), evidence))
 
-    def _hear_last_words(self, epoch: int) -> None:
-        process = self.supervision.find(epoch)
-        was_ready = self.supervision.was_ready
-        deadline = self._clock.monotonic() + (_LATER_WORDS_S if was_ready else _LAST_WORDS_S)
+    def _await_fatal(self, epoch: int) -> None:
+        process = self.policy.find(epoch)
+        was_ready = self.policy.was_ready
+        deadline = self._clock.monotonic() + (
+            _LATER_FATAL_TIMEOUT_S if was_ready else _FATAL_TIMEOUT_S
+        )
         while process is not None and process.fatal is None:
             left_ms = int((deadline - self._clock.monotonic()) * 1000)
             if left_ms <= 0 or not self._link.socket.poll(left_ms):
@@ -283,40 +275,40 @@ class Supervisor:
             self._drain_link()
 
     def _status(self) -> StatusReply:
-        rows = [supervisor_row(self.supervision.state)]
-        rows += [self._table.row(process) for process in self.supervision.processes]
-        return StatusReply(rows, self.supervision.is_ready, self.url, self.supervision.failure)
+        rows = [supervisor_row(self.policy.state)]
+        rows += [self._table.row(process) for process in self.policy.processes]
+        return StatusReply(rows, self.policy.is_ready, self.url, self.policy.failure)
 
     # Actions ------------------------------------------------------------------------------------
 
-    def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _perform(self, to_do: Sequence[Action]) -> None:
+        for action in to_do:
             match action:
-                case Start():
+                case actions.Start():
                     self._start(action)
-                case Kill():
+                case actions.Kill():
                     if not self._table.kill(action.slot):
-                        self._stillborn.append(action.slot)
-                case DumpStacks():
+                        self._failed_starts.append(action.slot)
+                case actions.DumpStacks():
                     self._table.dump_stacks(action.slot)
-                case LeaveWord():
-                    self._pages.leave_word(action)
-                case Tell():
-                    self._tell(action)
-                case Swap():
+                case actions.RecordDeath():
+                    self._pages.record_death(action)
+                case actions.Send():
+                    self._send(action)
+                case actions.Swap():
                     self._table.swap(action.one, action.other)
                     self._pages.exchange(action.one, action.other)
                     self._peers.exchange(action.one, action.other)
-                case Show():
+                case actions.Show():
                     self._show(action)
-                case Announce():
+                case actions.Announce():
                     self._announce()
-                case Note():
+                case actions.Note():
                     self._console.note(action.severity, action.text)
-                case Exit():
+                case actions.Exit():
                     self._exit_status = action.status
 
-    def _start(self, action: Start) -> None:
+    def _start(self, action: actions.Start) -> None:
         self._console.starting(slot := action.slot, self._clock.monotonic())
         try:
             if action.origin is Origin.PROMOTED:
@@ -324,24 +316,24 @@ class Supervisor:
             else:
                 self._table.start(action)
         except OSError as error:
-            self._die_unborn(slot, action.epoch, str(error))
+            self._fail_start(slot, action.epoch, str(error))
             return
         failpoint("supervisor.after_start")
 
     def _promote(self, slot: Slot, epoch: int) -> None:
-        """It hears of its new epoch under the one it has."""
+        """Promote the standby; the message has the epoch that it knows."""
         standby = Slot(STANDBY_OF[slot.role])
         self._pages.promote(standby, slot)
-        self._tell(Tell(standby, Promote(epoch)))
+        self._send(actions.Send(standby, Promote(epoch)))
         self._peers.exchange(standby, slot)
         self._table.promote(standby, slot, epoch)
 
-    def _tell(self, action: Tell) -> None:
+    def _send(self, action: actions.Send) -> None:
         child = self._table.find(action.slot)
         if child is not None:
-            self._peers.tell(action.slot, child.epoch, action.message)
+            self._peers.send(action.slot, child.epoch, action.message)
 
-    def _show(self, action: Show) -> None:
+    def _show(self, action: actions.Show) -> None:
         now = self._clock.monotonic()
         if isinstance(action.message, Progress):
             self._console.progress(action.slot, action.message, now)

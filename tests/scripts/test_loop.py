@@ -21,12 +21,12 @@ from protocol.config import EngineConfig, ParallelConfig
 from protocol.lifecycle import Role
 from protocol.settings import configure
 from scripts.supervisor import process_table
+from scripts.supervisor.actions import Slot
 from scripts.supervisor.console import Console
+from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.pages import Pages
+from scripts.supervisor.policy import CRASH_LOOP_DEATHS
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.supervised import Slot
-from scripts.supervisor.supervision import CRASH_LOOP_DEATHS
-from scripts.supervisor.supervisor import Supervisor
 from scripts.supervisor.system import System
 from tests.system.conftest import eventually
 
@@ -70,7 +70,7 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
     assert starting.run(read_fd) == 1
     os.close(read_fd)
     os.close(write_fd)
-    failure = starting.supervision.failure
+    failure = starting.policy.failure
     assert failure is not None
     assert "failed (start): [Errno 11] Resource temporarily unavailable" in failure
     assert max(map(tries.count, ("worker_proc", "core_proc"))) >= CRASH_LOOP_DEATHS
@@ -147,7 +147,7 @@ def _harm(running: Supervisor, write_fd: int) -> None:
     try:
         for number in (signal.SIGKILL, signal.SIGSTOP):
             for role in (Role.WORKER, Role.CORE):
-                eventually(lambda: running.supervision.is_ready, "all are ready")
+                eventually(lambda: running.policy.is_ready, "all are ready")
                 child = running._table.find(Slot(role))
                 assert child is not None
                 with contextlib.suppress(ProcessLookupError):  # it was taken for hanging
@@ -155,6 +155,6 @@ def _harm(running: Supervisor, write_fd: int) -> None:
                 module = process_table.MODULES[role]
                 heirs = MournedChild.predecessors[module]
                 eventually(lambda heirs=heirs, old=child: heirs[-1] is not old, "it has an heir")
-        eventually(lambda: running.supervision.is_ready, "all are ready")
+        eventually(lambda: running.policy.is_ready, "all are ready")
     finally:
         os.write(write_fd, b"..")

@@ -1,0 +1,299 @@
+"""Processes and groups of ranks as the policy sees them: each changes its own fields only."""
+
+import logging
+import random
+import signal
+from collections.abc import Callable
+
+from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
+from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start
+
+LEAST_SERVICE_S = 1.0
+"""Time as Ready after which a process without work counts as useful, if its start took less."""
+_FIRST_BACKOFF_S = 0.1
+_MAX_DOUBLINGS = 32
+
+
+class Process:
+    """One slot and its present incarnation. Only the methods of this class change its fields."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.epoch = 0
+        self.state = ProcessState.STOPPED
+        self.num_restarts = -1
+        self.is_alive = False
+        self.is_doomed = False
+        """SIGKILL was sent."""
+        self.is_overdue = False
+        """SIGKILL was sent because a deadline had passed."""
+        self.started_at = 0.0
+        self.ready_at: float | None = None
+        """Time of this incarnation's Ready."""
+        self.deadline: float | None = None
+        """When it is killed; progress of a start extends this."""
+        self.asked: Drain | Stop | None = None
+        """The message that asked it to end."""
+        self.last_progress: Progress | None = None
+        self.fatal: Fatal | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is ready and was not killed."""
+        return self.is_alive and not self.is_doomed and self.state is ProcessState.READY
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it is starting and was not killed."""
+        return self.is_alive and not self.is_doomed and self.state is ProcessState.STARTING
+
+    def expect(self) -> None:
+        """Show a start that waits for the zygote as starting."""
+        self.state = ProcessState.STARTING
+
+    def begin(
+        self, epoch: int, now: float, deadline: float, origin: Origin = Origin.STARTED
+    ) -> Start:
+        """Begin a new incarnation."""
+        assert not self.is_alive, f"{self.slot} has a process already"
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self.state = ProcessState.STARTING
+        self.num_restarts += 1
+        self.is_alive = True
+        self.is_doomed = self.is_overdue = False
+        self.started_at, self.ready_at = now, None
+        self.deadline = deadline
+        self.asked = self.last_progress = self.fatal = None
+        return Start(self.slot, epoch, origin)
+
+    def on_message(self, message: object, deadline: float) -> None:
+        """Extend the deadline of a start that goes on. Repeated progress does not count."""
+        if isinstance(message, Fatal):
+            self.fatal = message
+        if self.state is not ProcessState.STARTING or self.is_doomed:
+            return
+        if isinstance(message, Progress):
+            if message == self.last_progress:
+                return
+            self.last_progress = message
+        self.deadline = deadline
+
+    def on_ready(self, now: float) -> bool:
+        """End the start; returns whether this changed anything."""
+        if self.state is not ProcessState.STARTING or self.is_doomed:
+            return False
+        self.state = ProcessState.READY
+        self.ready_at = now
+        self.deadline = None
+        return True
+
+    def on_death(self, *, is_final: bool) -> None:
+        """Free the slot: the process was reaped, or promoted. A final death has no successor."""
+        assert self.is_alive, f"{self.slot} died twice"
+        self.is_alive = False
+        self.deadline = None
+        self.state = ProcessState.STOPPED if is_final else ProcessState.BACKOFF
+
+    def on_shutdown(self) -> None:
+        """Forget the deadline: the shutdown has one for all processes."""
+        self.deadline = None
+        if not self.is_alive:
+            self.state = ProcessState.STOPPED
+
+    def exchange(self, predecessor: "Process") -> None:
+        """Take the slot of a predecessor that leaves, and give it this one's."""
+        self.slot, predecessor.slot = predecessor.slot, self.slot
+        self.num_restarts = predecessor.num_restarts + 1
+
+    def was_useful(self, now: float, step_id: int | None, *, has_completed_step: bool) -> bool:
+        """Whether this incarnation, which has just died, did useful work.
+
+        It has completed a step; or it had none to compute, and served for as long as its start had
+        taken. Then restarts at once cannot keep the processors busy with starts alone.
+        """
+        if has_completed_step:
+            return True
+        if self.ready_at is None or self.is_overdue or step_id is not None:
+            return False
+        return now - self.ready_at >= max(LEAST_SERVICE_S, self.ready_at - self.started_at)
+
+    # Ending -------------------------------------------------------------------------------------
+
+    def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
+        """Ask it to end; it is killed at the deadline."""
+        self.state = ProcessState.DRAINING
+        self.deadline = deadline
+        return self.ask(message)
+
+    def drain(self) -> list[Action]:
+        """Ask it to finish its requests, without a deadline of its own."""
+        if self.state is ProcessState.READY:
+            self.state = ProcessState.DRAINING
+        return self.ask(Drain())
+
+    def on_drained(self) -> None:
+        """Record that it has finished; one that was starting receives messages, too."""
+        if self.state is ProcessState.STARTING:
+            self.state = ProcessState.DRAINING
+
+    def ask(self, message: Drain | Stop) -> list[Action]:
+        """Ask it to end; `ask_again` repeats that until it has."""
+        self.asked = message
+        return [Send(self.slot, message)]
+
+    def ask_again(self) -> list[Action]:
+        """Repeat the request to end: the message may have been lost."""
+        if self.asked is None or not self.is_alive or self.is_doomed:
+            return []
+        return [Send(self.slot, self.asked)]
+
+    def extend_deadline(self, seconds: float) -> None:
+        """Add time in which the supervisor did not run."""
+        if self.deadline is not None:
+            self.deadline += seconds
+
+    def kill(self, *, is_overdue: bool = False) -> list[Action]:
+        """Kill it, unless it is dead or was killed. `is_overdue`: it hangs."""
+        if not self.is_alive or self.is_doomed:
+            return []
+        self.is_doomed = True
+        self.is_overdue = is_overdue
+        self.deadline = None
+        return [Kill(self.slot)]
+
+    def on_deadline(self) -> list[Action]:
+        """Kill it. One that was asked to end and is late counts as killed, not as hung."""
+        is_leaving = self.state is ProcessState.DRAINING
+        what = "does not leave in time" if is_leaving else "has made no progress in its start"
+        note = Note(
+            logging.WARNING if is_leaving else logging.ERROR, f"{self.slot} {what}; it is killed"
+        )
+        return [note, *self.kill(is_overdue=not is_leaving)]
+
+
+class Group:
+    """All ranks of one role. Only the methods of this class change its fields."""
+
+    def __init__(self, role: Role, num_ranks: int) -> None:
+        self.role = role
+        self.processes = [Process(Slot(role, rank)) for rank in range(num_ranks)]
+        self.spare: Process | None = None
+        """One more process during a planned restart: the successor, then the predecessor."""
+        self.is_leaving = False
+        """They were asked to end and will be replaced, so their deaths do not count."""
+        self.resume_at: float | None = None
+        """When the successors start, if all predecessors are dead by then."""
+        self.is_failing = False
+        """One rank has died, and the others were killed."""
+        self.num_deaths = 0
+        """Deaths in a row without useful work before them, the last one included."""
+        self.num_failures = 0
+        """How many of these were not SIGKILL or SIGTERM."""
+
+    @property
+    def members(self) -> list[Process]:
+        """All processes, the spare one included."""
+        return [*self.processes, *([] if self.spare is None else [self.spare])]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no process of it is alive."""
+        return not any(process.is_alive for process in self.members)
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether the slots are free; a spare process does not matter."""
+        return not any(process.is_alive for process in self.processes)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank is ready."""
+        return all(process.state is ProcessState.READY for process in self.processes)
+
+    @property
+    def ready_since(self) -> float | None:
+        """When the last rank of the present incarnation became ready; None: not all have."""
+        times = [process.ready_at for process in self.processes]
+        known = [time for time in times if time is not None]
+        return max(known) if len(known) == len(times) else None
+
+    def begin(
+        self, next_epoch: Callable[[], int], now: float, deadline: float, origin: Origin
+    ) -> list[Action]:
+        """Begin a new incarnation of every rank."""
+        self.resume_at = None
+        self.is_failing = self.is_leaving = False
+        return [process.begin(next_epoch(), now, deadline, origin) for process in self.processes]
+
+    def resume(self, at: float) -> None:
+        """Start the processes at that time, or once the slots are free."""
+        self.resume_at = at
+
+    def vacate(self, now: float) -> None:
+        """Free the slot of a standby that was promoted, which is its useful work."""
+        self.processes[0].on_death(is_final=False)
+        self.num_deaths = self.num_failures = 0
+        self.resume_at = now
+
+    def count_death(self, status: int, *, was_useful: bool) -> None:
+        """Count a death; one after useful work begins a new row."""
+        if was_useful:
+            self.num_deaths = self.num_failures = 0
+        self.num_deaths += 1
+        self.num_failures += status not in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def replace(self, at: float) -> list[Action]:
+        """Kill the remaining ranks after a death, and start all of them again."""
+        self.is_failing = True
+        self.resume_at = at
+        spare = self.spare
+        is_leaving = spare is not None and spare.state is ProcessState.DRAINING
+        doomed = self.processes if is_leaving else self.members
+        return [action for process in doomed for action in process.kill()]
+
+    def kill(self) -> list[Action]:
+        """Kill all processes."""
+        return [action for process in self.members for action in process.kill()]
+
+    def on_shutdown(self) -> None:
+        """Start nothing any more."""
+        self.resume_at = None
+        for process in self.members:
+            process.on_shutdown()
+
+    def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
+        """Ask all ranks to end, to be replaced."""
+        self.is_leaving = True
+        return [action for p in self.processes for action in p.leave(deadline, message)]
+
+    def begin_spare(self, epoch: int, now: float, deadline: float) -> list[Action]:
+        """Start a successor beside the process."""
+        self.spare = Process(Slot(self.role, len(self.processes)))
+        return [self.spare.begin(epoch, now, deadline)]
+
+    def promote_spare(self) -> tuple[Process, Process]:
+        """Exchange process and spare; returns the new process and its predecessor."""
+        (old,), new = self.processes, self.spare
+        assert new is not None
+        self.processes, self.spare = [new], old
+        new.exchange(old)
+        return new, old
+
+    def remove_spare(self) -> Process:
+        """Remove the spare process, which is dead."""
+        spare, self.spare = self.spare, None
+        assert spare is not None
+        return spare
+
+    def delay_s(self, longest_s: float, rng: random.Random) -> float:
+        """The pause before the next start: none, then one that doubles, with jitter."""
+        if self.num_deaths == 1:
+            return 0.0
+        doublings = min(self.num_deaths - 2, _MAX_DOUBLINGS)
+        return min(_FIRST_BACKOFF_S * 2.0**doublings, longest_s) * rng.uniform(0.5, 1.0)
+
+
+def phase_name(phase: str) -> str:
+    """A phase of a start as it is shown to users."""
+    return phase.replace("_", " ")

@@ -1,0 +1,211 @@
+"""The end of an engine: requests are finished, then processes are stopped, then killed.
+
+No sockets, no clock. The states follow one another and never go back:
+
+| state    | event                           | next state                                     |
+|----------|---------------------------------|------------------------------------------------|
+| RUNNING  | signal                          | DRAINING; STOPPING with a timeout of 0         |
+| RUNNING  | start given up, no parent       | STOPPING                                       |
+| DRAINING | front drained, or gone for good | DRAINING the next front; STOPPING after last   |
+| DRAINING | deadline                        | STOPPING                                       |
+| DRAINING | signal, no parent               | STOPPING, and all processes are killed         |
+| STOPPING | all processes of a role dead    | STOPPING the next role; ENDED after last       |
+| STOPPING | signal, no parent, deadline     | STOPPING, and all processes are killed         |
+| STOPPING | deadline, all killed before     | ENDED, with status 1                           |
+
+The front is the outermost role that still has to finish: the API needs the core for that. `advance`
+enters the next stage while the present one is complete.
+"""
+
+import enum
+import logging
+from collections.abc import Mapping
+
+from protocol.config import RecoveryConfig
+from protocol.lifecycle import ProcessState, Role, Stop
+from scripts.supervisor.actions import Action, Exit, Note
+from scripts.supervisor.failover import HELPERS
+from scripts.supervisor.process_state import Group, Process
+
+STOP_GRACE_S = 5.0
+"""From Stop to SIGKILL, for all processes together."""
+_STOP_ORDER = (Role.API, Role.CORE, Role.WORKER, *HELPERS)
+_DRAIN_ORDER = (Role.API, Role.CORE)
+_MAX_FAILURES = 3
+"""Failures in a row after which a front is not started again."""
+
+
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    DRAINING = enum.auto()
+    STOPPING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Shutdown:
+    """Draining, stopping, and the exit status. The methods return actions."""
+
+    def __init__(self, groups: Mapping[Role, Group], recovery: RecoveryConfig) -> None:
+        """Take all groups of an engine that runs."""
+        self._groups = groups
+        self._timeout_s = recovery.shutdown_timeout_s
+        self._state = _State.RUNNING
+        self._fronts = [role for role in _DRAIN_ORDER if role in groups]
+        """Roles that still have to finish, outermost first."""
+        self._is_front_drained = False
+        self._were_ready: set[Role] = set()
+        self._stages = [role for role in _STOP_ORDER if role in groups]
+        """Roles that still have to stop, in order."""
+        self._stopped: Role | None = None
+        """The last role that was asked to stop."""
+        self._exit_status = 0
+        self.deadline: float | None = None
+        """End of draining, or of stopping."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine is ending."""
+        return self._state is not _State.RUNNING
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether dead processes are no longer replaced."""
+        return self._state in (_State.STOPPING, _State.ENDED)
+
+    def is_front(self, role: Role) -> bool:
+        """Whether that role is finishing its requests."""
+        return self._state is _State.DRAINING and self._fronts[0] is role
+
+    def comes_back(self, role: Role) -> bool:
+        """Whether it is restarted while it drains: a core is, since its clients have ledgers."""
+        is_needed = role is Role.CORE and self._has_served and self.is_front(role)
+        return is_needed and self._groups[role].num_failures <= _MAX_FAILURES
+
+    @property
+    def _has_served(self) -> bool:
+        """Whether there may be requests: none is accepted before there are workers."""
+        return self._were_ready >= {Role.CORE, Role.WORKER}
+
+    # Events -------------------------------------------------------------------------------------
+
+    def on_signal(self, now: float) -> list[Action]:
+        """Drain at the first signal, kill all processes at the second."""
+        if self._state is _State.RUNNING:
+            self._state = _State.DRAINING
+            self.deadline = now + self._timeout_s
+            note = Note(logging.INFO, "finishing what runs; another signal stops at once")
+            if self._timeout_s == 0:
+                return [note, *self.stop(now)]
+            return [note, *self._drain_front(), *self.advance(now)]
+        if self._state is _State.DRAINING:
+            self._exit_status = 1
+        return self.kill_all(now)
+
+    def kill_all(self, now: float) -> list[Action]:
+        """Kill all processes."""
+        return [*([] if self.is_stopping else self.stop(now)), *self._kills()]
+
+    def give_up(self, now: float) -> list[Action]:
+        """Stop all processes, and exit with status 1."""
+        self._exit_status = 1
+        return self.stop(now)
+
+    def on_drained(self, role: Role, now: float) -> list[Action]:
+        """A role has finished its requests, or is gone for good. Only the front matters."""
+        if not self.is_front(role):
+            return []
+        self._groups[role].processes[0].on_drained()
+        self._is_front_drained = True
+        return self.advance(now)
+
+    def on_ready(self, role: Role, now: float) -> list[Action]:
+        """Ask a front that was restarted to drain: its clients resend their requests."""
+        self._were_ready.add(role)
+        return [*self._drain_front(), *self.advance(now)] if self.comes_back(role) else []
+
+    def tick(self, now: float) -> list[Action]:
+        """Act on the deadline."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        if self._state is _State.DRAINING:
+            text = f"not finished after {self._timeout_s:g} s"
+            return [Note(logging.WARNING, text), *self.stop(now)]
+        kills = self._kills()
+        if kills:
+            self.deadline = now + STOP_GRACE_S
+            return [Note(logging.WARNING, "processes that do not stop are killed"), *kills]
+        return [Note(logging.ERROR, "processes survived SIGKILL"), *self._end(1)]
+
+    def extend_deadlines(self, seconds: float) -> None:
+        """Add time in which the supervisor did not run."""
+        if self.deadline is not None:
+            self.deadline += seconds
+
+    # Stages -------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> list[Action]:
+        """Leave every stage that is complete, and enter the next."""
+        actions: list[Action] = []
+        while self._state is _State.DRAINING and self._is_front_complete:
+            self._fronts.pop(0)
+            if self._fronts:
+                actions += self._drain_front()
+            else:
+                self._begin_stopping(now)
+        if self._state is not _State.STOPPING:
+            return actions
+        while self._stages and self._groups[self._stages[0]].is_gone:
+            self._stages.pop(0)
+        if not self._stages:
+            return actions + self._end(self._exit_status)
+        if self._stopped is not self._stages[0]:
+            self._stopped = self._stages[0]
+            for process in self._groups[self._stopped].members:
+                actions += _stop(process)
+        return actions
+
+    @property
+    def _is_front_complete(self) -> bool:
+        """Whether the next front can be drained: a predecessor of this one has ended, too."""
+        return self._is_front_drained and self._groups[self._fronts[0]].spare is None
+
+    def _drain_front(self) -> list[Action]:
+        """Ask the first front to finish its requests, if it may have any."""
+        group = self._groups[self._fronts[0]]
+        front, is_api = group.processes[0], group.role is Role.API
+        # An API accepts requests before it is ready: while the engine recovers.
+        is_early = is_api and front.state is ProcessState.STARTING and self._has_served
+        if is_early or front.state is ProcessState.READY:
+            self._is_front_drained = False
+            return front.drain()
+        is_leaving = group.is_leaving and front.is_alive
+        self._is_front_drained = not is_leaving and not self.comes_back(group.role)
+        return []
+
+    def stop(self, now: float) -> list[Action]:
+        """Start nothing any more, and stop one role after the other."""
+        self._begin_stopping(now)
+        return self.advance(now)
+
+    def _begin_stopping(self, now: float) -> None:
+        self._state = _State.STOPPING
+        self.deadline = now + STOP_GRACE_S
+        for group in self._groups.values():
+            group.on_shutdown()
+
+    def _end(self, status: int) -> list[Action]:
+        self._state = _State.ENDED
+        self.deadline = None
+        return [Exit(status)]
+
+    def _kills(self) -> list[Action]:
+        return [action for group in self._groups.values() for action in group.kill()]
+
+
+def _stop(process: Process) -> list[Action]:
+    """Stop it, or kill it if it is starting (it reads no messages yet) or a helper."""
+    if not process.is_alive:
+        return []
+    if process.state is ProcessState.STARTING or process.slot.role in HELPERS:
+        return process.kill()
+    return process.ask(Stop())
