@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
@@ -24,6 +25,7 @@ from protocol.api_core import (
 from protocol.channel import DealerChannel, HighWaterMark, LinkEvent, Received
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import ProtocolError, encode
+from protocol.salvage import readable_outputs
 
 TICK_S = 1.0
 """Between two calls of `CoreLink.tick`."""
@@ -33,9 +35,18 @@ RELINK_TIMEOUT_S = 2.0
 """A socket without a connection for so long is replaced: after some errors it never reconnects."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
+DOUBT_PAUSE_S = 60.0
+"""Between two new beginnings for messages that one end could not read."""
 _UNKNOWN_EPOCH = 0
 
-News = StepOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
+
+class UnreadableOutputs(NamedTuple):
+    """Outputs have come for these requests, and cannot be decoded."""
+
+    request_ids: list[int]
+
+
+News = StepOutputs | UnreadableOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
 """All that a core tells but its status."""
 
 
@@ -70,11 +81,13 @@ class CoreLink:
         # Counted in ticks: time in which this loop itself stood still says nothing about the core.
         self._silent_s = 0.0
         self._unlinked_s = 0.0
+        self._is_in_doubt = False
+        self._since_doubt_s = DOUBT_PAUSE_S
         self.is_open = False
         self.num_fenced_frames = 0
         """Frames of another epoch than the one agreed on, dropped."""
         self.num_bad_frames = 0
-        """Bodies that could not be decoded, dropped."""
+        """Bodies that could not be decoded; of outputs all readable rows are taken."""
 
     @property
     def is_agreed(self) -> bool:
@@ -121,12 +134,21 @@ class CoreLink:
     def tick(self) -> None:
         """To be called every `TICK_S`: repeat what was not answered, replace what is dead."""
         self._silent_s += TICK_S
+        self._since_doubt_s += TICK_S
+        is_doubt_due = self._is_in_doubt and self._since_doubt_s >= DOUBT_PAUSE_S
         if not self._is_linked:
             self._unlinked_s += TICK_S
             if self._unlinked_s >= RELINK_TIMEOUT_S:
                 self._replace_channel()
-        elif self._awaits_status or self._silent_s >= STATUS_TIMEOUT_S:
+        elif self._awaits_status or is_doubt_due or self._silent_s >= STATUS_TIMEOUT_S:
             self._greet()
+
+    def begin_anew_soon(self) -> None:
+        """Have everything sent again with the next tick: a message was lost to one of both ends.
+
+        Not more often than once in `DOUBT_PAUSE_S`, as the message may be unreadable for ever.
+        """
+        self._is_in_doubt = True
 
     def _replace_channel(self) -> None:
         """The old one stays where the system has no room for another; the next tick tries again."""
@@ -158,6 +180,8 @@ class CoreLink:
         """Begin anew: the core drops what it has of this client, and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
+        if self._is_in_doubt:
+            self._is_in_doubt, self._since_doubt_s = False, 0.0
         self._try_send(encode(Connect(os.getpid())), begins=True)
 
     def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
@@ -213,6 +237,7 @@ class CoreLink:
             message = decode_from_core(received.body)
         except ProtocolError:
             self.num_bad_frames += 1
+            self._on_unreadable(received)
             return
         epoch = received.header.epoch
         if isinstance(message, Status):
@@ -230,3 +255,15 @@ class CoreLink:
             self.num_fenced_frames += 1
         else:
             self._on_message(message)
+
+    def _on_unreadable(self, received: Received) -> None:
+        """Take the readable rows of outputs, and have only the others sent again."""
+        if received.header.epoch != self._epoch:
+            return
+        rows = readable_outputs(received.body)
+        if rows is None:
+            self.begin_anew_soon()
+            return
+        outputs, unreadable = rows
+        self._on_message(StepOutputs(outputs))
+        self._on_message(UnreadableOutputs(unreadable))

@@ -18,7 +18,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 MAX_FINGERPRINTS = 4096
@@ -84,6 +84,20 @@ class StepInFlight(NamedTuple):
     fingerprints: list[int]
     num_requests: int
     """More than there are fingerprints, if some had no room."""
+
+
+class MarkEdits(NamedTuple):
+    """What has changed among the numbers of a step in flight."""
+
+    total: int
+    """How many numbers there are now; 0: the step is over."""
+    numbers: Mapping[int, int]
+    """By place: those that are new or different."""
+
+    @classmethod
+    def whole(cls, numbers: Sequence[int]) -> "MarkEdits":
+        """Return the edits that replace all numbers."""
+        return cls(len(numbers), dict(enumerate(numbers)))
 
 
 class Death(NamedTuple):
@@ -171,23 +185,17 @@ class ProgressPage:
 
     # Steps in flight ----------------------------------------------------------------------------
 
-    def write_in_flight(self, epoch: int, step_id: int, fingerprints: Sequence[int]) -> None:
-        """Keep who is in a step, each a number of 64 bits, before it is dispatched.
+    def write_in_flight(self, epoch: int, step_id: int, edits: MarkEdits) -> None:
+        """Change the numbers of the requests in a step, each of 64 bits, before it is dispatched.
 
-        Without numbers it counts as ended.
+        Only what has changed is written, so that the cost does not grow with the step.
         """
         words, first = self._words, _step_index(step_id)
-        kept = fingerprints[:MAX_FINGERPRINTS]
         words[first] |= 1
-        struct.pack_into(
-            f"={3 + len(kept)}Q",
-            self._map,
-            (first + 1) * _WORD,
-            step_id,
-            epoch,
-            len(fingerprints),
-            *kept,
-        )
+        words[first + 1], words[first + 2], words[first + 3] = step_id, epoch, edits.total
+        for place, number in edits.numbers.items():
+            if place < MAX_FINGERPRINTS:
+                words[first + _STEP_HEAD + place] = number
         words[first] += 1
 
     def read_in_flight(self) -> list[StepInFlight]:

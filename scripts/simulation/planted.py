@@ -57,7 +57,7 @@ def _repeat_token() -> list[Place]:
 
 def _skip_epoch_check() -> list[Place]:
     """Both ends of the worker link believe frames of any epoch."""
-    obey, on_message = WorkerLink._obey, WorkerShim.on_message
+    obey, on_message = WorkerLink._handle, WorkerShim.on_message
 
     def gullible(link: WorkerLink, peer: bytes, epoch: int, message: WorkerToCore) -> None:
         is_hello = type(message).__name__ == "WorkerHello"
@@ -67,7 +67,7 @@ def _skip_epoch_check() -> list[Place]:
         is_adoption = type(message).__name__ == "Adopt"
         return on_message(shim, epoch if is_adoption else shim.link_epoch or epoch, message)
 
-    return [(WorkerLink, "_obey", gullible), (WorkerShim, "on_message", obedient)]
+    return [(WorkerLink, "_handle", gullible), (WorkerShim, "on_message", obedient)]
 
 
 def _stateful_random() -> list[Place]:

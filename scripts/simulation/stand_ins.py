@@ -17,7 +17,7 @@ import zmq
 import api_proc.journaling
 import api_proc.sessions
 import core_proc.loop
-import core_proc.watch
+import core_proc.pidfd_monitor
 import core_proc.worker_link
 import protocol.channel
 import protocol.client
@@ -338,7 +338,7 @@ def stand_ins(
     secrets = types.SimpleNamespace(token_bytes=world.rng.randbytes)
     places: list[tuple[types.ModuleType, dict[str, Any]]] = [
         (core_proc.loop, {"zmq": sockets, "time": time}),
-        (core_proc.watch, {"os": system, "signal": _signals(world)}),
+        (core_proc.pidfd_monitor, {"os": system, "signal": _signals(world)}),
         (protocol.channel, {"secrets": secrets, "zmq": sockets, "Path": _NoFile}),
         (protocol.client, {"time": time}),
         (protocol.core_link, {"zmq": sockets, "os": system}),

@@ -16,6 +16,7 @@ from protocol.progress_page import (
     NUM_STEP_SLOTS,
     PAGE_BYTES,
     Death,
+    MarkEdits,
     Phase,
     ProgressPage,
     ProgressRecord,
@@ -112,8 +113,8 @@ def test_reader_never_sees_two_writes_mixed() -> None:
 def test_steps_in_flight_survive_their_writer(page: ProgressPage) -> None:
     """In order, each with its requests; those without any have ended."""
     for step_id in (11, 12, 13):
-        page.write_in_flight(EPOCH, step_id, [step_id, 2**64 - step_id])
-    page.write_in_flight(EPOCH, 12, [])
+        page.write_in_flight(EPOCH, step_id, MarkEdits.whole([step_id, 2**64 - step_id]))
+    page.write_in_flight(EPOCH, 12, MarkEdits.whole([]))
     assert page.read_in_flight() == [
         StepInFlight(EPOCH, 11, [11, 2**64 - 11], 2),
         StepInFlight(EPOCH, 13, [13, 2**64 - 13], 2),
@@ -121,18 +122,20 @@ def test_steps_in_flight_survive_their_writer(page: ProgressPage) -> None:
 
 
 def test_step_that_was_not_written_whole_was_not_dispatched(page: ProgressPage) -> None:
-    page.write_in_flight(EPOCH, 3, [1])
-    page.write_in_flight(EPOCH, 4, [2])
+    page.write_in_flight(EPOCH, 3, MarkEdits.whole([1]))
+    page.write_in_flight(EPOCH, 4, MarkEdits.whole([2]))
     page._words[64 + 4 * (4 + MAX_FINGERPRINTS)] += 1
     assert [step.step_id for step in page.read_in_flight()] == [3]
-    page.write_in_flight(EPOCH + 1, 4, [2])
+    page.write_in_flight(EPOCH + 1, 4, MarkEdits.whole([2]))
     assert [step.step_id for step in page.read_in_flight()] == [3, 4]
 
 
 def test_steps_have_room_for_all_that_fit_and_count_the_others(page: ProgressPage) -> None:
     """Full slots do not touch each other."""
     for step_id in range(NUM_STEP_SLOTS):
-        page.write_in_flight(EPOCH, step_id, list(range(MAX_FINGERPRINTS + step_id)))
+        page.write_in_flight(
+            EPOCH, step_id, MarkEdits.whole(list(range(MAX_FINGERPRINTS + step_id)))
+        )
     steps = page.read_in_flight()
     assert [step.num_requests - MAX_FINGERPRINTS for step in steps] == list(range(NUM_STEP_SLOTS))
     assert all(step.fingerprints == list(range(MAX_FINGERPRINTS)) for step in steps)
@@ -224,11 +227,11 @@ def test_successor_with_another_page_inherits_what_was_left(
     """The death and the steps, also one in the middle of a write; its own progress stays."""
     page, _ = shared
     other, fd = ProgressPage.create("other")
-    other.write_in_flight(1, 5, [99])  # of the time when it was another's page
+    other.write_in_flight(1, 5, MarkEdits.whole([99]))  # of the time when it was another's page
     other.write(EPOCH, Phase.IDLE, None, 5, 6)
     page.write(EPOCH - 1, Phase.STEP, 3, 1, 2)
-    page.write_in_flight(EPOCH - 1, 2, [11, 12])
-    page.write_in_flight(EPOCH - 1, 3, [13])
+    page.write_in_flight(EPOCH - 1, 2, MarkEdits.whole([11, 12]))
+    page.write_in_flight(EPOCH - 1, 3, MarkEdits.whole([13]))
     page._words[64 + 3 * (4 + MAX_FINGERPRINTS)] |= 1  # its writer died over it
     page.write_death(Death(EPOCH - 1, 2, 3))
     other.inherit(page)
