@@ -158,10 +158,10 @@ MUTATIONS = (
         "for due in []:",
     ),
     Mutation(
-        "a request is cleared a token too early",
+        "a request is cleared by its first token",
         "quarantine.py",
-        "return 1 + options.max_steps_in_flight",
-        "return options.max_steps_in_flight",
+        "return 1 + options.max_steps_in_flight * (1 + options.num_speculative_tokens)",
+        "return 1",
     ),
     Mutation(
         "a suspect is rejected without a canary",

@@ -78,9 +78,10 @@ def slow_iterations(engine: Engine, bound_s: float) -> int:
 
 @any_of(3)
 def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: EngineFactory) -> None:
-    """p99 of another stream's gaps moves by at most 20 ms, and the core's loop stays below 10 ms.
+    """p99 of another stream's gaps moves by at most 20 ms, and no turn of the core takes 25 ms.
 
-    The prompts are accepted and computed: about 557,000 tokens each.
+    The prompts are accepted and computed: about 557,000 tokens each. Processor time per turn,
+    which does not depend on what else runs, is bounded in tests/core/test_loop.py.
     """
     engine = start_engine(
         *("--tokenizer", str(ROOT / "scripts" / "demo_model"), "--null-step-ms", str(STEP_MS)),
@@ -105,4 +106,4 @@ def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: Engine
     assert set(statuses) == {b"200"}
     assert len(gaps) >= 700
     assert p99(gaps) - p99(quiet) <= 20.0
-    assert slow_iterations(engine, 0.01) == 0
+    assert slow_iterations(engine, 0.025) == 0
