@@ -1,6 +1,6 @@
 """The core process: `python -m core_proc --run-dir DIR`, or started by a supervisor.
 
-With `--standby` it has imported everything and waits, until the core has died whose place it takes.
+With `--standby` it imports everything and waits until it is promoted, because the core has died.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _STANDBY_FLAG = "--standby"
 
 
 def main() -> None:
-    """Serve until told to stop; a standby from its promotion on."""
+    """Serve until the supervisor sends Stop; a standby from its promotion on."""
     argv = [argument for argument in sys.argv[1:] if argument != _STANDBY_FLAG]
     child = ChildProcess.from_argv("core_proc", Role.CORE, argv)
     if _STANDBY_FLAG in sys.argv and not _stand_by(child):
@@ -49,16 +49,16 @@ def main() -> None:
 
 
 def _stand_by(child: ChildProcess) -> bool:
-    """Wait for the core's death. The sockets are still its own, so nothing is bound here."""
-    gc_tuning.freeze()  # now, when nobody waits
+    """Wait for the promotion. The sockets still belong to the core, so nothing is bound here."""
+    gc_tuning.freeze()  # now, while no request waits
     child.ready()
     return child.wait_for_promotion()
 
 
 def _raise_priority() -> None:
-    """Everybody waits for the core, and it needs little: let no tokenizer or kernel interrupt it.
+    """Run before tokenizers and kernels: all requests wait for the core, and it needs little time.
 
-    Where the system does not permit it, the core runs like any other process.
+    Where the system does not permit it, the core keeps the normal priority.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, CORE_NICENESS)

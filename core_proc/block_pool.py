@@ -54,13 +54,14 @@ class BlockPool:
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each cached block, taking it out of the free queue if it was there."""
+        ref_counts, following, preceding = self._ref_counts, self._next, self._prev
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
-                before, after = self._prev[block_id], self._next[block_id]
-                self._next[before] = after
-                self._prev[after] = before
+            if ref_counts[block_id] == 0:
+                before, after = preceding[block_id], following[block_id]
+                following[before] = after
+                preceding[after] = before
                 self.num_free -= 1
-            self._ref_counts[block_id] += 1
+            ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop a reference to each block of one table, given in the table's order.
@@ -135,9 +136,10 @@ class BlockPool:
         self._blocks_of.clear()
         self._hashes = [None] * self.num_blocks
 
-    def is_free(self, block_id: int) -> bool:
-        """Whether nobody holds the block."""
-        return self._ref_counts[block_id] == 0
+    def count_free(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these blocks no table holds."""
+        ref_counts = self._ref_counts
+        return [ref_counts[block_id] for block_id in block_ids].count(0)
 
     def ref_count(self, block_id: int) -> int:
         """Return how many tables hold the block."""

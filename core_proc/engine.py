@@ -1,25 +1,32 @@
 """EngineCore: requests and results in, steps and outputs out. No sockets, no clock.
 
-It joins the scheduler to the two links: names the requests of many clients by numbers of its own,
-checks and refuses, follows the workers' comings and goings, and turns a step's results into each
-client's outputs.
+Theory of operation. The engine has two parts. `EngineCore` exists from the start: it knows the
+settings, which client has which request open, the messages that wait for clients, and whether the
+engine drains. `RunningEngine` exists from the first adoption of workers on, because only workers
+know the model and its memory: it holds scheduler, pauses and quarantine, and survives the loss of
+workers. Until then every request and every control is refused with "starting".
+
+The loop drives the engine in a fixed order. A turn takes in messages (`add`, `abort`, `control`,
+`update`), then decides steps (`schedule`, until it returns None), and after each step has
+`take_marks` written to the progress page before the step is sent. `take_mail` comes last. Between
+two turns these hold:
+
+- A request is open for its client exactly as long as the scheduler knows it. Each request that
+  ends does so once: with a final output, with `Refused`, or because its client aborted it or left.
+- `update` accepts only the answer to the oldest step in flight. `lose_workers` takes back all steps
+  in flight; their requests wait again with the outputs that they have.
+- A failure of one request (its hash, its row of outputs) ends that request. A failed assertion ends
+  the core: its state is wrong, while the clients' ledgers are right, so that nothing is lost.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from core_proc.invariants import check_invariants
-from core_proc.options import SchedulerOptions
-from core_proc.output_check import check_output
-from core_proc.outputs import output_row, prompt_rows
-from core_proc.owners import Client, Owner, Owners, owner_of
-from core_proc.pausing import Pausing
-from core_proc.quarantine import Quarantine
-from core_proc.request import Request
-from core_proc.scheduler import Scheduler
-from core_proc.stats import LoopHistogram, scheduler_stats
+from core_proc.output_check import WorkerMisbehaved
+from core_proc.owners import Client, Owners
+from core_proc.running_engine import RunningEngine
+from core_proc.stats import LoopHistogram
 from protocol.api_core import (
     AddRequest,
     Control,
@@ -31,24 +38,17 @@ from protocol.api_core import (
     PauseMode,
     Refused,
     RequestError,
-    RequestOutput,
     Status,
     StepOutputs,
-    validate_request,
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.kv_events import KVEvent
-from protocol.message import MAX_TEXT
-
-CANARY_ID = 2**53 - 1
-"""Of a request of our own: far beyond what `_next_req_id` reaches."""
-
-log = logging.getLogger("troika.core")
+from protocol.progress_page import MarkEdits
 
 
 class FactsChanged(Exception):
-    """A successor of the workers brings another model or another number of blocks."""
+    """The new workers have another model or another number of blocks than those before."""
 
 
 class EngineCore:
@@ -56,345 +56,195 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._scheduler: Scheduler | None = None
-        self._pausing: Pausing | None = None
-        self._quarantine: Quarantine | None = None
-        self._inherited_marks: Sequence[int] = ()
-        self.now = 0.0
-        """Monotonic seconds, as the loop tells it."""
-        self._facts: ModelFacts | None = None
-        self._has_workers = False
-        self._draining = False
         self._owners = Owners()
-        self._next_req_id = 1
+        self._inherited_marks: Sequence[int] = ()
+        self._is_draining = False
+        self._has_workers = False
+        self.running: RunningEngine | None = None
+        """None until workers are adopted for the first time."""
+        self.now = 0.0
+        """Monotonic seconds; the loop sets it at the beginning of each turn."""
         self.loop_histogram = LoopHistogram()
         self.num_fenced_frames = 0
-        self.num_worker_restarts = 0
-        self._num_steps = 0
 
     # Workers ------------------------------------------------------------------------------------
 
     def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
-        """Begin, or go on, with workers that know no request; returns their first step's id.
+        """Start or continue with workers that know no request; returns the id of their first step.
 
         Args:
-            facts: of the model and its memory.
-            swap_cost_tokens: of `WorkerHello`; the first workers' holds for all.
+            facts: Of the model and its memory.
+            swap_cost_tokens: Of `WorkerHello`; the value of the first workers is kept.
 
         Raises:
-            FactsChanged: they do not fit to what was promised to clients.
+            FactsChanged: Clients were promised other facts.
         """
-        if self._facts is None:
-            self._scheduler = Scheduler(
-                SchedulerOptions.combine(self._config, facts, swap_cost_tokens)
-            )
-            self._pausing = Pausing(self._scheduler, self._owners.tell)
-            self._quarantine = Quarantine(self._scheduler, CANARY_ID)
-            self._quarantine.inherit(self._inherited_marks, self.now)
-            if self._draining:
-                self._pausing.drain()
-        elif not facts.can_replace(self._facts):
-            raise FactsChanged(f"workers came back with {facts} instead of {self._facts}")
+        running = self.running
+        if running is None:
+            running = RunningEngine(self._config, facts, swap_cost_tokens, self._owners)
+            running.quarantine.inherit(self._inherited_marks, self.now)
+            if self._is_draining:
+                running.drain()
+            self.running = running
+        elif facts.can_replace(running.facts):
+            running.replace_workers(facts)
         else:
-            self.num_worker_restarts += 1
-        self._facts = facts
-        assert self._scheduler is not None
+            raise FactsChanged(f"workers came back with {facts} instead of {running.facts}")
         self._has_workers = True
-        return self._scheduler.next_step_id
+        return running.scheduler.next_step_id
 
     def lose_workers(self) -> None:
-        """Take back everything dispatched: running requests wait, with their outputs kept."""
-        if self._has_workers:
-            assert self._scheduler is not None
-            assert self._pausing is not None
-            assert self._quarantine is not None
-            self._quarantine.workers_lost()
-            self._scheduler.recompute_all()
-            self._pausing.workers_lost()
-            self._has_workers = False
+        """Take back all steps in flight: running requests wait again, with their outputs kept."""
+        if self.running is not None and self._has_workers:
+            self.running.lose_workers()
+        self._has_workers = False
 
-    def blame_requests(self) -> None:
-        """The workers that were lost last died of what they computed, not of something outside."""
-        if self._quarantine is None or self._scheduler is None:
-            return
-        guilty = self._quarantine.charge(self.now)
-        if guilty is None:
-            return
-        for request in self._quarantine.convict(guilty, self.now):
-            self._scheduler.abort_request(request.req_id)
-            self._refuse(request, "the request has killed its worker twice", ErrorCode.QUARANTINED)
+    def attribute_crash(self) -> None:
+        """The workers lost last died of what they computed, and not of a signal from outside."""
+        if self.running is not None:
+            self.running.attribute_crash(self.now)
 
     def inherit_marks(self, marks: Sequence[int]) -> None:
-        """A core has died of what it was doing; before it did, `take_marks` had said this."""
+        """Take over the marks of a core that died of what it was doing (see `take_marks`)."""
         self._inherited_marks = marks
 
-    def take_marks(self) -> list[int] | None:
-        """What a successor must know if this core dies of what is under way; None: nothing new."""
-        return None if self._quarantine is None else self._quarantine.take_marks()
+    def take_marks(self) -> MarkEdits | None:
+        """Return what has changed in the marks of the steps in flight; None: nothing."""
+        return None if self.running is None else self.running.quarantine.take_marks()
 
     # Clients ------------------------------------------------------------------------------------
 
     def add(self, client: Client, add: AddRequest) -> Refused | None:
-        """Take a request, or say why not. An open one with the same id ends in either case."""
-        was_accepted = add.resent or self._owners.has(client, add.request_id)
-        error = self._why_not(add, was_accepted=was_accepted)
-        self.abort(client, [add.request_id])
-        if error is not None:
+        """Accept a request or refuse it. An open request with the same id ends in either case."""
+        if self.running is None:
+            error = RequestError(ErrorCode.OVERLOADED, "the engine is starting")
             return Refused(add.request_id, error)
-        assert self._scheduler is not None
-        request = Request(
-            self._next_req_id,
-            add.prompt_token_ids,
-            add.sampling_params,
-            output_token_ids=add.output_token_ids,
-            priority=add.priority,
-            arrival_time=self.now - add.age_s,
-            cache_salt=add.cache_salt,
-            tenant=add.tenant,
-            owner=Owner(client, add.request_id),
-        )
-        try:
-            self._scheduler.add_request(request)
-        except ValueError as problem:
-            return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
-        assert self._quarantine is not None
-        self._quarantine.added(request)
-        self._owners.enter(client, add.request_id, self._next_req_id)
-        self._next_req_id += 1
-        return None
-
-    def _why_not(self, add: AddRequest, *, was_accepted: bool) -> RequestError | None:
-        if self._facts is None or self._scheduler is None:
-            return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
-        if self._draining and not was_accepted:
-            return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
-        if not was_accepted and (error := self._overload(len(add.prompt_token_ids))) is not None:
-            return error
-        assert self._quarantine is not None
-        if self._quarantine.refuses(add.prompt_token_ids, add.sampling_params, self.now):
-            text = "the same request has killed workers; it is refused for ten minutes"
-            return RequestError(ErrorCode.QUARANTINED, text)
-        return validate_request(add, self._facts)
-
-    def _overload(self, num_prompt_tokens: int) -> RequestError | None:
-        """Why the queue has no room for one more, if so."""
-        assert self._scheduler is not None
-        scheduler, limits = self._scheduler, self._config.scheduler
-        num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
-        if num_waiting >= limits.max_num_waiting:
-            text = f"{limits.max_num_waiting} requests are waiting already"
-        elif num_waiting and num_tokens + num_prompt_tokens > limits.max_waiting_tokens:
-            text = f"prompts of {num_tokens} tokens are waiting already"
-        else:
-            return None
-        return RequestError(ErrorCode.OVERLOADED, text)
+        return self.running.add(client, add, self.now)
 
     def abort(self, client: Client, request_ids: Iterable[int]) -> None:
-        """Stop requests that nobody waits for; unknown ids are ignored."""
-        for request_id in request_ids:
-            req_id = self._owners.remove(client, request_id)
-            if req_id is not None:
-                assert self._scheduler is not None
-                self._scheduler.abort_request(req_id)
+        """End requests whose outputs are not wanted any more; unknown ids are ignored."""
+        if self.running is not None:
+            self.running.abort(client, request_ids)
 
     def drop_client(self, client: Client) -> int:
-        """Abort everything of a client that is gone; returns how many requests that were."""
+        """Abort all requests of a client that is gone; returns their number."""
         req_ids = self._owners.drop(client)
-        for req_id in req_ids:
-            assert self._scheduler is not None
-            self._scheduler.abort_request(req_id)
-        if self._pausing is not None:
-            self._pausing.forget(client)
+        if self.running is not None:
+            self.running.drop_client(client, req_ids)
         return len(req_ids)
 
     def drain(self) -> None:
-        """Refuse new requests from here on; accepted ones are finished, which ends any pause."""
-        self._draining = True
-        if self._pausing is not None:
-            self._pausing.drain()
+        """Refuse new requests from now on; accepted ones are finished, which ends any pause."""
+        self._is_draining = True
+        if self.running is not None:
+            self.running.drain()
 
     def control(self, client: Client, control: Control) -> None:
-        """Obey what concerns the whole engine; the answer comes with the mail."""
-        if self._pausing is None:
-            refusal = ControlDone(control.number, ok=False, pause_mode=self.pause_mode)
-            self._owners.tell(client, refusal)
+        """Handle a request about the whole engine; the answer is left in the mail."""
+        if self.running is None:
+            done = ControlDone(control.number, ok=False, pause_mode=PauseMode.RUNNING)
+            self._owners.post(client, done)
         else:
-            self._pausing.obey(client, control)
+            self.running.pausing.handle(client, control)
 
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
-        """What clients are to be told besides outputs; to be asked for in every turn."""
+        """Return all messages for clients except outputs; called once in every turn."""
         return self._owners.take_mail()
 
     # Steps --------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step; None where there is nothing to do or enough is under way."""
-        if not self._has_workers:
+        """Decide the next step; None if there is nothing to compute or enough is in flight."""
+        if self.running is None or not self._has_workers:
             return None
-        assert self._scheduler is not None
-        assert self._quarantine is not None
-        self._quarantine.settle()
-        step = self._scheduler.schedule()
-        if step is not None:
-            self._num_steps += 1
-        self._tell_failures()
-        self._check_invariants()
-        return step
+        return self.running.schedule()
 
     @property
     def is_sleep_due(self) -> bool:
-        """Whether the workers are to be told to sleep; ask when there is no step to schedule."""
-        return self._has_workers and self._pausing is not None and self._pausing.is_sleep_due
+        """Whether `Sleep` is to be sent to the workers, if there is no step to schedule."""
+        return self.running is not None and self._has_workers and self.running.pausing.is_sleep_due
 
     def sleep_sent(self) -> None:
-        """The workers were told to sleep."""
-        assert self._pausing is not None
-        self._pausing.sleep_sent()
+        """`Sleep` was sent to the workers."""
+        if self.running is not None:
+            self.running.pausing.sleep_sent()
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
-        """Take in a step's results; returns what each client is to be told.
+        """Take in the results of a step; returns the outputs for each client.
 
         Raises:
-            WorkerMisbehaved: they do not answer the oldest step; nothing has changed.
+            WorkerMisbehaved: It is not an answer to the oldest step in flight; nothing has changed.
         """
-        assert self._scheduler is not None
-        assert self._facts is not None
-        in_flight = self._scheduler.in_flight
-        check_output(
-            output,
-            in_flight[0] if in_flight else None,
-            self._facts.vocab_size,
-            self._config.scheduler.num_speculative_tokens,
-        )
-        assert self._quarantine is not None
-        rows: dict[Client, list[RequestOutput]] = {}
-        for part in output.prompt_logprobs:
-            request = self._scheduler.requests.get(part.req_id)
-            if request is None:
-                continue
-            try:
-                news = prompt_rows(request, part)
-            except Exception:
-                self._give_up(request)
-                continue
-            if news:
-                rows.setdefault(owner_of(request).client, []).extend(news)
-        for req_id, error in output.request_errors.items():
-            if req_id != CANARY_ID:
-                self._scheduler.fail_request(req_id, error, ErrorCode.COMPUTATION_FAILED)
-        results = self._scheduler.update_from_output(output)
-        self._quarantine.computed(result.request for result in results)
-        for result in results:
-            if self._quarantine.is_canary(result.request):
-                continue
-            owner = owner_of(result.request)
-            try:
-                row = output_row(result, owner, output)
-            except Exception:
-                self._give_up(result.request)
-                continue
-            rows.setdefault(owner.client, []).append(row)
-            if result.finish_reason is not None:
-                self._owners.remove(owner.client, owner.request_id)
-        self._tell_failures()
-        self._check_invariants()
-        return {client: StepOutputs(news) for client, news in rows.items()}
-
-    def _check_invariants(self) -> None:
-        if self._config.run.check_invariants:
-            assert self._scheduler is not None
-            check_invariants(self._scheduler)
-
-    def _give_up(self, request: Request) -> None:
-        """An error of ours in the outputs of one request ends that one, and nothing else."""
-        log.exception("outputs of request %d failed", request.req_id)
-        assert self._scheduler is not None
-        self._scheduler.abort_request(request.req_id)
-        self._refuse(request, "the request's output could not be built")
-
-    def _tell_failures(self) -> None:
-        assert self._scheduler is not None
-        for failure in self._scheduler.take_failures():
-            log.error("request %d failed: %s", failure.request.req_id, failure.error)
-            self._refuse(failure.request, failure.error, failure.code)
-
-    def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """Tell whoever still waits for a request that nothing more will come."""
-        if request.owner is not None and self._owners.waits_for(request):  # a canary has none
-            owner = owner_of(request)
-            self._owners.remove(owner.client, owner.request_id)
-            error = RequestError(code, why[:MAX_TEXT])
-            self._owners.tell(owner.client, Refused(owner.request_id, error))
+        if self.running is None:
+            raise WorkerMisbehaved(f"output of step {output.step_id} came before any step was sent")
+        return self.running.update(output)
 
     # The prefix cache ---------------------------------------------------------------------------
 
     @property
     def has_kv_events(self) -> bool:
-        """Whether it is recorded what happens to the prefix cache."""
+        """Whether changes of the prefix cache are recorded."""
         return self._config.cache.enable_kv_events
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What has happened to the prefix cache since the last call."""
-        return [] if self._scheduler is None else self._scheduler.kv.take_events()
+        """Return the changes of the prefix cache since the last call."""
+        return [] if self.running is None else self.running.scheduler.kv.take_events()
 
     def snapshot_kv_events(self) -> Iterator[KVEvent]:
-        """Events that tell an empty cache what is cached now; made when they are asked for."""
-        return iter(()) if self._scheduler is None else self._scheduler.kv.snapshot_events()
+        """Return events that bring an empty cache to the present contents, made lazily."""
+        return iter(()) if self.running is None else self.running.scheduler.kv.snapshot_events()
 
     # Reports ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
-        """Where the engine stands."""
-        if self._facts is None:
+        """The state that clients see."""
+        if self.running is None:
             return EngineState.STARTING
-        if self._draining:
+        if self._is_draining:
             return EngineState.DRAINING
         return EngineState.READY if self._has_workers else EngineState.RECOVERING
 
     @property
     def pause_mode(self) -> PauseMode:
-        """How much stands still."""
-        return PauseMode.RUNNING if self._pausing is None else self._pausing.mode
+        """What is paused."""
+        return PauseMode.RUNNING if self.running is None else self.running.pausing.mode
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the engine was told to sleep."""
-        return self._pausing is not None and self._pausing.is_sleeping
-
-    @property
-    def has_facts(self) -> bool:
-        """Whether there were workers yet: only then do clients bring what they have open."""
-        return self._facts is not None
+        """Whether a sleep is in force."""
+        return self.running is not None and self.running.pausing.is_sleeping
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that was accepted before `drain` is finished."""
-        return self._draining and not self.has_unfinished
+        """Whether all requests that were accepted before `drain` are finished."""
+        return self._is_draining and not self.has_unfinished
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is under way."""
-        return self._scheduler is not None and bool(self._scheduler.in_flight)
+        """Whether a step is in flight."""
+        return self.running is not None and bool(self.running.scheduler.in_flight)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether `schedule` has work left that needs no message: call it again at once."""
+        return self.running is not None and self.running.scheduler.is_preparing
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any accepted request is open."""
-        return self._scheduler is not None and self._scheduler.has_unfinished
+        return self.running is not None and self.running.scheduler.has_unfinished
 
     def stats(self) -> EngineStats:
-        """Gauges and counters as of now."""
-        stats = EngineStats() if self._scheduler is None else scheduler_stats(self._scheduler)
+        """Return gauges and counters as of now."""
         return msgspec.structs.replace(
-            stats,
-            num_steps=self._num_steps,
+            EngineStats() if self.running is None else self.running.stats(),
             fenced_frames=self.num_fenced_frames,
-            worker_restarts=self.num_worker_restarts,
-            num_quarantined=0 if self._quarantine is None else self._quarantine.num_convicted,
             loop_seconds_buckets=list(self.loop_histogram.counts),
             loop_seconds_sum=self.loop_histogram.sum_s,
         )
 
     def status(self) -> Status:
-        """What clients are told about once a second."""
-        return Status(self.state, self._facts, self.stats(), self.pause_mode, self.is_sleeping)
+        """Return the report that clients get once a second and on each change of state."""
+        facts = None if self.running is None else self.running.facts
+        return Status(self.state, facts, self.stats(), self.pause_mode, self.is_sleeping)

@@ -1,9 +1,9 @@
 """The KV events of one life of the core: numbered, kept for replay, cut into batches. No sockets.
 
-Every subscriber has a place in the log and is sent what follows, a bounded part in each turn and
-no more than it has said to have room for: a large snapshot never holds up the loop, and who does
-not read costs nothing. Events are kept as the
-bytes that are sent: that takes a fraction of the memory, and each is encoded once for all.
+Every subscriber has a place in the log and is sent the events after it, a bounded part in each turn
+and no more than it has room for: a large snapshot does not delay the loop, and a subscriber that
+does not read costs nothing. Events are kept encoded, which takes a fraction of the memory, and each
+is encoded once for all subscribers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ MAX_KEPT_EVENTS = 65_536
 MAX_KEPT_BYTES = 64 * 2**20
 MAX_BATCH_EVENTS = 1000
 MAX_BATCH_BYTES = 2**17
-"""A batch ends with the event that reaches so many: about a millisecond of the loop."""
+"""A batch ends with the event that reaches this size: about a millisecond of the loop."""
 
 MAX_UNTAKEN_BATCHES = 2
 """Sent to one client and not taken yet, also over several subscriptions."""
@@ -45,18 +45,18 @@ class _Subscriber:
         self.subscription = subscription
         self.next_seq = next_seq
         self.snapshot: Iterator[KVEvent] | None = None
-        """What is left of one; the log goes on after it, from `next_seq`."""
+        """The rest of a snapshot; the log continues after it, from `next_seq`."""
 
 
 class EventLog:
-    """The newest events, and how far each subscriber has got."""
+    """The newest events, and the place of each subscriber."""
 
     def __init__(self, epoch: int, snapshot: Snapshot) -> None:
-        """Begin to number.
+        """Start to number events.
 
         Args:
-            epoch: of this life of the core.
-            snapshot: returns what is stored after all events that were appended.
+            epoch: Of this life of the core.
+            snapshot: Returns the contents of the cache after all events that were appended.
         """
         self._next_seq = epoch * _SEQS_PER_LIFE + 1
         self._snapshot = snapshot
@@ -66,7 +66,7 @@ class EventLog:
         self._num_untaken: dict[Client, int] = {}
 
     def append(self, events: Iterable[KVEvent]) -> None:
-        """Number events, and forget the oldest past the bounds."""
+        """Number events, and drop the oldest past the bounds."""
         for event in events:
             body = encode(event)
             self._kept.append(body)
@@ -79,17 +79,17 @@ class EventLog:
         del self._kept[:excess]
 
     def subscribe(self, client: Client, asked: SubscribeKVEvents) -> None:
-        """Tell a client all from `asked.next_seq` on, or a snapshot and all after it."""
-        # What is not kept becomes a snapshot with the first batch.
+        """Send a client all events from `asked.next_seq` on, or a snapshot and all after it."""
+        # If that event is not kept any more, the first batch begins a snapshot.
         next_seq = _NOT_KEPT if asked.next_seq is None else asked.next_seq
         self._subscribers[client] = _Subscriber(asked.subscription, next_seq)
 
     def unsubscribe(self, client: Client) -> None:
-        """Tell a client nothing more."""
+        """Send a client no more events."""
         self._subscribers.pop(client, None)
 
     def refuse(self, client: Client, reason: str) -> KVEventsRefused:
-        """End a subscription; return what the client is to be told of it."""
+        """End a subscription; returns the message for its client."""
         return KVEventsRefused(self._subscribers.pop(client).subscription, reason)
 
     def taken(self, client: Client) -> None:
@@ -97,7 +97,7 @@ class EventLog:
         self._num_untaken[client] = max(0, self._num_untaken.get(client, 0) - 1)
 
     def forget(self, client: Client) -> None:
-        """A client is gone, or begins anew: what it was sent is no longer on its way."""
+        """Remove a client that is gone or connects again: it holds no batch any more."""
         self._subscribers.pop(client, None)
         self._num_untaken.pop(client, None)
 
@@ -105,10 +105,10 @@ class EventLog:
         return self._next_seq - len(self._kept) <= seq <= self._next_seq
 
     def _snapshot_part(self, subscriber: _Subscriber) -> list[bytes]:
-        """Go on with a snapshot, or begin one where the log does not reach back; else empty.
+        """Continue a snapshot, or begin one if the log does not reach back; else return nothing.
 
-        It is told to its end, however far the log has gone on meanwhile: a slow reader would never
-        have a whole one.
+        It is sent to its end, however far the log has advanced meanwhile: otherwise a slow reader
+        would never get a whole one.
         """
         if subscriber.snapshot is not None:
             bodies = _batch(map(encode, subscriber.snapshot))
@@ -123,7 +123,7 @@ class EventLog:
         return _batch(map(encode, snapshot))
 
     def waiting(self) -> list[Client]:
-        """Return the subscribers that have room, and have not got all yet."""
+        """Return the subscribers that have room and have not got all events yet."""
         return [
             client
             for client, subscriber in self._subscribers.items()
@@ -132,7 +132,7 @@ class EventLog:
         ]
 
     def take_batch(self, client: Client) -> KVEventBatch:
-        """Return what is to be sent next to one of those that wait; once in a turn is enough."""
+        """Return the next batch for a subscriber that waits; called once in a turn."""
         subscriber = self._subscribers[client]
         batch = self._next_batch(subscriber)
         self._num_untaken[client] = self._num_untaken.get(client, 0) + 1
@@ -150,7 +150,7 @@ class EventLog:
 
 
 def _batch(bodies: Iterator[bytes]) -> list[bytes]:
-    """Take as many as one message may hold, at least one if there is any."""
+    """Take as many events as one message may hold, at least one if there is any."""
     taken: list[bytes] = []
     num_bytes = 0
     for body in bodies:

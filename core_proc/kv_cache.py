@@ -23,6 +23,9 @@ from protocol.kv_events import KVEvent
 
 log = logging.getLogger("troika.core")
 
+_HASHED_AT_ONCE = 2**15
+"""Tokens; about a millisecond."""
+
 Tables = list[list[int]]
 """Block ids, one list per KV group, all equally long."""
 
@@ -74,6 +77,19 @@ class KVCacheManager:
     def may_read_cache(self, request: Request) -> bool:
         """Whether the request profits from hits; for prompt logprobs all must be computed."""
         return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
+
+    def prepare(self, request: Request) -> bool:
+        """Hash some more blocks of a waiting request, so that no long prompt holds up the core.
+
+        Returns:
+            Whether `find_cached_prefix` has nothing left to hash.
+        """
+        if not self.may_read_cache(request):
+            return True
+        num_full = request.num_tokens // self.block_size
+        most = len(request.block_hashes) + max(1, _HASHED_AT_ONCE // self.block_size)
+        self._extend_hashes(request, min(num_full, most))
+        return most >= num_full
 
     def find_cached_prefix(self, request: Request) -> Tables:
         """Find the longest known prefix of the request that is cached; changes nothing.
@@ -154,7 +170,6 @@ class KVCacheManager:
         self, hits: Tables, start: int, num_tokens: int, num_reserved: int
     ) -> int:
         """Count the free blocks that `admit` would lack; below 0: that it would leave."""
-        is_free = self.pool.is_free
         num_wanted = 0
         for group, table in zip(self.groups, hits, strict=True):
             first_new = self._first_new(group, table, start)
@@ -164,7 +179,7 @@ class KVCacheManager:
             if group.max_blocks is not None:
                 num_reserve = max(num_new, min(num_reserve, group.max_blocks - len(live)))
             # A hit that nobody holds lies in the free queue and is used up just like a new block.
-            num_wanted += num_reserve + sum(map(is_free, live))
+            num_wanted += num_reserve + self.pool.count_free(live)
         return num_wanted - self.pool.num_free
 
     def _first_new(self, group: KVGroup, hits: list[int], start: int) -> int:

@@ -1,7 +1,7 @@
 """The core's loop: drain, reclaim, schedule, dispatch. It owns the sockets and decides nothing.
 
-One thread. It sleeps in one poll until a message, a death or the next report is due, and never
-waits for a worker or a client: what cannot be sent now is kept, within bounds, for the next round.
+One thread. It sleeps in one poll until a message arrives, a process dies or a report is due, and
+never waits for a worker or a client: messages that cannot be sent now are kept, within bounds.
 """
 
 import logging
@@ -11,8 +11,8 @@ import zmq
 
 from core_proc.clients import Clients
 from core_proc.engine import EngineCore
+from core_proc.pidfd_monitor import PidfdMonitor
 from core_proc.stats import StatsLine
-from core_proc.watch import DeathWatch
 from core_proc.worker_link import WorkerLink
 from core_proc.workers import WorkerGroup
 from protocol import gc_tuning
@@ -25,9 +25,9 @@ from protocol.runtime import Clock, Poller, ProcessControl
 
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0
-"""From Stop to the end: for steps under way, whose tokens would have to be computed again."""
+"""From Stop to the exit, for the answers to steps in flight, which cost computing again."""
 RETURN_S = 2.0
-"""A predecessor's clients get so long to bring what is open, before draining may be over."""
+"""Time for the clients of a predecessor to send their open requests, before a drain may end."""
 _RETRY_MS = 5
 
 log = logging.getLogger("troika.core")
@@ -57,14 +57,15 @@ class CoreLoop:
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
         self._links = (clients_link, workers_link)
-        self._clients = Clients(clients_link, DeathWatch(poller, processes), engine, child.epoch)
+        monitor = PidfdMonitor(poller, processes)
+        self._clients = Clients(clients_link, monitor, engine, child.epoch, clock.monotonic)
         group = WorkerGroup(child.config.parallel.tensor_parallel_size, child.epoch)
         self._workers = WorkerLink(
             workers_link,
-            DeathWatch(poller, processes),
+            PidfdMonitor(poller, processes),
             group,
             engine,
-            self._clients.tell,
+            self._clients.send,
             page=self._reporter.page,
             core_epoch=child.epoch,
         )
@@ -75,17 +76,17 @@ class CoreLoop:
         now = clock.monotonic()
         self._stats_line = StatsLine(child.config.run.log_stats_interval_s, now)
         self._next_status = self._next_beat = now
-        self._told_state: tuple[EngineState, PauseMode, bool] | None = None
-        self._drained_told = False
+        self._reported_state: tuple[EngineState, PauseMode, bool] | None = None
+        self._has_reported_drained = False
         self._has_predecessor = False
         self._all_back_at: float | None = None
         self._leaves_at: float | None = None
-        """At the latest, once it was told to stop."""
+        """At the latest; None until Stop has come."""
 
     def run(self) -> None:
-        """Serve until the supervisor says Stop, and what is under way has come back."""
+        """Serve until the supervisor sends Stop and the steps in flight are answered."""
         gc_tuning.freeze()
-        self._hear_of_predecessor()
+        self._read_predecessor()
         while not self._has_left:
             self.turn(self._poll_ms())
 
@@ -95,8 +96,8 @@ class CoreLoop:
             return False
         return not self._engine.is_computing or self._clock.monotonic() >= self._leaves_at
 
-    def _hear_of_predecessor(self) -> None:
-        """How the last core ended, and which of its steps were under way."""
+    def _read_predecessor(self) -> None:
+        """Read how the last core ended, and which of its steps were in flight."""
         page = self._reporter.page
         death = None if page is None else page.read_death()
         if page is None or death is None:
@@ -105,7 +106,7 @@ class CoreLoop:
         self._workers.on_core_death(death, page.read_marks())
 
     def turn(self, timeout_ms: int) -> None:
-        """Wait for something to happen, at most so long, and do what follows from it."""
+        """Wait for messages or deaths, at most `timeout_ms`, and handle them."""
         self._reporter.idle()
         ready = dict(self._poller.poll(timeout_ms))
         self._reporter.turn()
@@ -115,11 +116,13 @@ class CoreLoop:
         failpoint("core.after_drain")
         if self._leaves_at is None:
             self._workers.dispatch()
-        self._report()  # first, so that who hears that a pause holds finds it in the status too
-        self._clients.tell_news()
+        self._report()  # first, so that a pause is in the status when its answer arrives
+        self._clients.send_mail()
         self._engine.loop_histogram.observe(self._clock.monotonic() - started)
 
     def _poll_ms(self) -> int:
+        if self._engine.is_preparing:
+            return 0
         if self._clients.is_behind:
             return _RETRY_MS
         until_status_ms = max(0, int((self._next_status - self._clock.monotonic()) * 1000) + 1)
@@ -127,10 +130,10 @@ class CoreLoop:
         return until_status_ms if tick_ms is None else min(until_status_ms, tick_ms)
 
     def _reclaim(self, ready: Mapping[object, int]) -> None:
-        """Take back what belonged to processes that died."""
+        """Take back the steps of dead workers, and drop dead clients."""
         workers, clients = self._workers.dead(ready), self._clients.dead(ready)
         if workers:
-            self._workers.bury(workers)
+            self._workers.reap(workers)
         for peer in clients:
             self._clients.lose(peer, "is gone")
 
@@ -148,10 +151,10 @@ class CoreLoop:
                 self._workers.on_worker_death(message)
 
     def _are_all_back(self, now: float) -> bool:
-        """Whether clients of a predecessor have had time to come, since there were workers."""
+        """Whether a predecessor's clients have had time to come since workers were adopted."""
         if not self._has_predecessor:
             return True
-        if self._all_back_at is None and self._engine.has_facts:
+        if self._all_back_at is None and self._engine.running is not None:
             self._all_back_at = now + RETURN_S
         return self._all_back_at is not None and now >= self._all_back_at
 
@@ -159,17 +162,17 @@ class CoreLoop:
         engine = self._engine
         now, state = self._clock.monotonic(), (engine.state, engine.pause_mode, engine.is_sleeping)
         are_all_back = self._are_all_back(now)
-        if engine.is_drained and not self._drained_told and are_all_back:
-            self._drained_told = True
+        if engine.is_drained and not self._has_reported_drained and are_all_back:
+            self._has_reported_drained = True
             self._child.drained()
-        if now < self._next_status and state == self._told_state:
+        if now < self._next_status and state == self._reported_state:
             return
         self._next_status = now + STATUS_INTERVAL_S
         if now >= self._next_beat:
             self._next_beat = now + STATUS_INTERVAL_S
             for link in self._links:
                 link.beat()
-        self._told_state = state
+        self._reported_state = state
         status = engine.status()
         self._clients.report(status)
         if self._stats_line.due(now):

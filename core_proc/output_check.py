@@ -1,4 +1,4 @@
-"""Compares all of a worker's output with what is due, before any of it is believed."""
+"""Checks the output of a worker against the step that it answers, before any of it is used."""
 
 from collections.abc import Sequence
 from math import isnan
@@ -8,7 +8,7 @@ from protocol.core_worker import ModelRunnerOutput
 
 
 class WorkerMisbehaved(Exception):
-    """A worker's message contradicts what it was told; nothing of it was taken over."""
+    """A message of a worker contradicts what it was sent; none of it was used."""
 
 
 def check_output(
@@ -17,16 +17,16 @@ def check_output(
     vocab_size: int,
     most_drafts: int,
 ) -> None:
-    """Check the step's number, how many tokens and logprobs there are, and that all make sense.
+    """Check the step id, the numbers of tokens and logprobs, and their values.
 
     Args:
-        output: as it came.
-        due: id of the oldest step in flight and who samples in it; None: nothing is due.
-        vocab_size: of the model.
-        most_drafts: tokens that may be guessed for a request.
+        output: As received.
+        due: Id of the oldest step in flight and the requests that sample in it; None: none is due.
+        vocab_size: Of the model.
+        most_drafts: Draft tokens that one request may have.
 
     Raises:
-        WorkerMisbehaved: something does not agree.
+        WorkerMisbehaved: A value is wrong.
     """
     if due is None or due[0] != output.step_id:
         text = f"step {due[0]} is" if due is not None else "none is"
@@ -62,7 +62,7 @@ def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_d
 
 
 def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
-    """One for each token of those that have any, and no answer to nobody's question."""
+    """Check that each request with logprobs sampled, and has one of them for each of its tokens."""
     counts = output.num_sampled_tokens or [1] * len(sampling)
     expected = {request.req_id: count for request, count in zip(sampling, counts, strict=True)}
     for req_id, rows in output.logprobs.items():
@@ -72,4 +72,4 @@ def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> N
                 f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
             )
         if any(isnan(row.logprob) for row in rows):
-            raise WorkerMisbehaved(f"a logprob of request {req_id} is no number")
+            raise WorkerMisbehaved(f"a logprob of request {req_id} is not a number")

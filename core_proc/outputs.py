@@ -1,4 +1,4 @@
-"""From a step's results to the rows that clients are told."""
+"""Turns the results of a step into rows for clients."""
 
 from core_proc.owners import Owner, owner_of
 from core_proc.request import Request
@@ -7,11 +7,11 @@ from protocol.api_core import RequestOutput
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs
 
 _MAX_ENTRIES = 4096
-"""Prompt logprobs in one output: a prompt has any number of them, and a frame a largest size."""
+"""Prompt logprobs in one output, so that the outputs of a long prompt fit into frames."""
 
 
 def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
-    """Pass on prompt logprobs that are new: a prompt computed again brings them again.
+    """Return rows with the prompt logprobs that are new; a prompt computed again repeats them.
 
     They go out before the first token, so a request with outputs has all of them.
     """
@@ -29,13 +29,13 @@ def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
 
 
 def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> RequestOutput:
-    """Tell the tokens that a step brought to one request, and its end."""
+    """Return the row with the tokens of a step for one request, and its end."""
     request, token_ids = result.request, result.new_token_ids
     first_index = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
-    if owner.told_cached and not output.logprobs and result.finish_reason is None:
+    if owner.sent_cached and not output.logprobs and result.finish_reason is None:
         return RequestOutput(owner.request_id, first_index, token_ids)
-    num_cached = None if owner.told_cached else request.num_cached_tokens
-    owner.told_cached = True
+    num_cached = None if owner.sent_cached else request.num_cached_tokens
+    owner.sent_cached = True
     logprobs = output.logprobs.get(request.req_id)
     return RequestOutput(
         owner.request_id,

@@ -1,4 +1,4 @@
-"""Whether the engine computes: pauses, sleeps, and who waits to hear that they have begun."""
+"""Pauses and sleeps of the engine, and the clients that wait for the answer to their request."""
 
 from collections.abc import Callable
 
@@ -8,33 +8,33 @@ from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
 
 _STILLNESS = {PauseMode.RUNNING: 0, PauseMode.PAUSED_NEW: 1, PauseMode.PAUSED_ALL: 2}
 _MAX_SLEEPERS = 1024
-"""Askers that wait for one sleep to begin; whoever comes after them is refused."""
+"""Requests that wait for one sleep to begin; further ones are refused."""
 
 
 class Pausing:
-    """Obeys `Control`. A sleep begins when the steps in flight have been answered.
+    """Handles `Control`. A sleep begins when the steps in flight have been answered.
 
-    Their results count, so the workers are told to sleep only after the last of them.
+    Their results count, so `Sleep` is sent to the workers only after the last of them.
     """
 
-    def __init__(self, scheduler: Scheduler, tell: Callable[[Client, ControlDone], None]) -> None:
-        """`tell` is called with every answer, at once or later."""
+    def __init__(self, scheduler: Scheduler, send: Callable[[Client, ControlDone], None]) -> None:
+        """`send` is called with every answer, at once or later."""
         self._scheduler = scheduler
-        self._tell = tell
+        self._send = send
         self._sleepers: list[tuple[Client, int]] = []
         self._is_sleep_sent = False
-        self._draining = False
         self._is_asked = False
-        """This core was asked for a pause, or its end, itself."""
+        """A client has paused or resumed this core, and not only restored an earlier state."""
+        self.is_draining = False
         self.is_sleeping = False
 
     @property
     def mode(self) -> PauseMode:
-        """What stands still."""
+        """What is paused."""
         return self._scheduler.pause_mode
 
-    def obey(self, client: Client, control: Control) -> None:
-        """Do what a client asks for, and answer."""
+    def handle(self, client: Client, control: Control) -> None:
+        """Carry out a control and answer it."""
         if control.restores and self._is_overtaken(control):
             self._answer(client, control.number, ok=False)
             return
@@ -53,9 +53,9 @@ class Pausing:
         self._answer(client, control.number, ok)
 
     def _is_overtaken(self, control: Control) -> bool:
-        """Whether what held with the core before is out of date.
+        """Whether the state to restore, of an earlier core, is out of date.
 
-        Clients restore it in any order, and each only knows what was true when it last heard.
+        Clients restore in any order, and each knows only the state of its last `Status`.
         """
         is_pause = control.action is ControlAction.PAUSE
         is_weaker = is_pause and _STILLNESS[control.pause_mode] < _STILLNESS[self.mode]
@@ -64,14 +64,14 @@ class Pausing:
     def _pause(self, mode: PauseMode) -> bool:
         if mode is PauseMode.RUNNING:
             self._resume()
-        elif self._draining:
+        elif self.is_draining:
             return False
-        elif not self.is_sleeping:  # where nothing stands stiller
+        elif not self.is_sleeping:  # a sleep includes any pause
             self._scheduler.pause(mode)
         return True
 
     def _sleep(self, client: Client, number: int) -> None:
-        if self._draining or len(self._sleepers) >= _MAX_SLEEPERS:
+        if self.is_draining or len(self._sleepers) >= _MAX_SLEEPERS:
             self._answer(client, number, ok=False)
             return
         if not self.is_sleeping:
@@ -88,26 +88,26 @@ class Pausing:
         self._answer_sleepers(ok=False)
 
     def drain(self) -> None:
-        """All that was accepted is to be finished, so nothing may stand still from here on."""
-        self._draining = True
+        """End any pause for good, so that all accepted requests are finished."""
+        self.is_draining = True
         self._resume()
 
     def forget(self, client: Client) -> None:
-        """A client is gone. What it has asked for holds: the others may rely on it."""
+        """Drop the answers for a client that is gone; its pauses stay, others may rely on them."""
         self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] != client]
 
     @property
     def is_sleep_due(self) -> bool:
-        """Whether the workers are to be told now; ask when no step could be scheduled."""
+        """Whether `Sleep` is to be sent now, if no step could be scheduled."""
         return self.is_sleeping and not self._is_sleep_sent and not self._scheduler.in_flight
 
     def sleep_sent(self) -> None:
-        """The workers were told."""
+        """`Sleep` was sent to the workers."""
         self._is_sleep_sent = True
         self._answer_sleepers(ok=True)
 
     def workers_lost(self) -> None:
-        """Their successors have to be told again."""
+        """New workers need `Sleep` again."""
         self._is_sleep_sent = False
 
     def _answer_sleepers(self, *, ok: bool) -> None:
@@ -116,4 +116,4 @@ class Pausing:
             self._answer(client, number, ok)
 
     def _answer(self, client: Client, number: int, ok: bool) -> None:
-        self._tell(client, ControlDone(number, ok, self.mode))
+        self._send(client, ControlDone(number, ok, self.mode))

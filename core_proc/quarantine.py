@@ -1,15 +1,30 @@
-"""Finds the request that kills workers, and refuses it: so that one cannot take all others down.
+"""Quarantine: finds the request that makes workers crash, and rejects it.
 
-When a worker dies of what it computed (never: of a signal from outside), those that ran are
-suspects. They are tried in groups, while the other suspects wait and all whom nobody suspects go
-on. Who comes further than the death can have been is cleared. If another worker dies, the group is
-split in halves; newcomers that ran along become a group of their own. A group of one is tried
-alone, with nobody else running. If a worker dies of it, a request of our own, known to be harmless,
-is run alone: if the next one dies of that too, the fault is not in requests and nobody is charged.
-If not, the suspect has one more try, and is convicted by another death. Of n requests one culprit
-is found within 2 + log2(n) deaths, and so is the next one.
+Theory of operation. When a worker dies of what it computed (`attribute_crash`; never after a signal
+from outside), the requests that ran are suspects. They are tried in groups: one group computes, the
+other suspects are held in the queue, and requests that are not suspected go on.
 
-A convicted request ends with an error, and whoever sends the same again is refused for a while.
+    QUIET    no search. A crash starts one, with the requests that ran in two halves.
+    GROUP    several suspects compute. A crash splits the group in halves; requests that arrived
+             meanwhile and ran along become a group of their own, to be tried last.
+    ALONE    one suspect computes, and nothing else. A crash leads to CANARY.
+    CANARY   a request of the quarantine's own, known to be harmless, computes alone. A crash proves
+             that the fault is not in requests: all are cleared, and for a while no crash is
+             attributed. If it runs to its end, RETRIAL follows.
+    RETRIAL  the suspect computes alone again. A crash proves that it is the culprit (`reject`).
+
+A request on trial is cleared once it has more tokens than it could have had at the crash. When all
+on trial are cleared or gone, the next group is tried; after the last one all held requests are
+released. So one culprit among n requests is found within 2 + log2(n) crashes. A rejected request
+ends with an error, and the same prompt with the same parameters is refused for a while.
+
+Order of calls: `workers_lost` before the scheduler takes back its steps, `attribute_crash` when the
+cause of the death is known, `advance` before each `Scheduler.schedule`, `dispatched` after it,
+`computed` after each step's results. A core may die of a request, too. Therefore `take_marks`
+returns the stage and the suspects in flight, which the link writes to the progress page before it
+sends a step; the next core passes them to `inherit`, and `added` finds them again as their clients
+send them. Invariants: requests in `_on_trial` and in `_groups` are disjoint; a held request is in
+`_held` until it is released or has ended; in QUIET nothing is on trial, cleared or held.
 """
 
 import enum
@@ -20,107 +35,111 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from core_proc.marks import Marks
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
+from protocol.core_worker import SchedulerOutput
 from protocol.message import pack_token_ids
+from protocol.progress_page import MarkEdits
 from protocol.sampling import FinishReason, SamplingParams
 
 REFUSED_FOR_S = 600.0
 MAX_REFUSED = 1024
 """Fingerprints that are remembered; the oldest is forgotten first."""
-MAX_CONVICTED_IN_A_ROW = 4
-"""Without anybody cleared between them; then it is not the requests."""
+MAX_REJECTED_IN_A_ROW = 4
+"""Rejections without a cleared request between them; then the fault is not in requests."""
 SYSTEMIC_FOR_S = 30.0
-"""So long nobody is charged after it was found that the fault is not in requests."""
+"""Time without attribution of crashes after it was found that the fault is not in requests."""
 INHERITED_FOR_S = 120.0
-"""So long the suspects of a core that died may take to come back; clients wait no longer."""
+"""Time in which clients send the suspects of a dead core again; they wait no longer themselves."""
+_CANARY_TRIALS = 4
+"""Length of the canary in trials, for workers that crash only some steps after their start."""
 
 log = logging.getLogger("troika.core")
 
 
 class Stage(enum.IntEnum):
-    """How far the search is; the number is the first of the marks."""
+    """The state of the search; the numbers are written to the progress page."""
 
     QUIET = 0
     GROUP = 1
     """Some suspects compute; the others wait."""
     ALONE = 2
-    """One suspect computes, and nobody else."""
+    """One suspect computes; no other request does."""
     CANARY = 3
-    """A harmless request computes alone, to see whether workers live at all."""
+    """A harmless request computes alone, to find out whether workers survive at all."""
     RETRIAL = 4
-    """Workers live; the suspect computes alone again."""
+    """Workers survive; the suspect computes alone again."""
 
 
-_CANARY_TRIALS = 4
-"""So that workers which die some steps after their start are not taken for victims."""
 _LONELY = frozenset({Stage.ALONE, Stage.CANARY, Stage.RETRIAL})
 
 
 class Quarantine:
-    """Suspects, and whose turn it is to be tried; holds and releases requests of a scheduler."""
+    """The search for one culprit at a time; it holds and releases requests of a scheduler."""
 
     def __init__(self, scheduler: Scheduler, canary_id: int) -> None:
-        """`canary_id` is a request id that nobody else uses."""
+        """`canary_id` is a request id that nothing else uses."""
         self._scheduler = scheduler
         self._canary_id = canary_id
+        self._canary = Request(canary_id, [0], SamplingParams())
         self._stage = Stage.QUIET
         self._groups: deque[list[Request]] = deque()
         """Suspects that are still to be tried, the next ones in front."""
         self._on_trial: dict[Request, int] = {}
-        """Whoever is tried and not cleared yet: tokens at which it will be."""
+        """Suspects that compute, and the number of tokens at which each is cleared."""
         self._cleared: set[Request] = set()
-        """Whoever has passed a trial of this search."""
+        """Requests that have passed a trial of this search."""
         self._held: set[Request] = set()
         self._must_drain = False
-        """A lonely trial begins only when no step with others is under way."""
+        """A lonely trial begins only when no step with other requests is in flight."""
         self._ran: list[Request] = []
-        """Who was running when the workers were lost."""
+        """Requests that were running when the workers were lost."""
         self._refused: dict[int, float] = {}
-        """By fingerprint: until when; the first to end in front."""
+        """By fingerprint: until when. The first to end is in front."""
         self._in_a_row: list[int] = []
-        """Fingerprints convicted since somebody was cleared."""
+        """Fingerprints rejected since a request was cleared."""
         self._systemic_until = 0.0
         self._inherited: set[int] = set()
-        """Fingerprints of suspects of a core that died, who have not come back yet."""
+        """Fingerprints of suspects of a dead core that were not sent again yet."""
         self._inherited_stage = Stage.QUIET
-        """How they were tried when it died."""
         self._inherited_until = 0.0
         self._returned: list[Request] = []
-        """Those who have come back since the last step."""
-        self._canary = Request(canary_id, [0], SamplingParams())
+        """Inherited suspects that were sent again since the last step."""
         self._num_trials = 0
-        self._told: tuple[int, ...] = ()
-        """Changes whenever the marks do."""
-        self.num_convicted = 0
+        self._marks = Marks()
+        self._marked_search: tuple[int, ...] | None = None
+        """State of the search for which the marks were made; None: they follow the steps."""
+        self.num_rejected = 0
 
     def is_canary(self, request: Request) -> bool:
-        """Whether this is our own request, of which no client is to hear."""
+        """Whether this is the quarantine's own request, which has no client."""
         return request.req_id == self._canary_id
 
-    # Deaths -------------------------------------------------------------------------------------
+    # Crashes ------------------------------------------------------------------------------------
 
     def workers_lost(self) -> None:
-        """All that runs is about to be taken back; if that was somebody's fault, `charge` says."""
+        """Note the running requests; they are about to be taken back."""
         self._ran = list(self._scheduler.running) if self._scheduler.in_flight else []
+        self._marks.replace(self._stage, ())
 
-    def charge(self, now: float) -> Request | None:
-        """The workers that were lost last died of what they computed.
+    def attribute_crash(self, now: float) -> Request | None:
+        """Continue the search: the workers lost last died of what they computed.
 
         Returns:
-            The request that is guilty, if that is certain now: it is to be convicted.
+            The culprit, if it is certain now; pass it to `reject`.
         """
         ran, self._ran = self._ran, []
         if not ran or now < self._systemic_until:
             return None
         if self._stage is Stage.CANARY:
-            self._acquit_all(now, "a worker died of a harmless request")
+            self._clear_all(now, "a worker died of a harmless request")
             return None
         tried = [request for request in ran if request in self._on_trial]
         if self._stage is Stage.RETRIAL and ran == tried:
             return tried[0]
-        # Whoever was to be tried and had no slot yet is tried later.
+        # Requests on trial that had no slot yet are tried later.
         has_run = set(ran)
         self._groups.appendleft([request for request in self._on_trial if request not in has_run])
         if len(ran) == 1:
@@ -131,17 +150,17 @@ class Quarantine:
         if tried:
             self._groups.extendleft(reversed(_halves(tried)))
             self._groups.append(others)
-        else:  # a new search; or somebody was cleared too early, and it begins again
+        else:  # a new search; or a request was cleared too early, and the search begins again
             self._cleared.clear()
             self._groups.extend(_halves(others or ran))
         self._next_trial()
         return None
 
-    def convict(self, request: Request, now: float) -> list[Request]:
-        """This request is guilty: go on without it.
+    def reject(self, request: Request, now: float) -> list[Request]:
+        """Go on without the culprit.
 
         Returns:
-            It and all others that are the same; they are to be ended.
+            It and all requests with the same fingerprint; they are to be ended.
         """
         log.error("request %d has killed its worker alone, twice: quarantined", request.req_id)
         key = _fingerprint_of(request)
@@ -149,22 +168,22 @@ class Quarantine:
         self._refuse(key, now)
         self._in_a_row.append(key)
         self._on_trial = {}
-        if len(self._in_a_row) >= MAX_CONVICTED_IN_A_ROW:
+        if len(self._in_a_row) >= MAX_REJECTED_IN_A_ROW:
             for innocent in self._in_a_row:
                 self._refused.pop(innocent, None)
-            self._acquit_all(now, "one request after the other kills its worker")
+            self._clear_all(now, "one request after the other kills its worker")
         else:
             self._next_trial()
         return same
 
     def _refuse(self, key: int, now: float) -> None:
-        self.num_convicted += 1
+        self.num_rejected += 1
         self._refused.pop(key, None)
         self._refused[key] = now + REFUSED_FOR_S
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
-    def _acquit_all(self, now: float, why: str) -> None:
+    def _clear_all(self, now: float, why: str) -> None:
         log.error("%s: the fault is not in the requests", why)
         self._systemic_until = now + SYSTEMIC_FOR_S
         self._scheduler.abort_request(self._canary_id)
@@ -173,22 +192,23 @@ class Quarantine:
 
     # Arrivals -----------------------------------------------------------------------------------
 
-    def refuses(self, prompt: Sequence[int], params: SamplingParams, now: float) -> bool:
-        """Whether the same request was convicted not long ago."""
+    def refuses(self, prompt: Sequence[int] | bytes, params: SamplingParams, now: float) -> bool:
+        """Whether the same request, with a prompt of ids or packed ids, was rejected recently."""
         while self._refused and next(iter(self._refused.values())) <= now:
             del self._refused[next(iter(self._refused))]
         if now > self._inherited_until:
             self._inherited.clear()
         if not self._refused and not self._inherited:
             return False
-        key = fingerprint(pack_token_ids(prompt), params)
+        packed = prompt if isinstance(prompt, bytes) else pack_token_ids(prompt)
+        key = fingerprint(packed, params)
         if key in self._inherited and self._inherited_stage is Stage.RETRIAL:
             self._inherited.remove(key)
             self._refuse(key, now)
         return key in self._refused
 
     def added(self, request: Request) -> None:
-        """A request has come; if it was a suspect before the core died, it still is."""
+        """A request was accepted; if it was a suspect of a dead core, it still is one."""
         if self._stage in _LONELY:
             self._hold(request)
         if self._inherited and _fingerprint_of(request) in self._inherited:
@@ -196,33 +216,41 @@ class Quarantine:
             self._returned.append(request)
             self._hold(request)
 
-    # A core's own death -------------------------------------------------------------------------
+    # The core's own death -----------------------------------------------------------------------
 
-    def take_marks(self) -> list[int] | None:
-        """What a successor must know if this core dies too: the stage, and the suspects that run.
+    def dispatched(self, step: SchedulerOutput) -> None:
+        """Follow a step: outside of a search all requests that the workers mirror are marked."""
+        if self._stage is not Stage.QUIET or self._marked_search is not None:
+            return
+        for req_id in step.preempted_req_ids:
+            self._marks.discard(req_id)
+        for req_id in step.finished_req_ids:
+            self._marks.discard(req_id)
+        for new in step.scheduled_new_reqs:
+            request = self._scheduler.requests[new.req_id]
+            self._marks.add(new.req_id, _fingerprint_of(request))
 
-        While nobody is on trial, all who run would be suspects. To be kept outside this process
-        before a step is dispatched, and when none is under way any more.
+    def take_marks(self) -> MarkEdits | None:
+        """Return the changes since the last call of what a successor needs if this core dies.
 
-        Returns:
-            The stage's number and fingerprints, or nothing; None if they are what they were.
+        The marks are the stage and the fingerprints of the suspects in flight; outside of a search
+        all requests in flight would be suspects. They are written before a step is sent.
         """
+        search = None
         running = self._scheduler.running
-        state: tuple[int, ...] = ()
-        if self._scheduler.in_flight:
+        if self._stage is not Stage.QUIET:
             last = running[-1].admission_index if running else -1
-            state = (len(running), last, self._num_trials, len(self._on_trial))
-        if state == self._told:
-            return None
-        self._told = state
-        if not state:
-            return []
-        suspects = [r for r in running if r in self._on_trial]
-        suspects = suspects or [r for r in running if r not in self._cleared]
-        return [self._stage, *map(_fingerprint_of, suspects)]
+            search = (len(running), last, self._num_trials, len(self._on_trial))
+        if search != self._marked_search:  # only during searches, which are rare
+            self._marked_search = search
+            suspects = [r for r in running if r in self._on_trial]
+            suspects = suspects or [r for r in running if r not in self._cleared]
+            marks = [(request.req_id, _fingerprint_of(request)) for request in suspects]
+            self._marks.replace(self._stage, marks)
+        return self._marks.take_edits(is_computing=bool(self._scheduler.in_flight))
 
     def inherit(self, marks: Sequence[int], now: float) -> None:
-        """A core has died of what it was doing, and left these marks."""
+        """Take over the marks of a core that died of what it was doing."""
         if not marks:
             return
         self._inherited_stage = Stage(marks[0] % len(Stage))
@@ -235,7 +263,7 @@ class Quarantine:
             self._inherited_stage = Stage.ALONE
 
     def _resume_search(self) -> None:
-        """Those who have come back are tried like suspects of this core's time."""
+        """Try inherited suspects that were sent again like suspects of this core."""
         returned, self._returned = self._returned, []
         suspects = [request for request in returned if not request.is_finished]
         if self._stage is not Stage.QUIET:
@@ -249,7 +277,7 @@ class Quarantine:
     # Trials -------------------------------------------------------------------------------------
 
     def computed(self, requests: Iterable[Request]) -> None:
-        """These have got tokens: who has come far enough is cleared."""
+        """Clear the requests on trial that have got far enough with these results."""
         self._systemic_until = 0.0
         if self._on_trial:
             for request in requests:
@@ -262,36 +290,36 @@ class Quarantine:
             self._cleared.add(request)
             self._in_a_row.clear()
 
-    def settle(self) -> None:
-        """Go on with the search; to be called before each step."""
+    def advance(self) -> None:
+        """Go on with the search; called before each step."""
         if self._returned:
             self._resume_search()
         if self._stage is Stage.QUIET:
             return
         if self._must_drain and not self._scheduler.in_flight:
             self._must_drain = False
-            self._let_run(set(self._on_trial))
+            self._release(set(self._on_trial))
         for request in [r for r in self._on_trial if r.is_finished or self._is_kept_out(r)]:
             del self._on_trial[request]
         if not self._on_trial:
-            self._pass()
-        if self._stage in _LONELY:  # whoever was unblocked meanwhile waits too
+            self._end_trial()
+        if self._stage in _LONELY:  # requests that were unblocked meanwhile wait, too
             while (front := self._scheduler.waiting.front()) and front not in self._on_trial:
                 self._hold(front)
 
     def _is_kept_out(self, request: Request) -> bool:
-        """Whether a pause keeps it from being tried: no reason for others to wait."""
+        """Whether a pause prevents the trial of a request, so that others must not wait for it."""
         return self._scheduler.pause_mode is PauseMode.PAUSED_NEW and not request.has_begun()
 
-    def _pass(self) -> None:
-        """Nobody died."""
+    def _end_trial(self) -> None:
+        """Go on after a trial without a crash."""
         if self._stage is not Stage.CANARY:
             self._next_trial()
             return
         group = self._groups.popleft()
         if self._canary.finish_reason is FinishReason.LENGTH:
             self._try(group, Stage.RETRIAL)
-        else:  # it was ended by something else, and proves nothing
+        else:  # something else ended the canary, so it proves nothing
             self._begin_canary(group[0])
 
     def _next_trial(self) -> None:
@@ -305,15 +333,15 @@ class Quarantine:
         self._on_trial = {}
         self._cleared.clear()
         self._in_a_row.clear()
-        self._let_run(self._held.copy())
+        self._release(self._held.copy())
 
     def _begin_canary(self, suspect: Request) -> None:
-        """Run the shortest text that there is, for longer than a suspect is tried."""
+        """Run the shortest prompt there is, for longer than a suspect is tried."""
         self._groups.appendleft([suspect])
         most = self._scheduler.options.max_model_len - 1
         num_tokens = min(_CANARY_TRIALS * self._num_ahead, most)
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        # With an output it is nobody new, so that no pause keeps it out that lets others go on.
+        # With an output it counts as begun, and a pause of new requests does not keep it out.
         outputs = [0] if params.max_tokens > 1 else []
         self._canary = Request(self._canary_id, [0], params, output_token_ids=outputs)
         self._scheduler.add_request(self._canary)
@@ -321,9 +349,9 @@ class Quarantine:
 
     @property
     def _num_ahead(self) -> int:
-        """Tokens after which a request is further than anybody can have been at the death.
+        """Tokens after which a request is further than it can have been at the crash.
 
-        What the steps in flight had sampled then is not known here.
+        The tokens that the steps in flight had sampled by then are not known here.
         """
         options = self._scheduler.options
         return 1 + options.max_steps_in_flight * (1 + options.num_speculative_tokens)
@@ -338,14 +366,14 @@ class Quarantine:
         if stage is Stage.CANARY:  # it proves most by running to its end
             ends = {self._canary: self._canary.max_num_tokens}
         self._on_trial = ends
-        everybody = list(self._scheduler.requests.values())
+        requests = list(self._scheduler.requests.values())
         suspects = {request for group in self._groups for request in group}
         self._must_drain = stage in _LONELY and bool(self._scheduler.in_flight)
-        waits = set(everybody) if stage in _LONELY else suspects
-        waits = waits if self._must_drain else waits - ends.keys()
-        self._let_run(self._held - waits)
-        for request in everybody:
-            if request in waits:
+        to_hold = set(requests) if stage in _LONELY else suspects
+        to_hold = to_hold if self._must_drain else to_hold - ends.keys()
+        self._release(self._held - to_hold)
+        for request in requests:
+            if request in to_hold:
                 self._hold(request)
 
     def _hold(self, request: Request) -> None:
@@ -354,8 +382,8 @@ class Quarantine:
         if self._scheduler.hold(request):
             self._held.add(request)
 
-    def _let_run(self, requests: set[Request]) -> None:
-        """Release whoever of these is held, in order of arrival."""
+    def _release(self, requests: set[Request]) -> None:
+        """Release those of these requests that are held, in order of arrival."""
         chosen = requests & self._held
         released = [r for r in self._scheduler.requests.values() if r in chosen]
         self._held -= requests
@@ -370,12 +398,12 @@ def _halves(requests: list[Request]) -> list[list[Request]]:
 
 def _fingerprint_of(request: Request) -> int:
     if request.fingerprint is None:
-        prompt = request.token_ids[: request.num_prompt_tokens].tobytes()
-        request.fingerprint = fingerprint(prompt, request.sampling_params)
+        with memoryview(request.token_ids) as ids, ids[: request.num_prompt_tokens] as prompt:
+            request.fingerprint = fingerprint(prompt, request.sampling_params)
     return request.fingerprint
 
 
-def fingerprint(prompt: bytes, params: SamplingParams) -> int:
+def fingerprint(prompt: bytes | memoryview, params: SamplingParams) -> int:
     """64 bits of what makes two requests the same: packed prompts and parameters, seeds aside."""
     digest = hashlib.sha256(prompt)
     digest.update(msgspec.msgpack.encode(msgspec.structs.replace(params, seed=0)))

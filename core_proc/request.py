@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from protocol.message import unpack_token_array
 from protocol.sampling import FinishReason, SamplingParams
 
 
@@ -141,7 +142,7 @@ class Request:
     def __init__(
         self,
         req_id: int,
-        prompt_token_ids: Sequence[int],
+        prompt: Sequence[int] | bytes,
         sampling_params: SamplingParams,
         *,
         output_token_ids: Sequence[int] = (),
@@ -164,10 +165,12 @@ class Request:
         self.owner = owner
         """Whoever asked: opaque to the scheduler."""
 
-        self.token_ids = array("I", prompt_token_ids)
+        self.token_ids = (
+            unpack_token_array(prompt) if isinstance(prompt, bytes) else array("I", prompt)
+        )
         """Prompt and outputs; only tokens that have arrived from the worker."""
+        self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(output_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
         self.num_arrived_tokens = len(self.token_ids)
         """Tokens that it came with: the prompt, and outputs of an earlier life."""
 

@@ -41,6 +41,8 @@ class Scheduler(Roster):
         self.options = options
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
+        self.is_preparing = False
+        """The last `schedule` has left work on a long prompt to the next one."""
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
         """Step id and who samples, for every step whose output is due, oldest first."""
         self.speculation = Speculation(options)
@@ -56,6 +58,7 @@ class Scheduler(Roster):
             due. None if there is nothing to send, or `max_steps_in_flight` steps are out.
         """
         options, mode = self.options, self.pause_mode
+        self.is_preparing = False
         if len(self.in_flight) >= options.max_steps_in_flight:
             return None
         budget = 0 if mode is PauseMode.PAUSED_ALL else options.token_budget
@@ -176,6 +179,9 @@ class Scheduler(Roster):
                     self._fail(due, step, error)
         while (request := self._front()) is not None:
             try:
+                if not self.kv.prepare(request):
+                    self.is_preparing = True
+                    return
                 has_slot = step.budget > 0 and len(self.running) < self.options.max_num_running
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):

@@ -1,4 +1,4 @@
-"""Counts what the core's loop does, and says it in one line now and then."""
+"""Counters of the core's loop, and the line with statistics in the log."""
 
 import bisect
 
@@ -7,20 +7,20 @@ from protocol.api_core import LOOP_BUCKETS_S, EngineStats
 
 
 class LoopHistogram:
-    """Durations of the loop's iterations in the buckets that the wire knows."""
+    """Durations of the loop's turns in the buckets of `LOOP_BUCKETS_S`."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(LOOP_BUCKETS_S) + 1)
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one iteration."""
+        """Count one turn."""
         self.counts[bisect.bisect_left(LOOP_BUCKETS_S, seconds)] += 1
         self.sum_s += seconds
 
 
 def scheduler_stats(scheduler: Scheduler) -> EngineStats:
-    """What a scheduler counts; the engine adds what it counts itself."""
+    """Return the counters of a scheduler; all others are 0."""
     speculation = scheduler.speculation
     return EngineStats(
         num_running_reqs=scheduler.num_running,
@@ -39,7 +39,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
 
 
 class StatsLine:
-    """The line that tells a reader of the log how busy the engine is."""
+    """Renders the line of statistics once per interval."""
 
     def __init__(self, interval_s: float, now: float) -> None:
         self._interval_s = interval_s
@@ -47,11 +47,11 @@ class StatsLine:
         self._last_time = now
 
     def due(self, now: float) -> bool:
-        """Whether a line may be printed."""
+        """Whether the interval is over."""
         return now - self._last_time >= self._interval_s
 
     def render(self, stats: EngineStats, now: float) -> str | None:
-        """The line for the interval that ends now; None if nothing ran in it."""
+        """Return the line for the interval that ends now; None if nothing ran in it."""
         last, seconds = self._last, now - self._last_time
         self._last, self._last_time = stats, now
         if stats.num_steps == last.num_steps and not stats.num_running_reqs:

@@ -1,23 +1,25 @@
-"""The group of workers as the core sees it: who is there, and under which epoch. No sockets.
+"""The group of workers: which ranks are connected, and under which epoch. No sockets.
 
-Every incarnation of the core and of a worker has a greater epoch than those before it, issued by
-the supervisor. The link's epoch is at least the greatest of both sides', and rises with every
-adoption: what was sent before one is told from what comes after, replaced or not.
+The supervisor gives every incarnation of the core and of a worker a greater epoch than all before.
+The epoch of the link is at least as great as those of both sides, and rises with every adoption, so
+that a frame sent before an adoption is never taken for one sent after it.
 """
+
+import msgspec
 
 from protocol.core_worker import ModelFacts, WorkerHello
 
 _EPOCH_LIMIT = 2**31
-"""Headers have room for twice as much, so the link's epoch can rise from here for ever."""
+"""Half of what headers have room for, so that the epoch of the link can always rise from here."""
 
 
 class _Worker:
-    __slots__ = ("epoch", "facts", "peer")
+    __slots__ = ("epoch", "hello", "peer")
 
     def __init__(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
         self.peer = peer
         self.epoch = epoch
-        self.facts = hello.facts
+        self.hello = hello
 
 
 class WorkerGroup:
@@ -31,33 +33,54 @@ class WorkerGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank is there."""
+        """Whether every rank is connected."""
         return len(self._workers) == self._size
 
     @property
     def peers(self) -> list[bytes]:
-        """Connections of the ranks that are there."""
+        """Connections of the ranks."""
         return [worker.peer for worker in self._workers.values()]
 
     @property
     def epochs(self) -> set[int]:
-        """The workers' own."""
+        """The workers' own epochs."""
         return {worker.epoch for worker in self._workers.values()}
 
     @property
     def facts(self) -> ModelFacts:
-        """Of rank 0, which speaks for all."""
-        return self._workers[0].facts
+        """The facts of a group that agrees; it resumes exactly only if all ranks do."""
+        all_facts = [self._workers[rank].hello.facts for rank in range(self._size)]
+        return next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
 
-    def is_leader(self, peer: bytes) -> bool:
-        """Whether this is the connection of rank 0."""
-        return 0 in self._workers and self._workers[0].peer == peer
+    @property
+    def swap_cost_tokens(self) -> float:
+        """The greatest cost of all ranks: a step ends with the slowest of them."""
+        return max(worker.hello.swap_cost_tokens for worker in self._workers.values())
+
+    def find_disagreement(self) -> tuple[bytes, str] | None:
+        """Return a rank whose facts differ from those of rank 0, and in which fields; else None."""
+        expected = self._workers[0].hello.facts
+        for rank, worker in self._workers.items():
+            facts = worker.hello.facts
+            if not facts.can_replace(expected):
+                ours, theirs = msgspec.structs.asdict(expected), msgspec.structs.asdict(facts)
+                fields = [
+                    f"{name} {theirs[name]!r} instead of {ours[name]!r}"
+                    for name in ours
+                    if theirs[name] != ours[name] and not name.startswith("exact_resume")
+                ]
+                return worker.peer, f"rank {rank} has {', '.join(fields)} of rank 0"
+        return None
+
+    def rank_of(self, peer: bytes) -> int | None:
+        """Return the rank of a connection; None if it has none."""
+        return next((rank for rank, w in self._workers.items() if w.peer == peer), None)
 
     def enter(self, peer: bytes, epoch: int, hello: WorkerHello) -> bool:
-        """A worker reports. False for a rank or epoch out of range, or an older incarnation.
+        """Add a worker. False for a rank or epoch out of range, or an older incarnation.
 
-        An incarnation has one connection, and keeps its identity when it connects anew: another one
-        that claims to be it, while it is there, is not believed.
+        An incarnation has one connection, and keeps its identity when it connects again. While it
+        is connected, another connection with the same epoch is refused.
         """
         known = self._workers.get(hello.rank)
         if hello.rank >= self._size or epoch >= _EPOCH_LIMIT:
@@ -70,24 +93,19 @@ class WorkerGroup:
         return True
 
     def peer_of(self, epoch: int) -> bytes | None:
-        """The connection of the worker of that epoch, if it is there."""
+        """Return the connection of the worker with this epoch, if there is one."""
         return next((w.peer for w in self._workers.values() if w.epoch == epoch), None)
 
     def leave(self, peer: bytes) -> bool:
-        """A connection is gone. Returns whether it belonged to a rank."""
-        for rank, worker in self._workers.items():
-            if worker.peer == peer:
-                del self._workers[rank]
-                return True
-        return False
+        """Remove the worker of a connection; returns whether there was one."""
+        rank = self.rank_of(peer)
+        if rank is None:
+            return False
+        del self._workers[rank]
+        return True
 
     def begin_epoch(self) -> int:
-        """The whole group is adopted, perhaps not for the first time.
-
-        Returns:
-            What every frame of the link carries from here on.
-        """
+        """Return the epoch that every frame of the link carries after this adoption."""
         assert self.complete
-        epochs = (worker.epoch for worker in self._workers.values())
-        self._link_epoch = max(self._link_epoch + 1, self._core_epoch, *epochs)
+        self._link_epoch = max(self._link_epoch + 1, self._core_epoch, *self.epochs)
         return self._link_epoch

@@ -7,6 +7,7 @@ a cache of it: after a restart the client adds its open requests again, outputs 
 import enum
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
@@ -16,12 +17,26 @@ from protocol.kv_events import (
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
-from protocol.message import Decoder, Message, Record, RequestId, Text, TokenIds
+from protocol.message import (
+    Decoder,
+    Message,
+    PackedTokenIds,
+    Record,
+    RequestId,
+    Text,
+    TokenIds,
+    encode,
+    has_ids_from,
+    pack_token_ids,
+    unpack_token_ids,
+)
 from protocol.sampling import CacheSalt, FinishReason, Priority, SamplingParams
 
 RequestIds = Annotated[list[RequestId], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0)]
 Tenant = Annotated[str, Meta(max_length=256)]
+PACKED_FROM_TOKENS = 4096
+"""Prompts of this length cross packed: the core handles hundreds of thousands of ids in a turn."""
 
 
 class EngineState(enum.StrEnum):
@@ -105,6 +120,26 @@ class AddRequest(Message):
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
     """Seconds since the client accepted it, when the client sent it. The core subtracts them from
     its own clock, so that the order of arrival survives reconnects and restarts."""
+    packed_prompt: PackedTokenIds = b""
+    """The prompt as packed ids; `prompt_token_ids` is empty then."""
+
+    @property
+    def prompt(self) -> list[int] | bytes:
+        """The prompt in the form in which it was sent."""
+        return self.packed_prompt or self.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.packed_prompt) // 4 or len(self.prompt_token_ids)
+
+
+def encode_add(add: AddRequest) -> bytes:
+    """Encode a request for the wire, a long prompt as packed ids."""
+    if len(add.prompt_token_ids) >= PACKED_FROM_TOKENS:
+        packed = pack_token_ids(add.prompt_token_ids)
+        add = msgspec.structs.replace(add, prompt_token_ids=[], packed_prompt=packed)
+    return encode(add)
 
 
 class AbortRequests(Message):
@@ -266,7 +301,10 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     Returns:
         None, or the error naming the field and the bound.
     """
-    prompt_len = len(add.prompt_token_ids)
+    if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
+        text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"
+        return RequestError(ErrorCode.INVALID, text, "prompt")
+    prompt_len = add.num_prompt_tokens
     total_len = prompt_len + len(add.output_token_ids)
     if prompt_len == 0:
         return RequestError(ErrorCode.INVALID, "prompt must hold at least one token", "prompt")
@@ -278,6 +316,8 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
             "prompt",
         )
     highest = max(max(ids, default=0) for ids in (add.prompt_token_ids, add.output_token_ids))
+    if add.packed_prompt and has_ids_from(add.packed_prompt, facts.vocab_size):
+        highest = max(unpack_token_ids(add.packed_prompt))
     if highest >= facts.vocab_size:
         return RequestError(
             ErrorCode.INVALID,
@@ -307,14 +347,14 @@ def _validate_params(params: SamplingParams, facts: ModelFacts) -> RequestError 
 
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     """Refuse a request that could not run even alone: it would block all others."""
-    total = min(len(add.prompt_token_ids) + add.sampling_params.max_tokens, facts.max_model_len)
+    total = min(add.num_prompt_tokens + add.sampling_params.max_tokens, facts.max_model_len)
     needed = facts.num_blocks_for(total - 1)  # the last sampled token never needs a slot
     usable = facts.num_gpu_blocks - 1
     if needed <= usable:
         return None
     return RequestError(
         ErrorCode.UNSERVABLE,
-        f"prompt of {len(add.prompt_token_ids)} tokens with max_tokens "
+        f"prompt of {add.num_prompt_tokens} tokens with max_tokens "
         f"{add.sampling_params.max_tokens} needs {needed} KV blocks of {facts.block_size} tokens, "
         f"and the whole cache has {usable}",
         "max_tokens",

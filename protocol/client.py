@@ -32,7 +32,7 @@ from protocol.api_core import (
     decode_from_client,
 )
 from protocol.controls import Controls
-from protocol.core_link import TICK_S, CoreLink, News
+from protocol.core_link import TICK_S, CoreLink, News, UnreadableOutputs
 from protocol.core_worker import ModelFacts
 from protocol.errors import failure_of
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
@@ -382,8 +382,13 @@ class AsyncEngineClient:
         if isinstance(message, StepOutputs):
             for output in message.outputs:
                 self._open.take(output)
+        elif isinstance(message, UnreadableOutputs):
+            self._open.repair(message.request_ids)
         elif isinstance(message, Refused):
-            self._open.refuse(message)
+            if message.request_id is None:  # not a request, or the core would have named it
+                self._link.begin_anew_soon()
+            else:
+                self._open.refuse(message.request_id, message.error)
         elif isinstance(message, ControlDone):
             self._controls.take(message)
             answer = self._answers.get(message.number)

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
@@ -25,6 +26,7 @@ from protocol.channel import DealerChannel, HighWaterMark, LinkEvent, Received
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.runtime import SocketFactory
+from protocol.salvage import readable_outputs
 
 TICK_S = 1.0
 """Between two calls of `CoreLink.tick`."""
@@ -34,8 +36,17 @@ RELINK_TIMEOUT_S = 2.0
 """Time without a connection after which a socket is replaced: some errors end its reconnecting."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
+DOUBT_PAUSE_S = 60.0
+"""Shortest time between two reconnections on account of unreadable messages."""
 
-News = StepOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
+
+class UnreadableOutputs(NamedTuple):
+    """Outputs of these requests have arrived and cannot be decoded."""
+
+    request_ids: list[int]
+
+
+News = StepOutputs | UnreadableOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
 """All messages of a core but its status."""
 
 
@@ -77,11 +88,13 @@ class CoreLink:
         # Counted in ticks: time in which this loop was blocked is not the core's silence.
         self._silent_s = 0.0
         self._unlinked_s = 0.0
+        self._is_in_doubt = False
+        self._since_doubt_s = DOUBT_PAUSE_S
         self.is_open = False
         self.num_fenced_frames = 0
         """Frames of another epoch than the one agreed on, dropped."""
         self.num_bad_frames = 0
-        """Bodies that could not be decoded, dropped."""
+        """Bodies that could not be decoded; of outputs all readable rows are taken."""
 
     @property
     def is_agreed(self) -> bool:
@@ -133,12 +146,21 @@ class CoreLink:
     def tick(self) -> None:
         """Called every `TICK_S`: repeat an unanswered Connect, replace a dead socket."""
         self._silent_s += TICK_S
+        self._since_doubt_s += TICK_S
+        is_doubt_due = self._is_in_doubt and self._since_doubt_s >= DOUBT_PAUSE_S
         if not self._is_linked:
             self._unlinked_s += TICK_S
             if self._unlinked_s >= RELINK_TIMEOUT_S:
                 self._replace_channel()
-        elif self._awaits_status or self._silent_s >= STATUS_TIMEOUT_S:
+        elif self._awaits_status or is_doubt_due or self._silent_s >= STATUS_TIMEOUT_S:
             self._greet()
+
+    def begin_anew_soon(self) -> None:
+        """Have everything sent again with the next tick: a message was lost to one of both ends.
+
+        Not more often than once in `DOUBT_PAUSE_S`, as the message may be unreadable for ever.
+        """
+        self._is_in_doubt = True
 
     def _replace_channel(self) -> None:
         """Replace the socket; if the system has no room for one, the next tick tries again."""
@@ -170,6 +192,8 @@ class CoreLink:
         """Begin anew: the core drops this client's requests and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
+        if self._is_in_doubt:
+            self._is_in_doubt, self._since_doubt_s = False, 0.0
         self._try_send(encode(Connect(self._getpid())), begins=True)
 
     def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
@@ -225,6 +249,7 @@ class CoreLink:
             message = decode_from_core(received.body)
         except ProtocolError:
             self.num_bad_frames += 1
+            self._on_unreadable(received)
             return
         epoch = received.header.epoch
         if isinstance(message, Status):
@@ -242,3 +267,15 @@ class CoreLink:
             self.num_fenced_frames += 1
         else:
             self._on_message(message)
+
+    def _on_unreadable(self, received: Received) -> None:
+        """Take the readable rows of outputs, and have only the others sent again."""
+        if received.header.epoch != self._epoch:
+            return
+        rows = readable_outputs(received.body)
+        if rows is None:
+            self.begin_anew_soon()
+            return
+        outputs, unreadable = rows
+        self._on_message(StepOutputs(outputs))
+        self._on_message(UnreadableOutputs(unreadable))

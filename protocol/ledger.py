@@ -28,12 +28,14 @@ from typing import TypedDict
 import msgspec
 
 from protocol.api_core import (
+    PACKED_FROM_TOKENS,
     AbortRequests,
     AddRequest,
     ErrorCode,
     RequestError,
     RequestOutput,
     decode_from_client,
+    encode_add,
     validate_request,
 )
 from protocol.core_worker import ModelFacts, PromptLogprobs
@@ -82,7 +84,7 @@ def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes
     error = validate_request(checked, facts)
     if error is not None:
         raise failure_of(error)
-    return checked, body
+    return checked, body if len(add.prompt_token_ids) < PACKED_FROM_TOKENS else encode_add(checked)
 
 
 def _out_of_bounds(problem: str) -> RequestError:
@@ -228,7 +230,8 @@ class Ledger:
         known = entry.output_token_ids
         num_again = len(known) - output.first_index
         if num_again < 0:
-            return self._repair(output.request_id, entry)
+            # One repair at a time: outputs that were under way already are no further gaps.
+            return None if output.request_id in self._repairing else self.repair(output.request_id)
         if num_again:
             return self._take_overlapping(output, entry, num_again)
         if output.prompt_logprobs is not None:
@@ -267,9 +270,14 @@ class Ledger:
             )
         )
 
-    def _repair(self, request_id: int, entry: _Entry) -> AddRequest | None:
-        """Start a repair, unless one is under way: outputs sent before it show the same gap."""
-        if request_id in self._repairing:
+    def repair(self, request_id: int) -> AddRequest | None:
+        """Return a request to be resent because an output of it is missing; None: it is not open.
+
+        Raises:
+            RequestFailed: it was repaired too often; the request is removed.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
             return None
         if entry.num_repairs == REPAIR_MESSAGES_MAX:
             self.fail(request_id)

@@ -5,7 +5,7 @@ again as soon as the core's next epoch is agreed on.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -14,9 +14,9 @@ from protocol.api_core import (
     AbortRequests,
     AddRequest,
     ErrorCode,
-    Refused,
     RequestError,
     RequestOutput,
+    encode_add,
 )
 from protocol.channel import MAX_FRAME_BYTES
 from protocol.errors import RequestFailed, failure_of
@@ -128,13 +128,21 @@ class OpenRequests:
                 receiver = self._receivers.pop(news.request_id)
             receiver.deliver(news)
 
-    def refuse(self, message: Refused) -> None:
+    def repair(self, request_ids: Iterable[int]) -> None:
+        """Send requests again, of which an output is missing; too many repairs end a request."""
+        for request_id in request_ids:
+            try:
+                add = self.ledger.repair(request_id)
+            except RequestFailed as failure:
+                self._give_up(request_id, failure)
+                continue
+            if add is not None:
+                self._send_again(add)
+
+    def refuse(self, request_id: int, error: RequestError) -> None:
         """Enter a refusal by the core."""
-        if message.request_id is None:
-            # All that was sent is within this side's bounds, so the core's protocol differs.
-            self.fail_all(message.error)
-        elif self.ledger.fail(message.request_id):
-            self._receivers.pop(message.request_id).fail(failure_of(message.error))
+        if self.ledger.fail(request_id):
+            self._receivers.pop(request_id).fail(failure_of(error))
 
     def fail_all(self, error: RequestError) -> None:
         """End everything here and in the core."""
@@ -146,7 +154,7 @@ class OpenRequests:
             self._send(encode(AbortRequests(list(receivers))))
 
     def _send_again(self, add: AddRequest) -> None:
-        body = encode(add)
+        body = encode_add(add)
         if len(body) <= MAX_FRAME_BYTES:
             self._send(body)
             return

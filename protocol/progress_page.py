@@ -17,7 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from protocol.lifecycle import DeathCause
@@ -84,6 +84,20 @@ class CoreMarks(NamedTuple):
     """Of the core."""
     marks: list[int]
     """The first `MAX_MARKS` of them, of 64 bits each."""
+
+
+class MarkEdits(NamedTuple):
+    """The changes of a core's marks since they were last written."""
+
+    total: int
+    """Number of marks now; 0: no step is in flight."""
+    marks: Mapping[int, int]
+    """New and changed marks by place."""
+
+    @classmethod
+    def whole(cls, marks: Sequence[int]) -> "MarkEdits":
+        """Return the edits that replace all marks."""
+        return cls(len(marks), dict(enumerate(marks)))
 
 
 class Death(NamedTuple):
@@ -176,14 +190,18 @@ class ProgressPage:
 
     # Marks --------------------------------------------------------------------------------------
 
-    def write_marks(self, epoch: int, marks: Sequence[int]) -> None:
-        """Keep what a core is about to compute, before it dispatches it; empty: nothing."""
-        kept = marks[:MAX_MARKS]
-        self._words[_MARKS] |= 1
-        struct.pack_into(
-            f"={2 + len(kept)}Q", self._map, (_MARKS + 1) * _WORD, epoch, len(marks), *kept
-        )
-        self._words[_MARKS] += 1
+    def write_marks(self, epoch: int, edits: MarkEdits) -> None:
+        """Update what a core is about to compute, before it dispatches it.
+
+        Only changes are written, so that the cost does not grow with the number of marks.
+        """
+        words = self._words
+        words[_MARKS] |= 1
+        words[_MARKS + 1], words[_MARKS + 2] = epoch, edits.total
+        for place, mark in edits.marks.items():
+            if place < MAX_MARKS:
+                words[_MARKS + _MARKS_HEAD + place] = mark
+        words[_MARKS] += 1
 
     def read_marks(self) -> CoreMarks | None:
         """Return the marks that were written last.

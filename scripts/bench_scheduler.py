@@ -7,6 +7,7 @@ answered at once with a token for whoever sampled, outside the clock.
 import argparse
 import contextlib
 import gc
+import os
 import statistics
 import sys
 import time
@@ -17,12 +18,14 @@ import msgspec
 
 from core_proc.engine import EngineCore
 from core_proc.options import SchedulerOptions
+from core_proc.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol import gc_tuning
 from protocol.api_core import AddRequest, decode_from_client
 from protocol.core_worker import ModelFacts, ModelRunnerOutput
 from protocol.message import encode
+from protocol.progress_page import ProgressPage
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
 
@@ -60,6 +63,13 @@ class Admission(msgspec.Struct, frozen=True):
     update_us: float
     total_us: float
     vllm_total_us: float
+
+
+class MarksCost(msgspec.Struct, frozen=True):
+    """What an admission and an end cost to write suspects to the progress page, in microseconds."""
+
+    running: int
+    change_us: float
 
 
 class WaitingCost(msgspec.Struct, frozen=True):
@@ -113,6 +123,7 @@ class Report(msgspec.Struct, frozen=True):
     admitted_tokens: int
     steady_decode: list[SteadyDecode]
     admission: list[Admission]
+    marks: list[MarksCost]
     waiting_cost: WaitingCost
     waiting_memory: WaitingMemory
 
@@ -249,6 +260,33 @@ def _admit(scheduler: Scheduler, req_ids: Sequence[int], case: str) -> tuple[flo
     return tuple(total / len(req_ids) / 1000 for total in sums)
 
 
+def measure_marks(num_running: int, plan: Plan) -> MarksCost:
+    """Median of steps that each admit one request and end another, of the marks alone."""
+    page, fd = ProgressPage.create("bench")
+    os.close(fd)
+    scheduler, clock = _Decoder(num_running, plan.admissions, 1).scheduler, time.perf_counter_ns
+    quarantine = Quarantine(scheduler, VOCAB_SIZE**3)
+    params = SamplingParams(max_tokens=plan.admissions + 1)
+    times = []
+    with _production_gc():
+        for number in range(plan.admissions):
+            scheduler.abort_request(scheduler.running[number % num_running].req_id)
+            req_id = num_running + number
+            scheduler.add_request(Request(req_id, _prompt(req_id, PROMPT_TOKENS), params))
+            step = scheduler.schedule()
+            assert step is not None
+            start = clock()
+            quarantine.dispatched(step)
+            edits = quarantine.take_marks()
+            assert edits is not None
+            page.write_in_flight(1, 0, edits)
+            times.append(clock() - start)
+            step_id, sampling = scheduler.in_flight[0]
+            scheduler.update_from_output(ModelRunnerOutput(step_id, [7] * len(sampling)))
+    page.close()
+    return MarksCost(num_running, statistics.median(times) / 1000)
+
+
 def measure_waiting_cost(plan: Plan) -> WaitingCost:
     """Compare the same running requests with and without others behind them, in turn."""
     num_running = plan.waiting_behind
@@ -330,6 +368,7 @@ def measure(plan: Plan) -> Report:
         admitted_tokens=ADMITTED_TOKENS,
         steady_decode=[measure_steady_decode(count, plan) for count in plan.running],
         admission=measure_admissions(plan),
+        marks=[measure_marks(count, plan) for count in plan.running],
         waiting_cost=measure_waiting_cost(plan),
         waiting_memory=measure_waiting_memory(plan),
     )
@@ -347,6 +386,10 @@ Steady decode, us per step
 Admission of a prompt of {tokens} tokens, us; its creation is not in the total
        case    create       add  schedule    update     total      vLLM    ratio
 {admission}
+
+Marks of the requests in flight, us per admission and end
+    running    change
+{marks}
 
 {cost.waiting} waiting behind {cost.running} running: {cost.extra_us:+.1f} us per step \
 ({cost.without_us:.1f} without, {cost.with_us:.1f} with)
@@ -370,6 +413,7 @@ def table(report: Report) -> str:
     return _HEADS.format(
         steady="\n".join(steady),
         admission="\n".join(admission),
+        marks="\n".join(f"{row.running:11} {row.change_us:9.1f}" for row in report.marks),
         tokens=report.admitted_tokens,
         cost=report.waiting_cost,
         memory=report.waiting_memory,

@@ -105,9 +105,9 @@ class CheckedEngine(EngineCore):
 
     def check_idle(self) -> str | None:
         """Describe what is left in an engine that should be idle; None: nothing."""
-        scheduler = self._scheduler
-        if scheduler is None:
+        if self.running is None:
             return None
+        scheduler = self.running.scheduler
         check_invariants(scheduler)
         if scheduler.has_unfinished or self._owners.num_open:
             return f"{len(scheduler.requests)} requests are left in the core"
@@ -128,7 +128,7 @@ class CoreProcess(EngineProcess):
             processes=SimulatedProcesses(self.world),
         )
         clients, workers = (cast(SimulatedSocket, link.socket) for link in loop._links)
-        loop._hear_of_predecessor()
+        loop._read_predecessor()
         self.engine.watched_link = workers
         return loop, [clients.inbox, workers.inbox, self.child.inbox]
 

@@ -57,7 +57,7 @@ def _repeat_token() -> list[Place]:
 
 def _skip_epoch_check() -> list[Place]:
     """Both ends of the worker link accept frames of any epoch."""
-    handle, on_message = WorkerLink._obey, WorkerShim.on_message
+    handle, on_message = WorkerLink._handle, WorkerShim.on_message
 
     def accept_any_epoch(link: WorkerLink, peer: bytes, epoch: int, message: WorkerToCore) -> None:
         is_hello = type(message).__name__ == "WorkerHello"
@@ -69,7 +69,7 @@ def _skip_epoch_check() -> list[Place]:
         is_adoption = type(message).__name__ == "Adopt"
         return on_message(shim, epoch if is_adoption else shim.link_epoch or epoch, message)
 
-    return [(WorkerLink, "_obey", accept_any_epoch), (WorkerShim, "on_message", follow_any_epoch)]
+    return [(WorkerLink, "_handle", accept_any_epoch), (WorkerShim, "on_message", follow_any_epoch)]
 
 
 def _stateful_random() -> list[Place]:

@@ -142,9 +142,13 @@ class FakeClient(_End):
 class WorkerEnd(_End):
     """Obeys like a worker, as far and as long as the test lets it."""
 
-    def __init__(self, bench: "Bench", epoch: int) -> None:
+    def __init__(
+        self, bench: "Bench", epoch: int, rank: int = 0, facts: ModelFacts = FACTS
+    ) -> None:
         super().__init__(bench, bench.child.core_worker_address, HighWaterMark.WORKER_LINK)
         self.epoch = epoch
+        self._rank = rank
+        self._facts = facts
         self.pid = self.start_process()
         self.adopted: list[int] = []
         """Epochs of the link under which it was adopted."""
@@ -155,7 +159,7 @@ class WorkerEnd(_End):
         self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
 
     def hello(self) -> None:
-        self.send(self.epoch, WorkerHello(0, self.pid, FACTS))
+        self.send(self.epoch, WorkerHello(self._rank, self.pid, self._facts))
 
     def join(self) -> None:
         """Say hello and wait for the adoption."""

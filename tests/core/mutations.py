@@ -76,8 +76,8 @@ MUTATIONS = (
     Mutation(
         "a hit block stays in the free queue",
         "block_pool.py",
-        "            if self._ref_counts[block_id] == 0:\n                before, after",
-        "            if self._ref_counts[block_id] < 0:\n                before, after",
+        "            if ref_counts[block_id] == 0:\n                before, after",
+        "            if ref_counts[block_id] < 0:\n                before, after",
     ),
     Mutation(
         "one token too many before a length stop",
@@ -156,6 +156,36 @@ MUTATIONS = (
         "scheduler.py",
         "for due in self.calendar.due_next():",
         "for due in []:",
+    ),
+    Mutation(
+        "a request is cleared by its first token",
+        "quarantine.py",
+        "return 1 + options.max_steps_in_flight * (1 + options.num_speculative_tokens)",
+        "return 1",
+    ),
+    Mutation(
+        "a suspect is rejected without a canary",
+        "quarantine.py",
+        "if self._stage is Stage.RETRIAL and ran == tried:",
+        "if len(tried) == 1 and ran == tried:",
+    ),
+    Mutation(
+        "suspects are not tried in halves",
+        "quarantine.py",
+        "self._groups.extendleft(reversed(_halves(tried)))",
+        "self._groups.extendleft([tried])",
+    ),
+    Mutation(
+        "requests that ended stay marked",
+        "quarantine.py",
+        "for req_id in step.finished_req_ids:",
+        "for req_id in []:",
+    ),
+    Mutation(
+        "a mark that takes another's place is not written",
+        "marks.py",
+        "            self._changed.add(place)\n\n    def take",
+        "\n    def take",
     ),
     Mutation(
         "wrong drafts count as computed",

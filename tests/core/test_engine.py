@@ -54,8 +54,8 @@ def add(
 
 def answer(engine: EngineCore, step: SchedulerOutput, token_id: int = 7) -> ModelRunnerOutput:
     """What a worker would say: everybody who samples gets the same token."""
-    assert engine._scheduler is not None
-    sampling = dict(engine._scheduler.in_flight)[step.step_id]
+    assert engine.running is not None
+    sampling = dict(engine.running.scheduler.in_flight)[step.step_id]
     return ModelRunnerOutput(step.step_id, [token_id] * len(sampling))
 
 
@@ -250,7 +250,7 @@ def test_other_facts_end_the_core() -> None:
         (ModelRunnerOutput(0, [7], [], [0, 0]), "num_draft_tokens has 2 numbers for 1"),
         (ModelRunnerOutput(0, [7], logprobs={99: [row_of(-1.0)]}), "1 logprobs for 0 tokens"),
         (ModelRunnerOutput(0, [7], logprobs={1: []}), "0 logprobs for 1 tokens"),
-        (ModelRunnerOutput(0, [7], logprobs={1: [row_of(float("nan"))]}), "is no number"),
+        (ModelRunnerOutput(0, [7], logprobs={1: [row_of(float("nan"))]}), "is not a number"),
     ],
 )
 def test_an_answer_that_is_not_due_changes_nothing(output: ModelRunnerOutput, what: str) -> None:
@@ -281,7 +281,7 @@ def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: in
     Every row but those with tokens must be one piece of the prompt.
     """
     output = answer(engine, step)
-    req_id = next(iter(engine._scheduler.requests)) if engine._scheduler else 0
+    req_id = next(iter(engine.running.scheduler.requests)) if engine.running else 0
     parts = [PromptLogprobs(req_id, first, entries(first, end))]
     output = ModelRunnerOutput(output.step_id, output.sampled_token_ids, prompt_logprobs=parts)
     told: list[int] = []

@@ -5,7 +5,7 @@ import logging
 import msgspec
 import pytest
 
-from core_proc import engine as engine_module
+from core_proc import running_engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
@@ -103,8 +103,8 @@ def test_an_error_in_prompt_logprobs_ends_that_request(monkeypatch: pytest.Monke
     engine.add(CLIENT, add(2))
     step = scheduled(engine)
     output = answer(engine, step)
-    assert engine._scheduler is not None
-    req_id = min(engine._scheduler.requests)
+    assert engine.running is not None
+    req_id = min(engine.running.scheduler.requests)
     parts = [PromptLogprobs(req_id, 1, [])]
     told = engine.update(
         ModelRunnerOutput(step.step_id, output.sampled_token_ids, prompt_logprobs=parts)
@@ -143,9 +143,9 @@ def test_an_error_for_a_request_that_did_not_sample_is_the_workers_fault() -> No
 def test_a_request_aborted_in_time_is_not_told_of_its_failure() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
-    assert engine._scheduler is not None
-    [req_id] = engine._scheduler.requests
-    engine._scheduler.fail_request(req_id, "x" * 10_000)
+    assert engine.running is not None
+    [req_id] = engine.running.scheduler.requests
+    engine.running.scheduler.fail_request(req_id, "x" * 10_000)
     engine.abort(CLIENT, [1])
     engine.schedule()
     assert refusals(engine) == []
@@ -154,9 +154,9 @@ def test_a_request_aborted_in_time_is_not_told_of_its_failure() -> None:
 def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
-    assert engine._scheduler is not None
-    [req_id] = engine._scheduler.requests
-    engine._scheduler.fail_request(req_id, "x" * 10_000)
+    assert engine.running is not None
+    [req_id] = engine.running.scheduler.requests
+    engine.running.scheduler.fail_request(req_id, "x" * 10_000)
     engine.schedule()
     [(_, refused)] = engine.take_mail()
     assert isinstance(refused, Refused)
@@ -189,8 +189,8 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     facts = ModelFacts("fake", 1000, 512, 16, 100, [2], kv_groups=groups, num_host_blocks=11)
     engine = EngineCore(configure(model="null", **settings))
     engine.adopt_workers(facts, 1.5)
-    assert engine._scheduler is not None
-    options = engine._scheduler.options
+    assert engine.running is not None
+    options = engine.running.scheduler.options
     expected = settings | {
         "policy": "priority",
         "num_blocks": 100,
@@ -207,17 +207,17 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     others = {"tenant_weights": "gold=4", "enable_kv_events": True}
     fair = EngineCore(configure(model="null", scheduling_policy="fair", **others))
     fair.adopt_workers(FACTS)
-    assert fair._scheduler is not None
-    assert fair._scheduler.options.tenant_weights == {"gold": 4.0}
-    assert fair._scheduler.options.enable_kv_events
+    assert fair.running is not None
+    assert fair.running.scheduler.options.tenant_weights == {"gold": 4.0}
+    assert fair.running.scheduler.options.enable_kv_events
 
 
 def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:
     engine = make_engine(scheduling_policy="fair")
     request = add(1)
     engine.add(CLIENT, type(request)(1, [5], request.sampling_params, tenant="gold"))
-    assert engine._scheduler is not None
-    assert [r.tenant for r in engine._scheduler.requests.values()] == ["gold"]
+    assert engine.running is not None
+    assert [r.tenant for r in engine.running.scheduler.requests.values()] == ["gold"]
 
 
 def test_a_request_is_refused_if_all_kv_groups_together_cannot_hold_it() -> None:

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -18,14 +19,16 @@ from protocol.api_core import (
     StepOutputs,
 )
 from protocol.core_worker import (
+    ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
     TokenLogprobs,
 )
+from protocol.ledger import check_request
 from protocol.lifecycle import Drain, Stop
 from protocol.message import encode
 from protocol.sampling import SamplingParams
-from tests.core.loop_bench import CORE_EPOCH, Bench, FakeClient, all_tokens
+from tests.core.loop_bench import CORE_EPOCH, Bench, FakeClient, WorkerEnd, all_tokens
 
 
 def test_a_request_runs_and_its_tokens_come_in_order(bench: Bench) -> None:
@@ -164,12 +167,126 @@ def test_a_message_that_the_core_fails_to_obey_costs_only_its_request(
     assert "another bug" in caplog.text
 
 
+def test_an_unreadable_request_is_refused_alone(bench: Bench) -> None:
+    """New, or in place of an open one; other streams of its client go on."""
+    worker, client = bench.worker(), bench.client()
+    worker.answers = False
+    bench.admit_together(2, lambda: [client.add(i) for i in (1, 300)])
+    client.add(300, priority=2**40)
+    bench.until(lambda: client.refused)
+    [refused] = client.refused
+    assert (refused.request_id, refused.error.code) == (300, ErrorCode.INVALID)
+    worker.answers = True
+    client.finish(1)
+    assert client.tokens(1) == all_tokens(4)
+    bench.until(lambda: not bench.engine.has_unfinished)
+
+
+def test_a_request_that_does_not_fit_into_memory_is_refused_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = clients.decode_from_client._decoder.decode
+
+    class Scarce:
+        def decode(self, body: bytes) -> object:
+            if b"tenant 13" in body:
+                raise MemoryError
+            return decode(body)
+
+    bench.worker()
+    client = bench.client()
+    monkeypatch.setattr(clients.decode_from_client, "_decoder", Scarce())
+    client.add(1)
+    client.add(2**40, tenant="tenant 13")
+    client.finish(1)
+    bench.until(lambda: client.refused)
+    assert [refused.request_id for refused in client.refused] == [2**40]
+
+
+def test_a_failed_assertion_in_the_client_path_ends_the_core(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is wrong, and the next core gets the right one from the clients."""
+
+    def broken(*args: object) -> None:
+        raise AssertionError("block 3 was free already")
+
+    bench.worker()
+    client = bench.client()
+    monkeypatch.setattr(EngineCore, "add", broken)
+    client.add(1)
+    with pytest.raises(AssertionError, match="block 3"):
+        bench.until(lambda: False)
+
+
+def test_an_accepted_prompt_of_350_000_tokens_does_not_hold_the_core(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turns take about 5 ms of processor time at most, however busy the machine is."""
+    facts = ModelFacts("fake", 151_936, 500_000, 16, 40_000, [2])
+    worker, client = WorkerEnd(bench, 5, facts=facts), bench.client()
+    worker.answers = False
+    worker.join()
+    bench.until(lambda: client.statuses[-1].state is EngineState.READY)
+    turn, times = bench.loop.turn, list[float]()
+
+    def timed(timeout_ms: int) -> None:
+        began = time.thread_time()
+        turn(timeout_ms)
+        times.append(time.thread_time() - began)
+
+    monkeypatch.setattr(bench.loop, "turn", timed)
+    longest = list[float]()
+    for request_id in range(1, 4):
+        ids = [(request_id + 7 * position) % 50_000 for position in range(350_000)]
+        add = AddRequest(request_id, ids, SamplingParams(max_tokens=8))
+        assert client.channel.send(CORE_EPOCH, check_request(add, facts)[1])
+        bench.until(lambda: bench.engine.stats().num_running_reqs)
+        client.send(CORE_EPOCH, AbortRequests([request_id]))
+        bench.until(lambda: not bench.engine.has_unfinished)
+        worker.join()  # adopted again, so that no step of the last prompt is in flight
+        longest.append(max(times))
+        times.clear()
+    assert not client.refused
+    assert min(longest) < 0.015
+
+
+def test_a_turn_ends_with_the_frame_that_reaches_its_bytes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight prompts of a million tokens must not hold the core past its deadline."""
+    monkeypatch.setattr(clients, "DRAIN_S", 3600.0)
+    bench.worker()
+    client = bench.client()
+    for _ in range(8):
+        client.send(CORE_EPOCH, AbortRequests([2**52] * (clients.DRAIN_BYTES // 16)))
+    num_read, link = [], bench.loop._links[0]
+    while not num_read or num_read[-1] < num_read[0] + 8:
+        num_read.append(link.num_read)
+        bench.turn()
+    assert max(after - before for before, after in pairwise(num_read)) == 2
+
+
+def test_a_turn_ends_when_its_time_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.worker()
+    client = bench.client()
+    monkeypatch.setattr(clients, "DRAIN_S", 0.0)
+    link = bench.loop._links[0]
+    for _ in range(8):
+        client.send(CORE_EPOCH, AbortRequests([1]))
+    first = link.num_read
+    while link.num_read < first + 8:
+        before = link.num_read
+        bench.turn()
+        assert link.num_read <= before + 1
+
+
 def test_an_unreadable_body_is_answered_with_its_number_and_logged_with_the_reason(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = bench.client()
     seq = client.channel._frames.next_seq
-    client.add(1, priority=2**40)
+    assert client.channel.send(CORE_EPOCH, b"\xc1")
     with pytest.MonkeyPatch.context() as foreign:
         foreign.setattr(message, "PROTOCOL_VERSION", 99)
         client.send(CORE_EPOCH, AbortRequests([1]))

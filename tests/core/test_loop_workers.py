@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
@@ -22,7 +23,7 @@ from protocol.core_worker import (
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
 from protocol.progress_page import CoreMarks, Death, ProgressPage
-from tests.core.loop_bench import CORE_EPOCH, Bench, FakeClient, WorkerEnd, all_tokens
+from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
 
 Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]
 
@@ -282,6 +283,56 @@ def test_suspicion_ends_with_its_incarnation(bench: Bench) -> None:
     bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
     client.add(1)
     client.finish(1)
+
+
+def test_marks_are_kept_up_to_date_while_a_worker_is_suspected() -> None:
+    """Results still arrive; what they clear or end must not be a suspect of the next core."""
+    page, fd = ProgressPage.create("core")
+    with Bench(progress_fd=fd) as bench:
+        worker, client = bench.worker(5), bench.client()
+        worker.answers = False
+        client.add(1, max_tokens=2)
+        bench.until(lambda: len(worker.unanswered) == 2)
+        [step] = page.read_in_flight()
+        assert step.num_requests == 2, "the stage and one request"
+        bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
+        bench.turn()
+        worker.answer_all()
+        client.finish(1)
+        assert page.read_in_flight() == []
+    page.close()
+
+
+def test_a_rank_with_another_model_is_not_adopted(caplog: pytest.LogCaptureFixture) -> None:
+    other = msgspec.structs.replace(FACTS, model="other", vocab_size=900)
+    with Bench(tensor_parallel_size=2) as bench:
+        first = WorkerEnd(bench, 5)
+        second = WorkerEnd(bench, 6, rank=1, facts=other)
+        first.hello()
+        second.hello()
+        bench.until(lambda: second.is_killed)
+        assert bench.state is EngineState.STARTING
+        assert "rank 1 has model 'other' instead of 'fake', vocab_size 900 " in caplog.text
+        WorkerEnd(bench, 7, rank=1).join()
+        assert first.adopted == [7]
+        assert bench.state is EngineState.READY
+        assert not first.is_killed
+
+
+def test_the_error_of_any_rank_is_logged_and_ends_the_adoption(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Bench(tensor_parallel_size=2) as bench:
+        first, second = WorkerEnd(bench, 5), WorkerEnd(bench, 6, rank=1)
+        first.answers = second.answers = False
+        first.hello()
+        second.join()
+        bench.client().add(1)
+        bench.until(lambda: second.unanswered)
+        epoch, step = second.unanswered[0]
+        second.send(epoch, StepFailed(step.step_id, "no memory for the collective"))
+        bench.until(lambda: bench.state is EngineState.RECOVERING)
+        assert "failed on rank 1: no memory for the collective" in caplog.text
 
 
 def test_death_of_a_worker_is_logged_with_its_cause(

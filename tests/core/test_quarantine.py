@@ -6,10 +6,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from core_proc.engine import CANARY_ID, EngineCore
+from core_proc.engine import EngineCore
 from core_proc.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprint
+from core_proc.running_engine import CANARY_ID
 from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
 from protocol.core_worker import ModelFacts, SchedulerOutput
+from protocol.progress_page import MarkEdits
 from protocol.sampling import SamplingParams
 from protocol.settings import configure
 from tests.core.fake_worker import FakeWorker
@@ -40,6 +42,7 @@ class Patient:
         self._settings = settings | {"max_steps_in_flight": depth}
         self._kills = kills
         self._marks: list[int] = []
+        self._page: dict[int, int] = {}
         self._open: dict[int, AddRequest] = {}
         self._pipe: deque[SchedulerOutput] = deque()
         self.begin_core()
@@ -90,13 +93,20 @@ class Patient:
             return
         self.engine.lose_workers()
         if is_blamed:
-            self.engine.blame_requests()
+            self.engine.attribute_crash()
         self.begin_worker()
+
+    def _keep_marks(self) -> None:
+        """Like a progress page."""
+        edits = self.engine.take_marks()
+        if edits is not None:
+            for place, number in edits.numbers.items():
+                self._page[place] = number
+            self._marks = [self._page[place] for place in range(edits.total)]
 
     def turn(self) -> None:
         while (step := self.engine.schedule()) is not None:
-            marks = self.engine.take_marks()
-            self._marks = self._marks if marks is None else marks
+            self._keep_marks()
             self._pipe.append(step)
         if self._pipe:
             self._execute(self._pipe.popleft())
@@ -214,7 +224,7 @@ def test_whoever_comes_during_a_search_is_served_too() -> None:
     assert patient.num_deaths <= 8
 
 
-def test_a_death_from_outside_charges_nobody() -> None:
+def test_a_death_from_outside_is_attributed_to_no_request() -> None:
     patient = Patient(lambda computing: False)
     for request_id in range(1, 9):
         patient.add(request_id)
@@ -240,7 +250,7 @@ def test_a_death_from_outside_does_not_disturb_a_search() -> None:
 
 
 @pytest.mark.parametrize("in_step", [1, 2, 3, 5])
-def test_a_fault_of_the_workers_charges_nobody(in_step: int) -> None:
+def test_a_fault_of_the_workers_is_attributed_to_no_request(in_step: int) -> None:
     """They die in their first step, or later: in whatever they compute then."""
     is_broken, num_steps = [True], [0, 0]
 
@@ -287,8 +297,8 @@ def test_a_pause_of_new_requests_does_not_hold_those_that_run() -> None:
         patient.add(request_id)
     while patient.num_deaths < 2:
         patient.turn()
-    assert patient.engine._scheduler is not None
-    patient.engine._scheduler.pause(PauseMode.PAUSED_NEW)
+    assert patient.engine.running is not None
+    patient.engine.running.scheduler.pause(PauseMode.PAUSED_NEW)
     patient.run()
     patient.check_innocents(2, {1})
 
@@ -308,7 +318,7 @@ def test_late_tokens_may_end_whoever_was_held() -> None:
         assert patient.ended | set(patient.refused) | {1} == {1, 2, 3, 4}
 
 
-def test_the_same_request_many_times_is_convicted_at_once() -> None:
+def test_the_same_request_many_times_is_rejected_at_once() -> None:
     patient = Patient(lambda computing: any(i == 50 for i, _ in computing))
     for request_id in range(1, 9):
         add = AddRequest(request_id, [1, 50, 51], SamplingParams(max_tokens=NUM_TOKENS, seed=1))
@@ -322,7 +332,7 @@ def test_marks_end_with_the_steps_that_they_are_about() -> None:
     patient = Patient(lambda computing: False)
     patient.add(1)
     patient.run()
-    assert patient.engine.take_marks() == []
+    assert patient.engine.take_marks() == MarkEdits(0, {})
     assert patient.engine.take_marks() is None
 
 
@@ -376,12 +386,12 @@ def test_a_fingerprint_is_of_the_prompt_and_the_parameters_but_not_of_the_seed()
 
 def test_what_is_refused_is_bounded() -> None:
     patient = Patient(lambda computing: False)
-    quarantine = patient.engine._quarantine
-    assert quarantine is not None
+    assert patient.engine.running is not None
+    quarantine = patient.engine.running.quarantine
     for request_id in range(1, MAX_REFUSED + 11):
         patient.add(request_id)
-        assert patient.engine._scheduler is not None
-        request = patient.engine._scheduler.requests[request_id]
-        quarantine.convict(request, 0.0)
+        assert patient.engine.running is not None
+        request = patient.engine.running.scheduler.requests[request_id]
+        quarantine.reject(request, 0.0)
         patient.engine.abort(CLIENT, [request_id])
     assert len(quarantine._refused) == MAX_REFUSED

@@ -5,10 +5,11 @@ import select
 import subprocess
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import zmq
 
-from core_proc.watch import DeathWatch
+from core_proc.pidfd_monitor import PidfdMonitor
 from core_proc.workers import WorkerGroup
 from protocol.core_worker import ModelFacts, WorkerHello
 from protocol.runtime import SystemProcesses
@@ -22,15 +23,38 @@ def hello(rank: int = 0, facts: ModelFacts = FACTS) -> WorkerHello:
 
 def test_a_group_is_complete_when_every_rank_is_there() -> None:
     group = WorkerGroup(2, core_epoch=1)
-    other = ModelFacts("other", 1000, 512, 16, 100, [2])
-    assert group.enter(b"b", 3, hello(1, other))
+    assert group.enter(b"b", 3, hello(1))
     assert not group.complete
-    assert not group.is_leader(b"b")
+    assert group.rank_of(b"b") == 1
     assert group.enter(b"a", 2, hello(0))
     assert group.complete
-    assert group.is_leader(b"a")
+    assert group.rank_of(b"a") == 0
     assert group.facts == FACTS
     assert set(group.peers) == {b"a", b"b"}
+
+
+def test_a_rank_with_other_facts_is_named_with_the_fields() -> None:
+    group = WorkerGroup(2, core_epoch=1)
+    group.enter(b"a", 2, hello(0))
+    group.enter(b"b", 3, hello(1, ModelFacts("other", 1000, 512, 16, 90, [2])))
+    disagreement = group.find_disagreement()
+    assert disagreement is not None
+    peer, text = disagreement
+    assert peer == b"b"
+    assert text == (
+        "rank 1 has model 'other' instead of 'fake', num_gpu_blocks 90 instead of 100 of rank 0"
+    )
+
+
+def test_a_group_resumes_exactly_only_if_all_ranks_do() -> None:
+    group = WorkerGroup(2, core_epoch=1)
+    exact = msgspec.structs.replace(FACTS, exact_resume=True)
+    group.enter(b"a", 2, hello(0, exact))
+    group.enter(b"b", 3, hello(1, FACTS))
+    assert group.find_disagreement() is None
+    assert not group.facts.exact_resume
+    group.enter(b"b", 4, hello(1, exact))
+    assert group.facts.exact_resume
 
 
 @pytest.mark.parametrize(("rank", "epoch"), [(1, 5), (0, 2), (0, 3), (0, 2**31), (0, 2**32 - 1)])
@@ -100,7 +124,7 @@ def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 30.0) -> bool:
 
 def test_a_watched_death_is_found_once_and_by_its_peer(process: subprocess.Popen[bytes]) -> None:
     poller = zmq.Poller()
-    watch = DeathWatch(poller, SystemProcesses())
+    watch = PidfdMonitor(poller, SystemProcesses())
     assert watch.add(b"peer", process.pid)
     assert watch.dead(dict(poller.poll(0))) == []
     watch.kill(b"peer")
@@ -116,7 +140,7 @@ def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
     process: subprocess.Popen[bytes],
 ) -> None:
     poller = zmq.Poller()
-    watch = DeathWatch(poller, SystemProcesses())
+    watch = PidfdMonitor(poller, SystemProcesses())
     assert watch.add(b"peer", process.pid)
     watch.add(b"peer", 0)
     process.kill()
@@ -128,5 +152,5 @@ def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
 def test_a_process_that_cannot_be_watched_is_said_to_be_so(pid: int) -> None:
     """No number is an error: it comes from the wire. The core itself is nobody's process."""
     poller = zmq.Poller()
-    assert not DeathWatch(poller, SystemProcesses()).add(b"peer", pid)
+    assert not PidfdMonitor(poller, SystemProcesses()).add(b"peer", pid)
     assert poller.sockets == []

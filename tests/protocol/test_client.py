@@ -3,10 +3,12 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from protocol import open_requests
 from protocol.api_core import (
+    PACKED_FROM_TOKENS,
     EngineState,
     EngineStats,
     ErrorCode,
@@ -17,6 +19,7 @@ from protocol.api_core import (
 )
 from protocol.client import AsyncEngineClient
 from protocol.errors import RequestFailed
+from protocol.message import encode, unpack_token_ids
 from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FACTS, FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
@@ -196,7 +199,10 @@ def test_request_that_contradicts_the_ledger_ends_in_the_core_too(core: FakeCore
     run_connected(core, play)
 
 
-def test_refusal_fails_the_request_and_a_nameless_one_fails_all(core: FakeCore) -> None:
+@pytest.mark.usefixtures("fast_ticks")
+def test_refusal_fails_its_request_and_a_nameless_one_has_all_sent_again(core: FakeCore) -> None:
+    """Once in a while: what the core could not read may be unreadable for ever."""
+
     async def play(client: AsyncEngineClient) -> None:
         streams = [client.submit([5], PARAMS) for _ in range(3)]
         await core.until(lambda: core.num_added == 3)
@@ -204,9 +210,87 @@ def test_refusal_fails_the_request_and_a_nameless_one_fails_all(core: FakeCore) 
         core.say(Refused(streams[1].request_id, full))
         assert await failure_of(streams[1]) == full
         unreadable = RequestError(ErrorCode.INVALID, "cannot be read")
-        core.say(Refused(None, unreadable, seq=1))
-        assert await failure_of(streams[0]) == unreadable
-        assert await failure_of(streams[2]) == unreadable
+        for _ in range(2):
+            core.say(Refused(None, unreadable, seq=1))
+            await core.until(lambda: core.num_added == 5)
+        await asyncio.sleep(5 * FAST_TICK_S)
+        core.say(READY)
+        assert [add.request_id for add in core.adds[3:]] == [s.request_id for s in streams[::2]]
+        core.emit(*(RequestOutput(s.request_id, 0, [9], FinishReason.STOP) for s in streams[::2]))
+        for stream in streams[::2]:
+            assert [output.token_ids async for output in stream] == [[9]]
+
+    run_connected(core, play)
+
+
+def unreadable_row(request_id: int) -> list[object]:
+    return [request_id, 0, "tokens"]
+
+
+def test_an_output_that_cannot_be_read_is_asked_for_again_alone(core: FakeCore) -> None:
+    """Also the last one of a stream, after which no gap would show."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        broken, whole = (client.submit([5], PARAMS) for _ in range(2))
+        await core.until(lambda: core.num_added == 2)
+        good = RequestOutput(whole.request_id, 0, [8], FinishReason.STOP)
+        core.say_raw(encode(["StepOutputs", [unreadable_row(broken.request_id), good]]))
+        assert [output.token_ids async for output in whole] == [[8]]
+        await core.until(lambda: core.num_added == 3)
+        assert core.adds[2].request_id == broken.request_id
+        core.emit(RequestOutput(broken.request_id, 0, [9], FinishReason.STOP))
+        assert [output.token_ids async for output in broken] == [[9]]
+        assert client.num_bad_frames == 1
+
+    run_connected(core, play)
+
+
+def test_a_request_whose_outputs_can_never_be_read_fails_alone(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        broken, whole = (client.submit([5], PARAMS) for _ in range(2))
+        failing = asyncio.create_task(failure_of(broken))
+        num_added = 2
+        while not failing.done():
+            await core.until(lambda: core.num_added == num_added or core.aborted)  # noqa: B023
+            core.say_raw(encode(["StepOutputs", [unreadable_row(broken.request_id)]]))
+            num_added += 1
+            await asyncio.wait([failing], timeout=0.01)
+        assert failing.result().code is ErrorCode.INTERNAL
+        core.emit(RequestOutput(whole.request_id, 0, [8], FinishReason.STOP))
+        assert [output.token_ids async for output in whole] == [[8]]
+
+    run_connected(core, play)
+
+
+@pytest.mark.usefixtures("fast_ticks")
+def test_another_message_that_cannot_be_read_has_all_sent_again(core: FakeCore) -> None:
+    async def play(client: AsyncEngineClient) -> None:
+        stream = client.submit([5], PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        core.say_raw(encode(["Refused", "nobody"]))
+        while core.num_added < 2:
+            core.say(READY)  # a silent core would be asked again for that alone
+            core.pump()
+            await asyncio.sleep(FAST_TICK_S / 4)
+        core.emit(RequestOutput(stream.request_id, 0, [9], FinishReason.STOP))
+        assert [output.token_ids async for output in stream] == [[9]]
+
+    run_connected(core, play)
+
+
+def test_a_long_prompt_crosses_packed(core: FakeCore) -> None:
+    prompt = [token_id % 1000 for token_id in range(PACKED_FROM_TOKENS)]
+    long_facts = msgspec.structs.replace(FACTS, max_model_len=2 * PACKED_FROM_TOKENS)
+
+    async def play(client: AsyncEngineClient) -> None:
+        core.say(msgspec.structs.replace(READY, facts=long_facts))
+        await core.until(lambda: client.facts == long_facts)
+        client.submit(prompt, PARAMS)
+        await core.until(lambda: core.num_added == 1)
+        await core.restart(1)
+        for add in core.adds:
+            assert add.prompt_token_ids == []
+            assert unpack_token_ids(add.packed_prompt) == prompt
 
     run_connected(core, play)
 

@@ -17,6 +17,7 @@ from protocol.progress_page import (
     PAGE_BYTES,
     CoreMarks,
     Death,
+    MarkEdits,
     Phase,
     ProgressPage,
     ProgressRecord,
@@ -124,22 +125,24 @@ def test_reader_never_sees_two_writes_mixed() -> None:
 
 
 def test_marks_survive_their_writer(page: ProgressPage) -> None:
-    page.write_marks(EPOCH, [11, 2**64 - 11])
+    page.write_marks(EPOCH, MarkEdits.whole([11, 2**64 - 11]))
     assert page.read_marks() == CoreMarks(EPOCH, [11, 2**64 - 11])
-    page.write_marks(EPOCH, [])
+    page.write_marks(EPOCH, MarkEdits(3, {1: 12, 2: 13}))
+    assert page.read_marks() == CoreMarks(EPOCH, [11, 12, 13])
+    page.write_marks(EPOCH, MarkEdits.whole([]))
     assert page.read_marks() is None
 
 
 def test_marks_that_were_not_written_completely_do_not_count(page: ProgressPage) -> None:
-    page.write_marks(EPOCH, [1])
+    page.write_marks(EPOCH, MarkEdits.whole([1]))
     page._words[64] += 1
     assert page.read_marks() is None
-    page.write_marks(EPOCH + 1, [2])
+    page.write_marks(EPOCH + 1, MarkEdits.whole([2]))
     assert page.read_marks() == CoreMarks(EPOCH + 1, [2])
 
 
 def test_marks_past_the_bound_are_cut(page: ProgressPage) -> None:
-    page.write_marks(EPOCH, range(MAX_MARKS + 3))
+    page.write_marks(EPOCH, MarkEdits.whole(range(MAX_MARKS + 3)))
     assert page.read_marks() == CoreMarks(EPOCH, list(range(MAX_MARKS)))
 
 
@@ -229,10 +232,10 @@ def test_successor_with_another_page_inherits_what_was_left(
     """The death and the marks; its own progress stays."""
     page, _ = shared
     other, fd = ProgressPage.create("other")
-    other.write_marks(1, [99])  # of the time when it was another's page
+    other.write_marks(1, MarkEdits.whole([99]))  # of the time when it was another's page
     other.write(EPOCH, Phase.IDLE, None, 5, 6)
     page.write(EPOCH - 1, Phase.STEP, 3, 1, 2)
-    page.write_marks(EPOCH - 1, [11, 12])
+    page.write_marks(EPOCH - 1, MarkEdits.whole([11, 12]))
     page.write_death(Death(EPOCH - 1, DeathCause.OOM, 3))
     other.inherit(page)
     assert other.read_marks() == CoreMarks(EPOCH - 1, [11, 12])

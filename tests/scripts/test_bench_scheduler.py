@@ -21,6 +21,8 @@ def test_the_report_is_one_json_object_with_every_figure(
         assert row["schedule_us"] > 0
         assert row["update_us"] > 0
         assert row["total_us"] > max(row["schedule_us"], row["update_us"])
+    assert [row["running"] for row in report["marks"]] == [2, 16]
+    assert all(row["change_us"] > 0 for row in report["marks"])
     cost = report["waiting_cost"]
     assert (cost["running"], cost["waiting"]) == (4, 50)
     assert min(cost["without_us"], cost["with_us"]) > 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core_proc import engine as engine_module
+from core_proc import running_engine as engine_module
 from protocol.api_core import ErrorCode, PauseMode, RequestOutput
 from protocol.errors import RequestFailed
 from protocol.kv_events import BlocksStored

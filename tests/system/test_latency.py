@@ -21,9 +21,11 @@ TEXT = "".join(f"value_{n} = compute({n}, name='x{n}')\n" for n in range(26_000)
 """One megabyte that a BPE tokenizer has to work for."""
 
 POSTER = """
-import sys, urllib.error, urllib.request
-url, body = sys.argv[1], open(sys.argv[2], "rb").read()
-while True:
+import itertools, json, sys, urllib.error, urllib.request
+url, text = sys.argv[1], open(sys.argv[2]).read()
+for number in itertools.count():
+    prompt = f"run = {number}\\n" + text
+    body = json.dumps({"model": "null", "prompt": prompt, "max_tokens": 1}).encode()
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     try:
         status = urllib.request.urlopen(request, timeout=60).status
@@ -31,7 +33,10 @@ while True:
         status = refusal.code
     print(status, flush=True)
 """
-"""Sends it again and again, in a process of its own so as not to disturb the measuring one."""
+"""Sends it again and again with another beginning, so that the prefix cache never has it.
+
+A process of its own does not disturb the measuring one.
+"""
 
 
 def token_gaps_ms(url: str, num_tokens: int, started: threading.Event) -> list[float]:
@@ -73,19 +78,23 @@ def slow_iterations(engine: Engine, bound_s: float) -> int:
 
 @any_of(3)
 def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: EngineFactory) -> None:
-    """p99 of another stream's gaps moves by at most 20 ms, and the core's loop stays below 5 ms."""
+    """p99 of another stream's gaps moves by at most 20 ms, and no turn of the core takes 25 ms.
+
+    The prompts are accepted and computed: about 557,000 tokens each. Processor time per turn,
+    which does not depend on what else runs, is bounded in tests/core/test_loop.py.
+    """
     engine = start_engine(
         *("--tokenizer", str(ROOT / "scripts" / "demo_model"), "--null-step-ms", str(STEP_MS)),
-        *("--max-model-len", "500000", "--num-gpu-blocks-override", "2000"),
+        *("--max-model-len", "1000000", "--num-gpu-blocks-override", "80000"),
     )
     url = engine.url()
     quiet = token_gaps_ms(url, 200, threading.Event())
     started, gaps = threading.Event(), []
-    stream = threading.Thread(target=lambda: gaps.extend(token_gaps_ms(url, 400, started)))
+    stream = threading.Thread(target=lambda: gaps.extend(token_gaps_ms(url, 900, started)))
     stream.start()
     assert started.wait(timeout=20)
     with tempfile.NamedTemporaryFile() as body:
-        body.write(json.dumps({"model": "null", "prompt": TEXT, "max_tokens": 1}).encode())
+        body.write(TEXT.encode())
         body.flush()
         command = [sys.executable, "-c", POSTER, url + "/v1/completions", body.name]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as poster:
@@ -94,7 +103,7 @@ def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: Engine
             assert poster.stdout is not None
             statuses = poster.stdout.read().split()
     assert len(statuses) >= 2
-    assert set(statuses) == {b"400"}  # more tokens than the KV cache could ever hold
-    assert len(gaps) >= 300
+    assert set(statuses) == {b"200"}
+    assert len(gaps) >= 700
     assert p99(gaps) - p99(quiet) <= 20.0
-    assert slow_iterations(engine, 0.005) == 0
+    assert slow_iterations(engine, 0.025) == 0

@@ -1,4 +1,4 @@
-"""Notices the deaths of processes at the other ends of the links, through pidfds in a poller."""
+"""Detects the deaths of processes at the other ends of a link, by pidfds in the loop's poller."""
 
 import contextlib
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import zmq
 from protocol.runtime import Poller, ProcessControl
 
 
-class DeathWatch:
+class PidfdMonitor:
     """The processes behind the connections of one socket, by the identity of the connection."""
 
     def __init__(self, poller: Poller, processes: ProcessControl) -> None:
@@ -18,7 +18,7 @@ class DeathWatch:
         self._peers: dict[int, bytes] = {}
 
     def add(self, peer: bytes, pid: int) -> bool:
-        """Watch a process instead of the one that this peer was; False if that is not possible."""
+        """Monitor a process, instead of any other of this peer; False if that is impossible."""
         self.remove(peer)
         pidfd = self._open_pidfd(pid)
         if pidfd < 0:
@@ -29,7 +29,7 @@ class DeathWatch:
         return True
 
     def remove(self, peer: bytes) -> None:
-        """Watch a peer no longer, if it was watched."""
+        """Stop to monitor a peer, if it is monitored."""
         pidfd = self._pidfds.pop(peer, None)
         if pidfd is not None:
             del self._peers[pidfd]
@@ -37,23 +37,23 @@ class DeathWatch:
             self._processes.close(pidfd)
 
     def kill(self, peer: bytes) -> None:
-        """Send SIGKILL; the pidfd makes sure that it hits this process and no other."""
+        """Send SIGKILL; a pidfd cannot name another process that has got the same pid since."""
         pidfd = self._pidfds.get(peer)
         if pidfd is not None:
             with contextlib.suppress(OSError):
                 self._processes.kill(pidfd)
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
-        """Peers whose death is among what a poll found.
+        """Return the peers whose death is among the results of a poll.
 
-        To be asked before anything else is done with `ready`: a descriptor that is closed may
-        return as another process's.
+        Call it before anything else uses `ready`: a descriptor that was closed may be opened again
+        for another process.
         """
         peers = self._peers
         return [peers[item] for item in ready if isinstance(item, int) and item in peers]
 
     def _open_pidfd(self, pid: int) -> int:
-        """Descriptor that becomes readable at the death of `pid`; -1 if it cannot be watched."""
+        """Return a descriptor that becomes readable at the death of `pid`; -1 if there is none."""
         if pid <= 0 or pid == self._processes.getpid():
             return -1
         try:

@@ -1,0 +1,231 @@
+"""The engine once workers were adopted: requests, steps, pauses and the search for poison."""
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from core_proc.invariants import check_invariants
+from core_proc.options import SchedulerOptions
+from core_proc.output_check import check_output
+from core_proc.outputs import output_row, prompt_rows
+from core_proc.owners import Client, Owner, Owners, owner_of
+from core_proc.pausing import Pausing
+from core_proc.quarantine import Quarantine
+from core_proc.request import Request
+from core_proc.scheduler import Scheduler
+from core_proc.stats import scheduler_stats
+from protocol.api_core import (
+    AddRequest,
+    EngineStats,
+    ErrorCode,
+    Refused,
+    RequestError,
+    RequestOutput,
+    StepOutputs,
+    validate_request,
+)
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.message import MAX_TEXT
+
+CANARY_ID = 2**53 - 1
+"""Id of the quarantine's own request; `_next_req_id` never gets there."""
+
+log = logging.getLogger("troika.core")
+
+
+class RunningEngine:
+    """Joins the scheduler to clients and workers. It survives the loss of workers."""
+
+    def __init__(
+        self, config: EngineConfig, facts: ModelFacts, swap_cost_tokens: float, owners: Owners
+    ) -> None:
+        self._limits = config.scheduler
+        self._checks_invariants = config.run.check_invariants
+        self._owners = owners
+        self._next_req_id = 1
+        self._num_steps = 0
+        self._num_worker_restarts = 0
+        self.facts = facts
+        self.scheduler = Scheduler(SchedulerOptions.combine(config, facts, swap_cost_tokens))
+        self.pausing = Pausing(self.scheduler, owners.post)
+        self.quarantine = Quarantine(self.scheduler, CANARY_ID)
+
+    # Workers ------------------------------------------------------------------------------------
+
+    def replace_workers(self, facts: ModelFacts) -> None:
+        """Continue with other workers, whose facts can replace those before."""
+        self.facts = facts
+        self._num_worker_restarts += 1
+
+    def lose_workers(self) -> None:
+        """Take back all steps in flight."""
+        self.quarantine.workers_lost()
+        self.scheduler.recompute_all()
+        self.pausing.workers_lost()
+
+    def attribute_crash(self, now: float) -> None:
+        """Search for the request that made the workers die; reject it if it is found."""
+        culprit = self.quarantine.attribute_crash(now)
+        if culprit is not None:
+            for request in self.quarantine.reject(culprit, now):
+                self.scheduler.abort_request(request.req_id)
+                text = "the request has killed its worker twice"
+                self._refuse(request, text, ErrorCode.QUARANTINED)
+
+    # Clients ------------------------------------------------------------------------------------
+
+    def add(self, client: Client, add: AddRequest, now: float) -> Refused | None:
+        """Accept a request or refuse it. An open request with the same id ends in either case."""
+        was_accepted = add.resent or self._owners.has(client, add.request_id)
+        error = self._why_not(add, now, was_accepted=was_accepted)
+        self.abort(client, [add.request_id])
+        if error is not None:
+            return Refused(add.request_id, error)
+        request = Request(
+            self._next_req_id,
+            add.prompt,
+            add.sampling_params,
+            output_token_ids=add.output_token_ids,
+            priority=add.priority,
+            arrival_time=now - add.age_s,
+            cache_salt=add.cache_salt,
+            tenant=add.tenant,
+            owner=Owner(client, add.request_id),
+        )
+        try:
+            self.scheduler.add_request(request)
+        except ValueError as problem:
+            return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
+        self.quarantine.added(request)
+        self._owners.enter(client, add.request_id, self._next_req_id)
+        self._next_req_id += 1
+        return None
+
+    def _why_not(self, add: AddRequest, now: float, *, was_accepted: bool) -> RequestError | None:
+        """Return the reason to refuse a request, if there is one."""
+        if not was_accepted:
+            if self.pausing.is_draining:
+                return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
+            if (error := self._overload(add.num_prompt_tokens)) is not None:
+                return error
+        if self.quarantine.refuses(add.prompt, add.sampling_params, now):
+            text = "the same request has killed workers; it is refused for ten minutes"
+            return RequestError(ErrorCode.QUARANTINED, text)
+        return validate_request(add, self.facts)
+
+    def _overload(self, num_prompt_tokens: int) -> RequestError | None:
+        """Return why the queue has no room for one more request, if it has none."""
+        scheduler, limits = self.scheduler, self._limits
+        num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
+        if num_waiting >= limits.max_num_waiting:
+            text = f"{limits.max_num_waiting} requests are waiting already"
+        elif num_waiting and num_tokens + num_prompt_tokens > limits.max_waiting_tokens:
+            text = f"prompts of {num_tokens} tokens are waiting already"
+        else:
+            return None
+        return RequestError(ErrorCode.OVERLOADED, text)
+
+    def abort(self, client: Client, request_ids: Iterable[int]) -> None:
+        """End requests whose outputs are not wanted any more; unknown ids are ignored."""
+        for request_id in request_ids:
+            req_id = self._owners.remove(client, request_id)
+            if req_id is not None:
+                self.scheduler.abort_request(req_id)
+
+    def drop_client(self, client: Client, req_ids: Iterable[int]) -> None:
+        """End these requests of a client that is gone."""
+        for req_id in req_ids:
+            self.scheduler.abort_request(req_id)
+        self.pausing.forget(client)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.pausing.drain()
+
+    # Steps --------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide the next step; None if there is nothing to compute or enough is in flight."""
+        self.quarantine.advance()
+        step = self.scheduler.schedule()
+        if step is not None:
+            self._num_steps += 1
+            self.quarantine.dispatched(step)
+        self._refuse_failures()
+        self._check_invariants()
+        return step
+
+    def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
+        """Take in the results of a step; see `EngineCore.update`."""
+        in_flight = self.scheduler.in_flight
+        oldest = in_flight[0] if in_flight else None
+        num_drafts = self._limits.num_speculative_tokens
+        check_output(output, oldest, self.facts.vocab_size, num_drafts)
+        rows: dict[Client, list[RequestOutput]] = {}
+        for part in output.prompt_logprobs:
+            request = self.scheduler.requests.get(part.req_id)
+            if request is None:
+                continue
+            try:
+                new_rows = prompt_rows(request, part)
+            except Exception as problem:
+                self._give_up(request, problem)
+                continue
+            if new_rows:
+                rows.setdefault(owner_of(request).client, []).extend(new_rows)
+        for req_id, error in output.request_errors.items():
+            if req_id != CANARY_ID:
+                self.scheduler.fail_request(req_id, error, ErrorCode.COMPUTATION_FAILED)
+        results = self.scheduler.update_from_output(output)
+        self.quarantine.computed(result.request for result in results)
+        for result in results:
+            if self.quarantine.is_canary(result.request):
+                continue
+            owner = owner_of(result.request)
+            try:
+                row = output_row(result, owner, output)
+            except Exception as error:
+                self._give_up(result.request, error)
+                continue
+            rows.setdefault(owner.client, []).append(row)
+            if result.finish_reason is not None:
+                self._owners.remove(owner.client, owner.request_id)
+        self._refuse_failures()
+        self._check_invariants()
+        return {client: StepOutputs(new_rows) for client, new_rows in rows.items()}
+
+    def _check_invariants(self) -> None:
+        if self._checks_invariants:
+            check_invariants(self.scheduler)
+
+    def _give_up(self, request: Request, error: Exception) -> None:
+        """End a request whose outputs cannot be built; a failed assertion ends the core."""
+        if isinstance(error, AssertionError):
+            raise error
+        log.error("outputs of request %d failed", request.req_id, exc_info=error)
+        self.scheduler.abort_request(request.req_id)
+        self._refuse(request, "the request's output could not be built")
+
+    def _refuse_failures(self) -> None:
+        for failure in self.scheduler.take_failures():
+            log.error("request %d failed: %s", failure.request.req_id, failure.error)
+            self._refuse(failure.request, failure.error, failure.code)
+
+    def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        """Send `Refused` to the client of a request that has ended, if it still waits for it."""
+        if request.owner is not None and self._owners.waits_for(request):  # a canary has none
+            owner = owner_of(request)
+            self._owners.remove(owner.client, owner.request_id)
+            error = RequestError(code, why[:MAX_TEXT])
+            self._owners.post(owner.client, Refused(owner.request_id, error))
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters of everything but the loop and the links."""
+        return msgspec.structs.replace(
+            scheduler_stats(self.scheduler),
+            num_steps=self._num_steps,
+            worker_restarts=self._num_worker_restarts,
+            num_quarantined=self.quarantine.num_rejected,
+        )
