@@ -93,6 +93,9 @@ class Replay:
         config = _CONFIG_DEFAULTS | workload.get("config", {})
         self._max_model_len: int = config["max_model_len"]
         num_blocks = config.pop("num_gpu_blocks")
+        num_active_seqs = config.pop("max_num_active_seqs")  # vLLM's: replaces the other one
+        if num_active_seqs is not None:
+            config["max_num_seqs"] = num_active_seqs
         self._scheduler = Scheduler(
             SchedulerOptions(**config, num_blocks=num_blocks, eos_token_ids=(EOS_TOKEN_ID,))
         )

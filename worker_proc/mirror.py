@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.core_worker import BlockCopies, ModelFacts, NewRequestData, SchedulerOutput
+from protocol.core_worker import (
+    NULL_BLOCK,
+    BlockCopies,
+    ModelFacts,
+    NewRequestData,
+    SchedulerOutput,
+)
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
 from worker_proc.drafter import NgramIndex
-
-NULL_BLOCK = 0
-"""Stands in block tables where a window has passed."""
 
 
 class MirrorError(Exception):

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core_proc.block_pool import NULL_BLOCK
 from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
-from protocol.core_worker import SchedulerOutput
+from protocol.core_worker import NULL_BLOCK, SchedulerOutput
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.sampling import FinishReason, SamplingParams
 from tests.core.events import SHARED_HEAD, expected, num_blocks_for, sample

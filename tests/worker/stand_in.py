@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from protocol.core_worker import (
+    NULL_BLOCK,
     BlockCopies,
     CachedRequestData,
     ModelRunnerOutput,
@@ -21,7 +22,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import MAX_STEPS, across_the_wire
-from worker_proc.mirror import NULL_BLOCK, first_seen
+from worker_proc.mirror import first_seen
 from worker_proc.model_runner import ModelRunner
 
 MAX_RUNNING = 5

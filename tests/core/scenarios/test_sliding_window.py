@@ -2,8 +2,7 @@
 
 import pytest
 
-from core_proc.block_pool import NULL_BLOCK
-from protocol.core_worker import KVGroup
+from protocol.core_worker import NULL_BLOCK, KVGroup
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 FULL = KVGroup()
