@@ -1,7 +1,7 @@
-"""KV blocks: who holds how many references, which are free, which contents are cached.
+"""KV blocks: reference counts, the queue of free blocks, and the cached contents.
 
-Free blocks wait in a queue whose front is handed out first. Blocks without a hash return to the
-front, cached ones to the end, so cached contents live as long as there is anything else to take.
+Free blocks are allocated from the front of a queue. Blocks without a hash return to the front,
+cached ones to the end, so cached contents live as long as there are other blocks to take.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,19 @@ class BlockPool:
     """Reference counts, the free queue and the map from content hash to blocks."""
 
     def __init__(self, num_blocks: int, recorder: EventRecorder | None = None) -> None:
-        """Create `num_blocks` blocks, the null block included; a recorder is told what goes."""
+        """Create `num_blocks` blocks, the null block included."""
         assert num_blocks >= 2, f"num_blocks {num_blocks} must be at least 2"
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
-        self.num_frees = 0
-        """Calls of `free` so far: while it stands still, free blocks only become fewer."""
+        self.num_freed = 0
+        """Blocks that have become free so far: an upper bound of the growth of `num_free`."""
         self._recorder = recorder
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks_of: dict[bytes, list[int]] = {}
-        """Equal contents are not merged afterwards, so several blocks may carry one hash."""
-        # The free queue: a ring linked in both directions and anchored at the null block, so that a
+        """Equal contents are not merged, so several blocks may have one hash."""
+        self._watched: frozenset[bytes] | None = None
+        # The free queue: a ring linked in both directions, with the null block as its anchor. So a
         # cache hit takes its block out of the middle without a search.
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -36,7 +37,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the front; contents that they still cached are forgotten."""
+        """Take `count` blocks from the front, and forget the contents that they cached."""
         assert count <= self.num_free
         taken = []
         following, hashes, ref_counts = self._next, self._hashes, self._ref_counts
@@ -66,9 +67,8 @@ class BlockPool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop a reference to each block of one table, given in the table's order.
 
-        The tail goes first, so that the heads of prefixes, which more requests share, live longest.
+        The tail is freed first, so that the heads of prefixes, which are shared, live longest.
         """
-        self.num_frees += 1
         hashes, ref_counts = self._hashes, self._ref_counts
         following, preceding = self._next, self._prev
         front, last_plain = following[NULL_BLOCK], NULL_BLOCK
@@ -92,9 +92,10 @@ class BlockPool:
             last = block_id
         following[last], preceding[NULL_BLOCK] = NULL_BLOCK, last
         self.num_free += num_plain + len(cached)
+        self.num_freed += num_plain + len(cached)
 
     def cached_run(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Find blocks with these contents, one for each, up to the first that is not cached."""
+        """Find a block for each of these contents, up to the first that is not cached."""
         run = []
         for block_hash in block_hashes:
             blocks = self._blocks_of.get(block_hash)
@@ -109,32 +110,46 @@ class BlockPool:
         return blocks[0] if blocks else None
 
     def remember(self, block_id: int, block_hash: bytes) -> bool:
-        """Make a full block's content known to the cache; returns whether it is new there."""
+        """Cache a full block's content; returns whether it was not cached before."""
         assert self._hashes[block_id] is None
         assert self._ref_counts[block_id] > 0
         self._hashes[block_id] = block_hash
         blocks = self._blocks_of.setdefault(block_hash, [])
         blocks.append(block_id)
+        if self._watched and block_hash in self._watched:
+            self._watched = None
         return len(blocks) == 1
 
     def forget(self, block_id: int) -> None:
-        """Take a block's content out of the cache."""
+        """Remove a block's content from the cache."""
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         self._hashes[block_id] = None
         blocks = self._blocks_of[block_hash]
         blocks.remove(block_id)
+        if self._watched and block_hash in self._watched:
+            self._watched = None
         if not blocks:
             del self._blocks_of[block_hash]
             if self._recorder is not None:
                 self._recorder.removed(block_hash)
 
     def forget_all(self) -> None:
-        """Empty the cache; references stay."""
+        """Empty the cache; reference counts stay."""
         if self._recorder is not None:
             self._recorder.cleared()
         self._blocks_of.clear()
         self._hashes = [None] * self.num_blocks
+        self._watched = None
+
+    def watch(self, block_hashes: Iterable[bytes]) -> None:
+        """Watch these contents, instead of any others, from now on."""
+        self._watched = frozenset(block_hashes)
+
+    @property
+    def is_watched_unchanged(self) -> bool:
+        """Whether no block with a watched content has been cached or forgotten since `watch`."""
+        return self._watched is not None
 
     def count_free(self, block_ids: Sequence[int]) -> int:
         """Return how many of these blocks no table holds."""
@@ -150,7 +165,7 @@ class BlockPool:
         return self._hashes[block_id]
 
     def free_ids(self) -> list[int]:
-        """List the free queue, front first (walks it: for tests)."""
+        """List the free queue, front first (in O(free blocks): for tests)."""
         ids = []
         block_id = self._next[NULL_BLOCK]
         while block_id != NULL_BLOCK:

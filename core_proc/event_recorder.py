@@ -1,4 +1,4 @@
-"""Writes down what becomes known to the prefix cache and what is forgotten."""
+"""Records what is stored in the prefix cache, and what is removed."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,12 @@ HASH_BYTES = 32
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:
-    """Name a block's content: the same tokens have other KV in another group of layers."""
+    """Return the key of a block's content: in each KV group the same tokens have other KV."""
     return block_hash if group == 0 else block_hash + bytes([group])
 
 
 class _Content(NamedTuple):
-    """What one block holds, kept small: there may be one for every block of the pool."""
+    """The content of one block. Kept small: there may be one for every block of the pool."""
 
     block_hash: bytes
     parent_hash: bytes | None
@@ -28,24 +28,24 @@ class _Content(NamedTuple):
 
 
 _MAX_UNTAKEN = 100_000
-"""Of what has happened since the last `take`, unless more is stored."""
+"""Most records since the last `take`, unless twice the stored contents are more."""
 
-_Happening = _Content | BlocksRemoved | AllBlocksCleared
+_Record = _Content | BlocksRemoved | AllBlocksCleared
 
 
 class EventRecorder:
-    """Events since the last `take`, and what a snapshot of the cache needs.
+    """Events since the last `take`, and the contents for a snapshot.
 
-    Several blocks may have one content: it is stored with the first and removed with the last.
+    Several blocks may have one content: it is stored with the first, and removed with the last.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._happened: list[_Happening] = []
+        self._records: list[_Record] = []
         self._stored: dict[bytes, _Content] = {}
 
     def stored(self, request: Request, index: int, group: int) -> None:
-        """A content is hittable that was not: that of block `index` of the request."""
+        """Record that block `index` of the request is cached, the first with its content."""
         hashes, size = request.block_hashes, self._block_size
         content = _Content(
             hashes[index],
@@ -59,38 +59,38 @@ class EventRecorder:
         self._note(content)
 
     def removed(self, key: bytes) -> None:
-        """No block has this content any more."""
+        """Record that no block has this content any more."""
         del self._stored[key]
         group = key[HASH_BYTES] if len(key) > HASH_BYTES else 0
         self._note(BlocksRemoved([key[:HASH_BYTES]], group))
 
-    def _note(self, happening: _Happening) -> None:
-        self._happened.append(happening)
-        if len(self._happened) > max(_MAX_UNTAKEN, 2 * len(self._stored)):
-            # Nobody has asked for long: a new beginning is shorter than all of it.
-            self._happened = [AllBlocksCleared(), *self._stored.values()]
+    def _note(self, record: _Record) -> None:
+        self._records.append(record)
+        if len(self._records) > max(_MAX_UNTAKEN, 2 * len(self._stored)):
+            # `take` was not called for long: to start again from nothing is shorter.
+            self._records = [AllBlocksCleared(), *self._stored.values()]
 
     def cleared(self) -> None:
-        """The cache is empty."""
+        """Record that the cache is empty."""
         self._stored.clear()
-        self._happened.append(AllBlocksCleared())
+        self._records.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
-        """Return what has happened since the last call, neighbours of one kind put together."""
-        happened, self._happened = self._happened, []
-        return list(self._merged(happened))
+        """Return the events since the last call; neighbours of one kind are joined."""
+        records, self._records = self._records, []
+        return list(self._merged(records))
 
     def snapshot(self) -> Iterator[KVEvent]:
-        """Return events that tell an empty cache all that is cached at the time of the call.
+        """Return events that bring an empty cache to the state at the time of the call.
 
-        They are made as they are asked for: all of a large cache at once would take long.
+        They are made one by one: all of a large cache at once would take long.
         """
         return self._merged(list(self._stored.values()))
 
-    def _merged(self, happened: Iterable[_Happening]) -> Iterator[KVEvent]:
-        """Put events together; those of different groups may change places."""
+    def _merged(self, records: Iterable[_Record]) -> Iterator[KVEvent]:
+        """Join events of one kind; events of different groups may change places."""
         latest: dict[int, BlocksStored | BlocksRemoved] = {}
-        for item in happened:
+        for item in records:
             if isinstance(item, AllBlocksCleared):
                 yield from latest.values()
                 latest.clear()
@@ -118,11 +118,11 @@ class EventRecorder:
 
 
 _MAX_JOINED = 256
-"""Hashes in one event."""
+"""Most hashes in one event."""
 
 
 def _join(last: BlocksStored | BlocksRemoved, event: BlocksStored | BlocksRemoved) -> bool:
-    """Add an event to the last one of its group, if they are of one kind and go on."""
+    """Join an event to the last one of its group, if it continues that; returns whether."""
     if len(last.block_hashes) >= _MAX_JOINED:
         return False
     if isinstance(last, BlocksStored) and isinstance(event, BlocksStored):

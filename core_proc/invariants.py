@@ -21,7 +21,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     stretched = options.max_num_batched_tokens if options.elastic_token_budget else 0
     assert scheduler.largest_step <= max(options.token_budget, stretched)
     assert scheduler.num_accepted == scheduler.num_ended + len(scheduler.requests)
-    assert len(running) <= options.max_num_running
+    assert len(running) <= options.max_num_seqs
     assert len(scheduler.in_flight) <= options.max_steps_in_flight
     assert len(waiting) == scheduler.num_waiting
     assert len(running) + len(waiting) == len(scheduler.requests)
@@ -29,14 +29,14 @@ def check_invariants(scheduler: Scheduler) -> None:
     indices = [request.admission_index for request in running]
     assert indices == sorted(set(indices))
     for request in running:
-        num_quiet = request.due_at - scheduler.calendar.clock.now - 1
+        num_quiet = request.due_at - scheduler.queues.due_index.now - 1
         assert request.num_computed_tokens + num_quiet <= scheduler.kv.num_slots(request)
         _check_running(request, _num_owed(scheduler, request), scheduler.kv.block_size)
     for request in waiting:
         _check_waiting(request, _num_owed(scheduler, request))
     scheduler.swapper.check_invariants(waiting)
     scheduler.partial_prefills.check_invariants(running)
-    scheduler.calendar.check_invariants(running)
+    scheduler.queues.due_index.check_invariants(running)
 
 
 def _check_running(request: Request, num_owed: int, block_size: int) -> None:

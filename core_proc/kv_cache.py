@@ -1,18 +1,17 @@
 """KV cache manager: block tables that grow with the computed tokens, and the prefix cache.
 
-It answers whether something fits and never decides who should. A block is cached once it is full
-and its tokens are known, under the hash of all tokens up to its end, so a hit on block i implies
-the whole prefix.
+It decides whether something fits, and never which request should get it. A block is cached once
+it is full and its tokens are known, under the hash of all tokens up to its end. So a hit on block i
+implies the whole prefix.
 
-Layers that see through a sliding window form groups of their own, with tables of their own out of
-the same pool: what their window has passed is given back, and a hit needs only what it still sees.
+Layers with a sliding window form KV groups, whose tables take blocks from the same pool. Blocks
+that the window has passed are freed, and a hit needs only the blocks that it still sees.
 """
 
 import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from core_proc.block_pool import BlockPool
 from core_proc.event_recorder import EventRecorder, group_key
@@ -30,17 +29,8 @@ Tables = list[list[int]]
 """Block ids, one list per KV group, all equally long."""
 
 
-class _Refusal(NamedTuple):
-    """What must change before the same request can be admitted."""
-
-    request: Request
-    num_frees: int
-    missing_hash: bytes | None
-    """Of the first block that the cache did not have; None if it had all full ones."""
-
-
 class KVCacheManager:
-    """Gives blocks to requests and takes them back."""
+    """Gives blocks to requests, and takes them back."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         """Manage the pool that `options` describes."""
@@ -50,11 +40,10 @@ class KVCacheManager:
         self._has_windows = any(group.window is not None for group in options.kv_groups)
         self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
         self.pool = BlockPool(options.num_blocks, self._recorder)
-        self._refusal: _Refusal | None = None
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no request holds, cached ones included."""
         return self.pool.num_free
 
     @property
@@ -63,11 +52,11 @@ class KVCacheManager:
         return 1.0 - self.pool.num_free / self.pool.num_usable
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill in one table, the last one perhaps in part."""
+        """Blocks of one table that hold `num_tokens` tokens; the last may be filled in part."""
         return -(-num_tokens // self.block_size)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether an otherwise empty cache is enough to compute so many tokens of one request."""
+        """Whether one request can have `num_tokens` computed in an otherwise empty cache."""
         num_blocks = self.num_blocks_for(num_tokens)
         most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
         return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
@@ -75,7 +64,7 @@ class KVCacheManager:
     # The prefix cache ---------------------------------------------------------------------------
 
     def may_read_cache(self, request: Request) -> bool:
-        """Whether the request profits from hits; for prompt logprobs all must be computed."""
+        """Whether the request may use hits: for prompt logprobs it must compute all tokens."""
         return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
     def prepare(self, request: Request) -> bool:
@@ -133,6 +122,19 @@ class KVCacheManager:
                 run.append(block_id)
         return [NULL_BLOCK] * (end - len(run)) + run[::-1]
 
+    def without_passed(self, hits: Tables, start: int) -> Tables:
+        """Drop the hits that no token from position `start` on attends to."""
+        if not self._has_windows:
+            return hits
+        num_passed = [min(self._first_seen(g.window, start), len(hits[0])) for g in self.groups]
+        return [[NULL_BLOCK] * n + t[n:] for n, t in zip(num_passed, hits, strict=True)]
+
+    def watch_prefix(self, request: Request) -> None:
+        """Watch all contents that `find_cached_prefix` could find for the request."""
+        hashes = request.block_hashes if self.may_read_cache(request) else []
+        keys = (group_key(key, group) for group in range(len(self.groups)) for key in hashes)
+        self.pool.watch(keys)
+
     def _first_seen(self, window: int | None, num_computed: int) -> int:
         """First entry of a table that tokens from position `num_computed` on attend to."""
         return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
@@ -142,26 +144,14 @@ class KVCacheManager:
         if self.pool.num_free != self.pool.num_usable:
             return False
         self.pool.forget_all()
-        self._refusal = None
         return True
 
-    def num_common_prefix_blocks(self, running: Sequence[Request]) -> int:
-        """Leading blocks that all running requests share; 0 where a window could pass them."""
-        if not running or self._has_windows:
-            return 0
-        count = 0
-        for block_id in running[0].block_tables[0]:
-            if self.pool.ref_count(block_id) != len(running):
-                break
-            count += 1
-        return count
-
     def take_events(self) -> list[KVEvent]:
-        """Return what has happened to the cache since the last call, if that is recorded."""
+        """Return what happened to the cache since the last call, if events are recorded."""
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> Iterator[KVEvent]:
-        """Return events that tell an empty cache all that is cached now; made when asked for."""
+        """Return events that bring an empty cache to the current state, made one by one."""
         return iter(()) if self._recorder is None else self._recorder.snapshot()
 
     # Blocks -------------------------------------------------------------------------------------
@@ -169,7 +159,7 @@ class KVCacheManager:
     def num_missing_blocks(
         self, hits: Tables, start: int, num_tokens: int, num_reserved: int
     ) -> int:
-        """Count the free blocks that `admit` would lack; below 0: that it would leave."""
+        """Count the free blocks that `admit` would lack; negative: that it would leave."""
         num_wanted = 0
         for group, table in zip(self.groups, hits, strict=True):
             first_new = self._first_new(group, table, start)
@@ -178,7 +168,7 @@ class KVCacheManager:
             live = live_blocks(table)
             if group.max_blocks is not None:
                 num_reserve = max(num_new, min(num_reserve, group.max_blocks - len(live)))
-            # A hit that nobody holds lies in the free queue and is used up just like a new block.
+            # A hit that no request holds is in the free queue, and is used up like a new block.
             num_wanted += num_reserve + self.pool.count_free(live)
         return num_wanted - self.pool.num_free
 
@@ -196,41 +186,29 @@ class KVCacheManager:
         num_reserved: int = 0,
         headroom: int = 0,
     ) -> bool:
-        """Give a request without blocks its first ones, if they fit.
+        """Give a request its first blocks, if they fit.
 
         Args:
             request: Holds no blocks yet.
-            hits: What `find_cached_prefix` returned for it, in this very step.
+            hits: What `find_cached_prefix` returns for it now, `without_passed`.
             start: Position of the first token that is going to be computed. The KV between the
                 hits and it comes from elsewhere, before this step computes.
             num_tokens: Tokens that need slots now.
-            num_reserved: Tokens that must fit too, though their blocks are not taken yet.
-            headroom: Blocks that must stay free besides.
+            num_reserved: Tokens that must fit too, although their blocks are not taken yet.
+            headroom: Blocks that must stay free.
 
         Returns:
             Whether it fitted; if not, nothing changed.
         """
         assert not request.block_tables
-        if self._has_windows:
-            hits = [
-                self._without_passed(g, t, start) for g, t in zip(self.groups, hits, strict=True)
-            ]
         if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
-            hashes, num_hit = request.block_hashes, len(hits[0])
-            missing = hashes[num_hit] if num_hit < len(hashes) else None
-            self._refusal = _Refusal(request, self.pool.num_frees, missing)
             return False
         self._take(request, hits, start, num_tokens)
         self.remember_full_blocks(request, num_tokens)
         return True
 
-    def _without_passed(self, group: KVGroup, hits: list[int], start: int) -> list[int]:
-        """Let go of hits that nobody will read, as computing begins so far behind them."""
-        num_passed = min(self._first_seen(group.window, start), len(hits))
-        return [NULL_BLOCK] * num_passed + hits[num_passed:]
-
     def hold(self, request: Request, num_tokens: int) -> bool:
-        """Give a waiting request blocks that something else will fill, if they fit."""
+        """Give a waiting request blocks that a remote load fills, if they fit."""
         no_hits: Tables = [[] for _ in self.groups]
         if self.num_missing_blocks(no_hits, 0, num_tokens, 0) > 0:
             return False
@@ -249,31 +227,17 @@ class KVCacheManager:
             request.block_tables.append(table + passed + new_ids)
         request.num_hashed_blocks = len(hits[0])
 
-    def still_refuses(self, request: Request) -> bool:
-        """Whether `admit` has refused the request and would do so again: a look, not a search.
-
-        It would where nothing was freed since then and its cached prefix has not become longer,
-        provided that it asks for no fewer tokens and no less headroom.
-        """
-        refusal = self._refusal
-        if refusal is None or refusal.request is not request or self._has_windows:
-            return False
-        if refusal.num_frees != self.pool.num_frees:
-            return False
-        missing = refusal.missing_hash
-        return missing is None or self.pool.cached_block(missing) is None
-
     def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
         """Extend the tables to slots for `num_tokens`.
 
         Args:
             request: Holds blocks.
             num_tokens: From the first on.
-            again: It has been granted tokens in this step before, and these still attend to all
-                that the window shows them.
+            again: The same step has granted it tokens before, which still attend to all that
+                their window shows them.
 
         Returns:
-            The new blocks, for every group; empty if there are none. None, with nothing taken, if
+            The new blocks of each group; empty if it needs none. None, and nothing is taken, if
             they do not fit.
         """
         tables, pool = request.block_tables, self.pool
@@ -292,15 +256,15 @@ class KVCacheManager:
         return new
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request can grow to so many tokens."""
+        """Whether a running request can grow to `num_tokens`."""
         num_new = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
         return num_new * len(request.block_tables) <= self.pool.num_free
 
     def _free_passed(self, request: Request) -> None:
-        """Give back what no window reaches from the next token on.
+        """Free the blocks that no window reaches from the next token on.
 
         Steps in flight may still read these blocks. That is safe: the worker runs steps strictly
-        in order, so whoever gets a block next writes after them.
+        in order, so the next holder of a block writes to it after them.
         """
         for group, table in zip(self.groups, request.block_tables, strict=True):
             end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
@@ -312,11 +276,11 @@ class KVCacheManager:
                 table[first:end] = [NULL_BLOCK] * (end - first)
 
     def num_slots(self, request: Request) -> int:
-        """Tokens that the request's blocks have room for."""
+        """Tokens that fit into the request's blocks."""
         return len(request.block_tables[0]) * self.block_size
 
     def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
-        """Blocks that nobody but these requests holds, and that are not wanted anyway."""
+        """Count the blocks that no other request holds, without those in `besides`."""
         held = Counter(i for r in requests for table in r.block_tables for i in table)
         for block_id in {NULL_BLOCK}.union(*besides):
             del held[block_id]
@@ -324,14 +288,14 @@ class KVCacheManager:
         return sum(ref_count(block_id) == count for block_id, count in held.items())
 
     def num_shared_blocks(self, request: Request) -> int:
-        """Blocks of the request's text that others hold too, and so keep cached."""
+        """Count the request's blocks that others hold too, and so keep cached."""
         ref_count = self.pool.ref_count
         return sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
 
     def forget_uncomputed(self, request: Request) -> None:
         """Drop the hashes of blocks that were to be filled by a step that will not be sent.
 
-        What somebody else holds too was a hit, and has been filled.
+        A block that another request holds too was a hit, and has been filled.
         """
         first = request.num_computed_tokens // self.block_size
         for table in request.block_tables:
@@ -341,22 +305,22 @@ class KVCacheManager:
         request.num_hashed_blocks = min(first, request.num_hashed_blocks)
 
     def free(self, request: Request) -> None:
-        """Take back all blocks; what full ones contain stays cached until they are reused.
+        """Free all blocks; the contents of full ones stay cached until they are reused.
 
         Steps in flight may still write to these blocks: see `_free_passed`.
         """
         try:
             self.remember_full_blocks(request, request.num_computed_tokens)
         except AssertionError:
-            raise  # the books are wrong, and that is nothing to go on with
+            raise  # the books are wrong
         except Exception:
-            # Nobody needs these hashes, and the blocks must come back.
+            # The hashes are not needed, but the blocks must be freed.
             log.exception("blocks of request %d are not cached", request.req_id)
             self.forget_uncomputed(request)
         self.discard(request)
 
     def discard(self, request: Request) -> None:
-        """Take back all blocks, and cache no more of them than was cached before."""
+        """Free all blocks, and cache no more of them than was cached before."""
         for table in request.block_tables:
             self.pool.free(live_blocks(table))
         request.block_tables = []
@@ -367,8 +331,8 @@ class KVCacheManager:
     def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the full blocks among the first tokens, as far as their ids are known.
 
-        This happens when the step is scheduled: within one step the worker writes all KV before
-        anyone attends, so a later admission of the same step may already hit them.
+        This happens when the step is scheduled: in one step the worker writes all KV before it
+        attends, so a later admission of the same step may already hit these blocks.
         """
         if not self.enable_prefix_caching:
             return
@@ -402,13 +366,13 @@ class KVCacheManager:
 
 
 def live_blocks(table: list[int]) -> list[int]:
-    """Return the blocks of a table without the places that a window has passed."""
+    """Return the blocks of a table, without the entries that a window has passed."""
     if NULL_BLOCK not in table:
         return table
     return [block_id for block_id in table if block_id != NULL_BLOCK]
 
 
 def prefix_root(request: Request) -> bytes:
-    """What a prefix depends on beside its tokens; no root is the beginning of another."""
+    """What a prefix depends on besides its tokens; no root is a prefix of another."""
     salt = request.cache_salt.encode()
     return request.adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt

@@ -1,4 +1,4 @@
-"""Everything that a scheduler can be told: settings of the user and facts of the model."""
+"""The options of a scheduler: settings of the user, and facts of the model."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ VICTIM_CHOICES = ("policy", "cheapest")
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings have the names that they have in `protocol.config`, facts those of `ModelFacts`.
+    """Settings are named as in `protocol.config`, facts as in `ModelFacts`.
 
     Raises:
         ValueError: a value is out of bounds; the text names the field and the bound.
@@ -23,51 +23,49 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     num_host_blocks: int = 0
-    """Room for requests that are swapped out; 0: victims are always computed again."""
+    """Blocks for requests that are swapped out; 0: victims are always computed again."""
     swap_cost_tokens: float = 0.0
-    """Copying a block out and in takes as long as computing so many tokens."""
+    """Tokens that are computed in the time that copying a block out and in takes."""
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
 
-    # What a step may hold.
+    # The bounds of a step.
     max_num_seqs: int = 16
-    max_num_active_seqs: int | None = None
-    """Replaces `max_num_seqs`."""
     max_num_batched_tokens: int = 2048
     max_num_scheduled_tokens: int | None = None
     """Replaces `max_num_batched_tokens` as the budget of a step."""
     max_steps_in_flight: int = 1
     num_speculative_tokens: int = 0
-    """Most drafts of a request that the worker verifies in one step; 0: it guesses none."""
+    """Most drafts of a request that the worker verifies in one step; 0: no speculation."""
 
     # How prompts are cut.
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    """Most tokens of one request per step; 0: no such limit."""
+    """Most tokens of one request per step; 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
-    """The threshold is at least a fair share of the step's tokens."""
+    """The threshold is at least a fair share of the step: see `Scheduler._threshold`."""
     max_num_partial_prefills: int = 0
     """Most requests whose prompts are being computed over several steps; 0: any number."""
     max_long_partial_prefills: int = 0
-    """Of these, most that are longer than the threshold; shorter ones may overtake. 0: any."""
+    """Most of these that are longer than the threshold (others may overtake); 0: any number."""
     elastic_token_budget: bool = False
-    """While nobody waits, prompts take what a step has left, past the threshold and the budget
-    (up to `max_num_batched_tokens`)."""
+    """While no request waits, prompts take what a step has left, beyond the threshold and the
+    budget (up to `max_num_batched_tokens`)."""
 
-    # Who comes first, and who loses its blocks.
+    # Which request is first, and which one is preempted.
     policy: str = "fcfs"
     tenant_weights: Mapping[str, float] = {}
-    """Shares under the fair policy; a tenant that is not named has weight 1."""
+    """Shares under the fair policy; other tenants have weight 1."""
     preempt_for_priority: bool = False
     """A waiting request may take slots and blocks of running ones of lower priority."""
     victim_choice: str = "policy"
-    """Or "cheapest": among the least important, whoever has least to compute again."""
+    """Or "cheapest": of the least important requests, the one with least to compute again."""
 
     # The KV cache.
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     scheduler_reserve_full_isl: bool = True
-    """Admit a request only when there is room for all the tokens that it has by now."""
+    """Admit a request only if all tokens that it has fit, not only its first chunk."""
     watermark: float = 0.0
 
     def __post_init__(self) -> None:
@@ -89,7 +87,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def combine(
         cls, config: EngineConfig, facts: ModelFacts, swap_cost_tokens: float
     ) -> "SchedulerOptions":
-        """Take the settings from `config`, and all else from what the workers say."""
+        """Take the settings from `config`, and all else from the workers' report."""
         scheduler, cache = config.scheduler, config.cache
         return cls(
             num_blocks=facts.num_gpu_blocks,
@@ -122,15 +120,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_budget(self) -> int:
-        """Tokens of one step."""
+        """Most tokens of one step, unless it is stretched."""
         budget = self.max_num_scheduled_tokens
         return self.max_num_batched_tokens if budget is None else budget
-
-    @property
-    def max_num_running(self) -> int:
-        """Sequence slots."""
-        slots = self.max_num_active_seqs
-        return self.max_num_seqs if slots is None else slots
 
 
 _LEAST = {
@@ -140,7 +132,6 @@ _LEAST = {
     "swap_cost_tokens": 0.0,
     "max_model_len": 2,
     "max_num_seqs": 1,
-    "max_num_active_seqs": 1,
     "max_num_batched_tokens": 1,
     "max_num_scheduled_tokens": 1,
     "max_steps_in_flight": 1,

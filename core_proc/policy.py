@@ -1,4 +1,4 @@
-"""Scheduling policies: two keys and nothing else decide who comes first and who gives way.
+"""Scheduling policies: two keys decide which request is first and which is preempted.
 
 To add one, subclass `Policy`, and name it in `POLICIES`.
 """
@@ -12,31 +12,31 @@ Key = tuple[float, ...]
 
 
 class Policy:
-    """What the scheduler asks of a policy; the hooks tell it what has happened."""
+    """The interface between the scheduler and a policy: keys, and hooks for what happens."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        """Take what the policy needs of the options."""
+        """Read what the policy needs from the options."""
 
     def order(self, request: Request) -> Key:
-        """Place in the waiting queue, smallest first; asked whenever the request is queued."""
+        """Return the place in the waiting queue, smallest first; constant while it waits."""
         raise NotImplementedError
 
     def victim(self, request: Request) -> Key:
-        """Who is preempted when memory runs out: whoever has the greatest key of all that run."""
+        """Return a key: of all that run, the request with the greatest is preempted first."""
         raise NotImplementedError
 
     def rank(self, request: Request) -> int:
-        """Importance, lower is more: overrides all thought of what a preemption costs."""
+        """Return the importance, lower is more: it overrides the cost of a preemption."""
         return 0
 
     def arrived(self, request: Request) -> None:
-        """A request enters, for the first time; its order is asked for next."""
+        """Note that a request is new; `order` is called next."""
 
     def admitted(self, request: Request) -> None:
-        """A request begins to run, or runs again."""
+        """Note that a request begins to run, or runs again."""
 
     def left(self, request: Request) -> None:
-        """A request has finished, for whatever reason."""
+        """Note that a request has finished, for any reason."""
 
 
 class Fcfs(Policy):
@@ -56,8 +56,8 @@ class Fcfs(Policy):
 class Priority(Policy):
     """Lower `priority` first, then earlier arrival.
 
-    Among equal victims the first in `running` goes. As a resumed request runs last, two of them
-    could take turns in evicting each other for ever; so after some rounds the ids decide.
+    Of equal victims the first in `running` is preempted. A resumed request runs last, so two of
+    them could preempt each other for ever; after some rounds the ids decide.
     """
 
     MAX_EVEN_PREEMPTIONS = 64
@@ -74,11 +74,11 @@ class Priority(Policy):
 
 
 class ShortestPrefill(Policy):
-    """Fewest tokens left to compute first; whoever waits ages, so that long prompts get through.
+    """Fewest tokens left to compute first; waiting requests age, so that long prompts get through.
 
-    A waiting request counts as shorter by `AGEING` for every token that anybody is granted. All
-    age alike, so the order of any two stays what it was when the later one came: the key is
-    constant. After 1 / AGEING times its own length of other work, nobody overtakes a request.
+    A waiting request counts as shorter by `AGEING` for every token that the scheduler grants. All
+    age alike, so the order of any two does not change, and the key is constant. No request
+    overtakes another once other requests were granted 1 / AGEING times the other's length.
     """
 
     AGEING = 1 / 8
@@ -98,14 +98,14 @@ class Fair(Policy):
     """Each tenant gets tokens in proportion to its weight, however much it asks for.
 
     Start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's requests follow each other on its
-    own line of virtual time, each as long as its tokens divided by the weight, and whoever starts
-    earliest is next. Outputs are charged when they are known, at the end, and what never ran is
-    not charged. A tenant that was idle begins at the present: it has saved nothing up.
+    own line of virtual time, each as long as its tokens divided by the weight, and the request that
+    starts earliest is next. Outputs are charged at the end, when they are known, and a request that
+    never ran is not charged. A tenant that was idle begins at the present: it has no credit.
     """
 
     MIN_PRUNED = 1024
     MAX_TENANTS = 65_536
-    """Past it the accounts that are least ahead are forgotten, and begin at the present."""
+    """Beyond it the accounts that are least ahead are removed, and begin at the present."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._weights = options.tenant_weights
@@ -154,7 +154,7 @@ def make_policy(options: SchedulerOptions) -> Policy:
     """Build the policy that the options name.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no policy of this name.
     """
     if options.policy not in POLICIES:
         raise ValueError(f"policy {options.policy!r} must be one of {', '.join(POLICIES)}")

@@ -10,7 +10,7 @@ from protocol.sampling import FinishReason, SamplingParams
 
 
 class _Hash(Protocol):
-    """What hashlib returns."""
+    """The part of hashlib's objects that is used."""
 
     def update(self, data: "array[int]", /) -> None: ...
 
@@ -18,15 +18,15 @@ class _Hash(Protocol):
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands."""
+    """The state of a request; `TRANSITIONS` lists the moves between them."""
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
-    """Keeps its place in the queue until its grammar is compiled."""
+    """Keeps its place in the queue until its grammar is compiled. For structured outputs."""
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
-    """Keeps its place, and holds the blocks that its KV is being loaded into."""
+    """Keeps its place, and holds the blocks that its KV is loaded into. For remote KV."""
     WAITING_FOR_TRIAL = "waiting_for_trial"
-    """Keeps its place while it is found out which request kills workers."""
+    """Keeps its place while the quarantine tries other suspects."""
     RUNNING = "running"
     """Holds a sequence slot and KV blocks; the worker mirrors it."""
     PREEMPTED = "preempted"
@@ -53,7 +53,7 @@ BLOCKED = frozenset(
         RequestStatus.WAITING_FOR_TRIAL,
     }
 )
-"""Not to be admitted before something else has happened."""
+"""Waiting, and not admitted before `Scheduler.unblock`."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: (
@@ -81,30 +81,19 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 """From each status to the ones that may follow it."""
 
 
-class StepClock:
-    """Counts steps; whoever follows it computes one token in each, unless it is corrected."""
-
-    __slots__ = ("now",)
-
-    def __init__(self) -> None:
-        self.now = 0
-
-
 class SwappedOut(NamedTuple):
-    """KV of a preempted request that lies in host memory."""
+    """KV of a preempted request in host memory."""
 
     num_computed_tokens: int
-    """Positions whose KV is there, as far as the windows still reach."""
+    """Leading positions whose KV is there, as far as the windows still reach."""
     host_tables: list[list[int]]
     """One per KV group: the host's block, or NO_BLOCK, for each block of the table."""
 
 
 class Request:
-    """One request, from its arrival until it finishes; compared by identity."""
+    """One request, from its arrival to its end; compared by identity."""
 
     __slots__ = (
-        "_clock",
-        "_num_computed",
         "adapter_id",
         "admission_index",
         "arrival_clock",
@@ -119,6 +108,7 @@ class Request:
         "max_num_tokens",
         "num_arrived_tokens",
         "num_cached_tokens",
+        "num_computed_tokens",
         "num_draft_tokens",
         "num_drafts_in_flight",
         "num_hashed_blocks",
@@ -160,19 +150,19 @@ class Request:
         """Seconds, on the core's clock: when its client accepted it."""
         self.cache_salt = cache_salt
         self.adapter_id = adapter_id
-        """Weights that its KV depends on, beside the model's own; 0: none."""
+        """LoRA adapter that its KV depends on; 0: none. For adapters: clients cannot set it yet."""
         self.tenant = tenant
         self.owner = owner
-        """Whoever asked: opaque to the scheduler."""
+        """What the engine attaches to it; opaque to the scheduler."""
 
         self.token_ids = (
             unpack_token_array(prompt) if isinstance(prompt, bytes) else array("I", prompt)
         )
-        """Prompt and outputs; only tokens that have arrived from the worker."""
+        """Prompt and outputs, as far as they have arrived from the worker."""
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(output_token_ids)
         self.num_arrived_tokens = len(self.token_ids)
-        """Tokens that it came with: the prompt, and outputs of an earlier life."""
+        """Tokens at its arrival: the prompt, and outputs of an earlier life."""
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -182,28 +172,27 @@ class Request:
         self.num_preemptions = 0
 
         self.fingerprint: int | None = None
-        """What the quarantine knows the same request by; None until it is asked for."""
+        """Equal for equal requests; None until the quarantine needs it."""
 
-        # The scheduler's.
+        # Written by the scheduler.
         self.arrival_index = 0
         """Counts the requests in the order in which the scheduler got them."""
         self.arrival_clock = 0
-        """Tokens that the scheduler had granted to anybody by then."""
+        """Tokens that the scheduler had granted in all at its arrival."""
         self.virtual_start = 0.0
-        """Where it begins in the time of the fair policy."""
+        """Where it begins in the virtual time of the fair policy."""
         self.admission_index = 0
         """Counts admissions: the running requests, and the worker's mirror, are in this order."""
-        self._num_computed = 0
-        self._clock: StepClock | None = None
-        """While it runs, its computed tokens are `_num_computed` ahead of this clock."""
+        self.num_computed_tokens = 0
+        """Positions whose KV exists once every step sent so far has run."""
         self.due_at = 0
-        """Step of the calendar that must look at it; 0: none."""
+        """The step in which `DueIndex` returns it; 0: none."""
         self.num_late_tokens = 0
-        """Of a preempted request: outputs that steps in flight still owe."""
+        """Outputs that steps in flight still owe to a preempted request."""
         self.num_draft_tokens = 0
-        """Guesses that the worker has for the next step."""
+        """Drafts that the worker has for the next step."""
         self.num_drafts_in_flight = 0
-        """Guesses among the computed tokens, which a step in flight verifies."""
+        """Drafts among the computed tokens, which a step in flight verifies."""
         self.max_num_tokens = 0
         """Prompt and outputs at which the request ends."""
         self.stop_token_ids: frozenset[int] = frozenset()
@@ -212,7 +201,7 @@ class Request:
         self._init_kv()
 
     def _init_kv(self) -> None:
-        """Set what belongs to the KV manager: it holds nothing yet."""
+        """Set the fields that the KV manager writes."""
         self.block_tables: list[list[int]] = []
         """One per KV group, all equally long; none while it holds no blocks. Entry i holds the KV
         of positions from i x block_size on; NULL_BLOCK where the group's window has passed."""
@@ -221,30 +210,8 @@ class Request:
         self.prefix_hash: _Hash | None = None
         """The running hash behind them."""
         self.num_hashed_blocks = 0
-        """Leading blocks of the tables that the prefix cache knows."""
+        """Leading blocks of the tables that are in the prefix cache."""
         self.swapped_out: SwappedOut | None = None
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Positions whose KV exists once every step sent so far has run."""
-        clock = self._clock
-        return self._num_computed if clock is None else self._num_computed + clock.now
-
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, value: int) -> None:
-        clock = self._clock
-        self._num_computed = value if clock is None else value - clock.now
-
-    def follow(self, clock: StepClock) -> None:
-        """Compute one token from now on whenever the clock ticks."""
-        self._num_computed = self.num_computed_tokens - clock.now
-        self._clock = clock
-
-    def stand_still(self) -> None:
-        """Follow no clock any more, and be due in no step."""
-        self._num_computed = self.num_computed_tokens
-        self._clock = None
-        self.due_at = 0
 
     @property
     def num_tokens(self) -> int:
@@ -277,7 +244,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended, for whatever reason."""
+        """Whether the request has ended, for any reason."""
         return self.finish_reason is not None
 
     def has_begun(self) -> bool:
@@ -295,7 +262,7 @@ class Request:
         own = params.stop_token_ids
         if params.ignore_eos:
             self.stop_token_ids = frozenset(own)
-        else:  # shared by all that bring none
+        else:  # one set for all requests without stop tokens
             self.stop_token_ids = eos_token_ids.union(own) if own else eos_token_ids
         if self.num_prompt_tokens == 0:
             raise ValueError("prompt_token_ids must not be empty")

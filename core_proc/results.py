@@ -1,4 +1,4 @@
-"""What the scheduler tells of its requests."""
+"""What the scheduler reports of its requests."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from protocol.sampling import FinishReason
 
 
 class StepResult(msgspec.Struct, gc=False):
-    """What one step brought to one request."""
+    """The tokens that one step brought to one request, and its end."""
 
     request: Request
     new_token_ids: list[int]
@@ -19,7 +19,7 @@ class StepResult(msgspec.Struct, gc=False):
     """The request's own stop token that ended it; None for EOS and all other reasons."""
 
     def check_stop(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Note whether this token, its last one, ends the request, and return why.
+        """Set and return the reason if this token, the request's last, ends it.
 
         Stop tokens are tested before the length.
         """
@@ -35,7 +35,7 @@ class StepResult(msgspec.Struct, gc=False):
 
 
 class Failure(NamedTuple):
-    """A request that ended because something went wrong with it alone."""
+    """A request that ended because something that concerns it alone has failed."""
 
     request: Request
     error: str

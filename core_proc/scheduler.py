@@ -1,15 +1,31 @@
-"""The scheduler: which requests compute how many tokens in the next step.
+"""The scheduler decides how many tokens of which requests the next step computes.
 
-There is no prefill phase and no decode phase. Each request has tokens (`num_tokens`: prompt and
-outputs) and has some of them computed (`num_computed_tokens`); every step hands out a budget of
-tokens so that the latter number catches up with the former. Chunked prefill, prefix-cache hits,
-resumption after a preemption and recovery of a lost worker are all this one case: computed tokens
-that are behind. Requests that run are served first, then waiting ones are admitted.
+A request has tokens (`num_tokens`: prompt and outputs); `num_computed_tokens` of them are computed.
+Each step hands out a budget of tokens so that the second number catches up with the first. There
+is no prefill phase and no decode phase: chunked prefill, prefix-cache hits, resumption after a
+preemption and recovery of a lost worker are all the same case, computed tokens that are behind.
 
-Steps may overlap. `num_computed_tokens` moves when a step is scheduled, so the next step can be
-scheduled before the first one's tokens are known: a request then computes on from tokens that are
-still pending. Steps run on the worker strictly in order, which makes it safe to free blocks at
-once: whoever gets them next writes after the steps in flight.
+Theory of operation:
+
+* States. A request waits (WAITING, PREEMPTED or blocked), runs, or has finished;
+  `request.TRANSITIONS` lists the moves. Running requests hold a slot and KV blocks. A waiting
+  request holds no blocks, unless another process loads KV for it.
+* A step. `schedule` serves the running requests in order of admission, then admits from the front
+  of the waiting queue. Every message that it returns must be sent, in order.
+  `update_from_output` must be called once for each message, in the same order. Up to
+  `max_steps_in_flight` calls of `schedule` may precede it. All other methods may be called
+  between any two of these calls.
+* `num_computed_tokens` moves when a step is scheduled, not when its output arrives. So a request
+  may continue from sampled tokens that are still pending; it has `num_pending_tokens` of them.
+* The worker runs steps strictly in order. So blocks are free at once, although a step in flight
+  may still use them: the next holder of a block writes to it in a later step.
+* A request that is preempted with steps in flight is owed late tokens. It is not admitted again
+  before they have arrived, because they decide where it continues.
+* Blocks enter the prefix cache when the step that fills them is scheduled: in a step, the worker
+  writes all KV before it reads any. So no request is preempted after the first admission of a
+  step, as the admitted request may count on blocks that the victim was to fill.
+* A running request that is not due decodes into a block that it holds: `step.advance` grants one
+  token to all of these between two due ones. `DueIndex` returns the due ones, which are visited.
 """
 
 import logging
@@ -18,118 +34,192 @@ from bisect import bisect_right
 from collections import deque
 from itertools import islice
 from operator import attrgetter
+from typing import NamedTuple
 
-from core_proc.admission import Admission, Room
+from core_proc.admission import Admission, Capacity
+from core_proc.kv_cache import KVCacheManager, Tables
 from core_proc.options import SchedulerOptions
-from core_proc.request import Request, RequestStatus
-from core_proc.results import StepResult
-from core_proc.roster import Roster
-from core_proc.speculation import Speculation
-from core_proc.step import ScheduledStep
-from protocol.api_core import PauseMode
+from core_proc.partial_prefills import PartialPrefills
+from core_proc.policy import make_policy
+from core_proc.request import BLOCKED, Request, RequestStatus
+from core_proc.request_queues import RequestQueues
+from core_proc.results import Failure, StepResult
+from core_proc.speculation import Speculation, forget_drafts
+from core_proc.step import ScheduledStep, longest_sequence
+from core_proc.swap import Swapper
+from core_proc.victims import VictimChoice
+from core_proc.waiting import WaitingQueue
+from protocol.api_core import ErrorCode, PauseMode
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.sampling import FinishReason
 
 log = logging.getLogger("troika.core")
 
+_admission_index = attrgetter("admission_index")
 
-class Scheduler(Roster):
+
+class _Futile(NamedTuple):
+    """An attempt to make room by preemption that would have failed."""
+
+    request: Request
+    num_moves: int
+    """`RequestQueues.num_moves` at that time."""
+    num_freed: int
+    """`BlockPool.num_freed` at that time."""
+    num_lacking: float
+    """Blocks; infinite if no running request is less important."""
+
+
+class Scheduler:
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        """Begin with an empty cache; errors as `Roster`."""
-        super().__init__(options)
+        """Start with no requests and an empty cache.
+
+        Raises:
+            ValueError: there is no policy of this name.
+        """
         self.options = options
+        # No request may outgrow what one step can introduce to the worker.
+        longest = longest_sequence(options.block_size, len(options.kv_groups))
+        self._max_model_len = min(options.max_model_len, longest)
+        self._eos_token_ids = frozenset(options.eos_token_ids)
+
+        self.policy = make_policy(options)
+        self.kv = KVCacheManager(options)
+        self.swapper = Swapper(options)
+        self.victims = VictimChoice(options, self.policy, self.kv, self.swapper)
+        self.partial_prefills = PartialPrefills(options)
+        self.speculation = Speculation(options)
+        self._admission = Admission(options, self.kv, self.partial_prefills)
+        self._futile: _Futile | None = None
+
+        self.queues = RequestQueues(WaitingQueue(self.policy, self.partial_prefills.is_long))
+        self.requests = self.queues.requests
+        self.waiting = self.queues.waiting
         self.pause_mode = PauseMode.RUNNING
         self.next_step_id = 0
         self.is_preparing = False
         """The last `schedule` has left work on a long prompt to the next one."""
         self.in_flight: deque[tuple[int, list[Request]]] = deque()
-        """Step id and who samples, for every step whose output is due, oldest first."""
-        self.speculation = Speculation(options)
-        self._admission = Admission(options, self.kv, self.partial_prefills)
+        """Id and sampling requests of every step that awaits its output, oldest first."""
+        self._loading: dict[int, Request] = {}
+        """Requests whose blocks another process writes to, though they may have ended."""
+        self._finished_req_ids: list[int] = []
+        self._preempted_req_ids: list[int] = []
+        """Requests that the next message must name, because they left."""
+        self._failures: list[Failure] = []
+
+        self.num_accepted = 0
+        self.num_ended = 0
+        self.num_preemptions = 0
+        self.num_scheduled_tokens = 0
+        """Also the clock by which waiting requests age."""
+        self.largest_step = 0
+        """Most tokens granted by one step."""
+        self.num_generation_tokens = 0
+        self.num_prompt_tokens = 0
+        """Of all requests that have been admitted."""
+        self.num_prefix_queries = 0
+        """Tokens looked up in the prefix cache by requests when they were first admitted."""
+        self.num_prefix_hits = 0
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that run, in order of admission; see `RequestQueues.running`."""
+        return self.queues.running
 
     # A step -------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Put the next step together.
+        """Decide the next step.
 
         Returns:
-            The message for the worker, which must be sent; it has no tokens if only notices are
-            due. None if there is nothing to send, or `max_steps_in_flight` steps are out.
+            The message for the worker, which must be sent; it grants no tokens if only notices of
+            requests that left must be sent. None if there is nothing to send, or
+            `max_steps_in_flight` steps are in flight.
         """
-        options, mode = self.options, self.pause_mode
         self.is_preparing = False
-        if len(self.in_flight) >= options.max_steps_in_flight:
+        if len(self.in_flight) >= self.options.max_steps_in_flight:
             return None
-        budget = 0 if mode is PauseMode.PAUSED_ALL else options.token_budget
-        step = ScheduledStep(budget, self._threshold())
+        if self.pause_mode is PauseMode.PAUSED_ALL:
+            step = ScheduledStep(0, 0)
+            step.granted.update((request.req_id, 0) for request in self.running)
+            return self._send(step)
+        step = ScheduledStep(self.options.token_budget, self._threshold())
         self._schedule_running(step)
-        if mode is not PauseMode.PAUSED_ALL and not step.ran_out_of_blocks:
+        if not step.ran_out_of_blocks:
             self._schedule_waiting(step)
-        if options.elastic_token_budget and mode is not PauseMode.PAUSED_ALL:
+        if self.options.elastic_token_budget:
             self._stretch(step)
         return self._send(step)
 
     def _threshold(self) -> int:
-        threshold = self.options.long_prefill_token_threshold
-        if self.options.long_prefill_token_threshold_adaptive and self.requests:
-            share = self.options.max_num_batched_tokens // len(self.requests)
-            return max(threshold, share)
-        return threshold
+        """Return the most tokens that the step grants to one request; 0: no limit.
+
+        If it is adaptive, prompts share what decoding requests leave of the budget. Those share
+        that are computed in part, and those that may be admitted in this step; all others that
+        wait get nothing of it.
+        """
+        options = self.options
+        threshold = options.long_prefill_token_threshold
+        if not options.long_prefill_token_threshold_adaptive:
+            return threshold
+        num_running, num_partial = len(self.running), len(self.partial_prefills)
+        num_sharing = num_partial
+        front = self._front()
+        if front is not None and not self._admission.still_refuses(front):
+            num_free_slots = options.max_num_seqs - num_running
+            num_sharing += min(num_free_slots, self.waiting.num_admissible)
+        num_left = options.token_budget - (num_running - num_partial)
+        return max(threshold, num_left // max(num_sharing, 1), 1)
 
     def _schedule_running(self, step: ScheduledStep) -> None:
-        """Serve whoever runs, in order of admission.
-
-        The clock counts one more token for all of them. Whoever is not due gets just that, in
-        stretches between those who are; what is different is corrected.
-        """
-        if not self.running:
-            self.calendar.clear()
-        if not self.running or step.budget == 0:
-            step.granted.update((request.req_id, 0) for request in self.running)
-            return
-        running, first = self.running, 0
-        for request in self.calendar.tick():
+        """Serve the running requests in order of admission: visit the due, advance all others."""
+        running, due_index, first = self.running, self.queues.due_index, 0
+        if not running:
+            due_index.clear()
+        for request in due_index.begin_step():
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for somebody before it
-            position = running.index(request, first)
-            first += step.grant_one_each(running[first:position])
+                continue  # preempted for one before it, or gone since it was entered
+            # Exact while no request between them has left; otherwise an upper bound.
+            position = first + request.admission_index - running[first].admission_index
+            if position >= len(running) or running[position] is not request:
+                position = running.index(request, first, position)
+            first += step.advance(running[first:position])
             if step.budget == 0:
                 break
-            step.reached, step.num_behind = request.admission_index, len(running) - position - 1
-            request.num_computed_tokens -= 1
+            step.num_behind = len(running) - position - 1
             try:
-                self._continue(request, step)
+                self._visit(request, step)
             except Exception as error:
                 self._fail(request, step, error)
             first = position + 1
-            if running is not self.running:  # somebody has left
+            if running is not self.running:  # requests have left it
                 running = self.running
-                first = bisect_right(running, step.reached, key=attrgetter("admission_index"))
-        first += step.grant_one_each(running[first:])
-        for request in running[first:]:  # nothing of the step is left for them
-            request.num_computed_tokens -= 1
+                first = bisect_right(running, request.admission_index, key=_admission_index)
+        first += step.advance(running[first:])
+        for request in running[first:]:  # the budget has ended before them
             step.granted[request.req_id] = 0
-            self.calendar.postpone(request)
-        step.reached = math.inf
+            due_index.enter(request)
 
-    def _continue(self, request: Request, step: ScheduledStep) -> None:
-        """Grant a running request its next tokens, taking blocks from others if it must."""
+    def _visit(self, request: Request, step: ScheduledStep) -> None:
+        """Grant a running request its next tokens, preempting others if blocks are lacking."""
         computed = request.num_computed_tokens
         num_new = request.num_tokens - computed
         if self.speculation.is_on and num_new == 1:
-            room = step.budget - 1 - step.num_behind
-            num_new += self.speculation.num_drafts(request, self.kv, room)
+            most = step.budget - 1 - step.num_behind
+            num_new += self.speculation.num_drafts(request, self.kv, most)
         must_wait = self.speculation.is_on and num_new <= 0
         if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
             step.granted[request.req_id] = 0
-            self.calendar.enter(request, 0)
+            self.queues.due_index.enter(request)
             return
         num_new = 1 if num_new <= 1 else min(step.limit(request, num_new), step.budget)
         while not self._grow(request, num_new, step):
             step.ran_out_of_blocks = True
             victim = self.victims.choose(self.running)
-            self._preempt(victim, step)
+            self._preempt_in(step, victim)
             if victim is request:
                 return
         self._grant(request, num_new, step)
@@ -137,14 +227,14 @@ class Scheduler(Roster):
     def _grow(
         self, request: Request, num_new: int, step: ScheduledStep, *, again: bool = False
     ) -> bool:
-        """Get the slots for more tokens of a running request, if there are any."""
+        """Get the slots for more tokens of a running request; returns whether they fitted."""
         new_blocks = self.kv.grow(request, request.num_computed_tokens + num_new, again=again)
         if new_blocks:
             step.add_blocks(request, new_blocks)
         return new_blocks is not None
 
     def _grant(self, request: Request, num_new: int, step: ScheduledStep) -> None:
-        """Move the computed tokens ahead; at the end of its tokens the request samples."""
+        """Grant tokens to a running request; at the end of its tokens it samples."""
         step.grant(request, num_new)
         computed = request.num_computed_tokens = request.num_computed_tokens + num_new
         num_quiet, num_ahead = 0, computed - request.num_tokens
@@ -154,14 +244,12 @@ class Scheduler(Roster):
                 self.speculation.granted(request, num_ahead)
             else:
                 num_quiet = min(self.kv.num_slots(request), request.max_num_tokens - 1) - computed
-        self.calendar.enter(request, num_quiet)
-        if self.partial_prefills.is_limited:
+        self.queues.due_index.enter(request, num_quiet)
+        if self.partial_prefills.is_counted:
             self.partial_prefills.follow(request)
 
-    def _preempt(self, victim: Request, step: ScheduledStep) -> None:
-        """Take the blocks of a running request, and what this step had granted to it."""
-        if victim.admission_index > step.reached:
-            victim.num_computed_tokens -= 1
+    def _preempt_in(self, step: ScheduledStep, victim: Request) -> None:
+        """Preempt a running request, and withdraw what the step has granted to it."""
         withdrawn = step.withdraw(victim)
         if withdrawn:
             victim.num_drafts_in_flight = 0
@@ -170,9 +258,10 @@ class Scheduler(Roster):
         self.preempt(victim)
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
-        """Admit from the front of the queue until something is used up."""
+        """Admit from the front of the queue until a request does not fit."""
         if self.waiting and self.options.enable_prefix_caching:
-            for due in self.calendar.due_next():
+            # The blocks that this step fills without a visit: new requests may hit them.
+            for due in self.queues.due_index.due_next():
                 try:
                     self.kv.remember_full_blocks(due, due.num_computed_tokens)
                 except Exception as error:
@@ -182,7 +271,7 @@ class Scheduler(Roster):
                 if not self.kv.prepare(request):
                     self.is_preparing = True
                     return
-                has_slot = step.budget > 0 and len(self.running) < self.options.max_num_running
+                has_slot = step.budget > 0 and len(self.running) < self.options.max_num_seqs
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
                     return
@@ -190,71 +279,99 @@ class Scheduler(Roster):
                 self._fail(request, step, error)
 
     def _front(self) -> Request | None:
-        """Return who would be admitted next.
+        """Return the request that would be admitted next, if one may be admitted.
 
-        While it is owed late tokens, a preempted request does not know where it continues, and
-        all others wait for it. While new ones are kept out, those that have run before are not.
+        All others wait for a preempted request in front that is owed late tokens. A pause of new
+        requests lets those continue that have run before.
         """
-        with_long = self.partial_prefills.has_room_for_long
-        if self.pause_mode is PauseMode.PAUSED_NEW:
-            request = self.waiting.front_of(Request.has_begun, with_long=with_long)
-        else:
-            request = self.waiting.front(with_long=with_long)
+        request = self.waiting.front(
+            with_long=self.partial_prefills.has_room_for_long,
+            with_new=self.pause_mode is not PauseMode.PAUSED_NEW,
+        )
         return None if request is None or request.num_late_tokens else request
 
     def _admit(self, request: Request, step: ScheduledStep) -> bool:
-        """Let a waiting request run, if tokens and blocks suffice."""
+        """Start a waiting request, if tokens and blocks suffice; returns whether it was started."""
         if self._admission.still_refuses(request):
             return False
         candidate = self._admission.candidate(request)
         num_new = self._admission.first_chunk(candidate, step, step.budget)
         if num_new == 0 or not self._admission.take_blocks(candidate, num_new, len(self.running)):
+            self._admission.refuse(candidate)
             return False
         request.num_computed_tokens = candidate.start
         if request.swapped_out is not None:
             self.swapper.bring_in(request, len(candidate.hits[0]))
-        # Whatever could fail for this request alone has been done by the time that it runs.
+        # Whatever could fail for this request alone comes before it runs.
         self.policy.admitted(request)
         step.introduce(request, candidate.start, candidate.num_cached)
-        self.start(request, candidate.start)
+        self.queues.start(request)
+        if request.num_cached_tokens is None:
+            self._count_prompt(request)
         self._grant(request, num_new, step)
         return True
 
-    def _make_room(self, request: Request, step: ScheduledStep) -> bool:
-        """Preempt less important requests for the one that waits in front, if that lets it in.
+    def _count_prompt(self, request: Request) -> None:
+        num_computed = request.num_computed_tokens
+        request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
+        self.num_prompt_tokens += request.num_prompt_tokens
+        if self.kv.may_read_cache(request):
+            self.num_prefix_queries += request.num_tokens
+            self.num_prefix_hits += num_computed
 
-        Whoever was admitted in this step counts on blocks that others fill in it, so nobody is
-        preempted any more after an admission.
+    def _make_room(self, request: Request, step: ScheduledStep) -> bool:
+        """Preempt less important requests if that lets the front of the queue in.
 
         Returns:
-            Whether anybody was preempted.
+            Whether any request was preempted.
         """
-        if not self.options.preempt_for_priority or step.new_reqs:
+        if not self.options.preempt_for_priority or step.new_reqs or self._is_futile(request):
             return False
         rank = self.policy.rank(request)
         lesser = [other for other in self.running if self.policy.rank(other) > rank]
         if not lesser:
+            self._give_up(request, math.inf)
             return False
         candidate = self._admission.candidate(request)
-        without_them = Room(
+        without_them = Capacity(
             step.budget + step.num_granted_to(lesser),
             len(self.running) - len(lesser),
             self.kv.num_blocks_gained(lesser, candidate.hits),
         )
-        if not self._admission.fits(candidate, step, without_them):
+        num_lacking = self._admission.num_lacking(candidate, step, without_them)
+        if num_lacking is None:
+            return False
+        if num_lacking > 0:
+            self._admission.refuse(candidate)
+            self._give_up(request, num_lacking)
             return False
         before = self.num_preemptions
         while lesser:
-            room = Room(step.budget, len(self.running))
-            if self._admission.fits(candidate, step, room):
+            capacity = Capacity(step.budget, len(self.running))
+            num_lacking = self._admission.num_lacking(candidate, step, capacity)
+            if num_lacking is not None and num_lacking <= 0:
                 break
             victim = self.victims.choose(lesser)
             lesser.remove(victim)
-            self._preempt(victim, step)
+            self._preempt_in(step, victim)
         return self.num_preemptions > before
 
+    def _give_up(self, request: Request, num_lacking: float) -> None:
+        freed = self.kv.pool.num_freed
+        self._futile = _Futile(request, self.queues.num_moves, freed, num_lacking)
+
+    def _is_futile(self, request: Request) -> bool:
+        """Whether nothing has changed that would let preemptions make room for the request."""
+        futile = self._futile
+        if futile is None or futile[:2] != (request, self.queues.num_moves):
+            return False
+        if futile.num_lacking == math.inf:
+            return True
+        is_known = self._admission.knows(request)
+        return is_known and self.kv.pool.num_freed - futile.num_freed < futile.num_lacking
+
     def _stretch(self, step: ScheduledStep) -> None:
-        """While nobody waits, give what the step has left to prompts that it has cut."""
+        """While no request waits, give what the step has left to prompts that it has cut."""
         if self.waiting.front() is not None or step.ran_out_of_blocks:
             return
         step.extend(max(0, self.options.max_num_batched_tokens - self.options.token_budget))
@@ -271,31 +388,35 @@ class Scheduler(Roster):
             except Exception as error:
                 self._fail(request, step, error)
         if cut:
-            step.sampling.sort(key=lambda request: request.admission_index)
+            step.sampling.sort(key=_admission_index)
 
     def _fail(self, request: Request, step: ScheduledStep, error: Exception) -> None:
-        """End a request that cannot be scheduled, and nothing else.
+        """End a request that cannot be scheduled, and no other.
 
-        Not so where an assertion failed: then the books are wrong, and only a core that starts anew
-        has right ones.
+        A failed assertion ends the core instead: its books are wrong, and its successor starts
+        with empty ones.
         """
         if isinstance(error, AssertionError):
             raise error
         log.error("request %d cannot be scheduled", request.req_id, exc_info=error)
         request.num_computed_tokens -= step.withdraw(request)
-        was_introduced = step.forget_newcomer(request)
+        was_introduced = step.undo_introduce(request)
         self.swapper.cancel(request)
         self.fail_request(request.req_id, f"{type(error).__name__}: {error}")
-        if was_introduced:  # the worker never hears of it
+        if was_introduced:  # the worker does not know it
             self._finished_req_ids.remove(request.req_id)
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:
-        """Turn the grants into the message and remember who will sample."""
-        if not (step.num_tokens or self.has_notices):
+        """Build the step's message, and keep which requests sample."""
+        if not (step.num_tokens or self._preempted_req_ids or self._finished_req_ids):
             return None
-        preempted, finished = self.take_notices()
-        copies = self.swapper.take_copies()
-        message = step.message(self.next_step_id, preempted, finished, copies)
+        message = step.message(
+            self.next_step_id,
+            self._preempted_req_ids,
+            self._finished_req_ids,
+            self.swapper.take_copies(),
+        )
+        self._preempted_req_ids, self._finished_req_ids = [], []
         self.in_flight.append((self.next_step_id, step.sampling))
         self.next_step_id += 1
         self.num_scheduled_tokens += step.num_tokens
@@ -303,22 +424,21 @@ class Scheduler(Roster):
         return message
 
     def update_from_output(self, output: ModelRunnerOutput) -> list[StepResult]:
-        """Take in the oldest step's tokens; whoever they finish is gone from here on.
+        """Append the tokens of the oldest step in flight, and end the requests that they finish.
 
         Returns:
-            One result for each request that got a token, in mirror order. Tokens for requests that
-            have finished in the meantime are ignored.
+            One result for each request that got a token, in mirror order. Tokens of requests that
+            have ended in the meantime are dropped.
         """
-        assert self.in_flight, f"output of step {output.step_id}, none is due"
+        assert self.in_flight, f"output of step {output.step_id}, but none is in flight"
         step_id, sampling = self.in_flight[0]
-        assert output.step_id == step_id, f"output of step {output.step_id}, due is {step_id}"
+        assert output.step_id == step_id, f"output of step {output.step_id}, not of {step_id}"
         num_tokens = len(output.sampled_token_ids)
         if self.speculation.is_on:
             return self._update_speculated(output)
         assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
         self.in_flight.popleft()
         results: list[StepResult] = []
-        any_finished = False
         running = RequestStatus.RUNNING
         for request, token_id in zip(sampling, output.sampled_token_ids, strict=True):
             if request.status is not running:
@@ -330,9 +450,7 @@ class Scheduler(Roster):
             result = StepResult(request, [token_id])
             results.append(result)
             if len(token_ids) >= request.max_num_tokens or token_id in request.stop_token_ids:
-                any_finished |= self._check_stop(result, token_id)
-        if any_finished:
-            self.running = [r for r in self.running if r.status is running]
+                self._check_stop(result, token_id)
         self.num_generation_tokens += len(results)
         return results
 
@@ -359,16 +477,156 @@ class Scheduler(Roster):
                     break
             results.append(result)
             self.num_generation_tokens += len(result.new_token_ids)
-        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         return results
 
     def _check_stop(self, result: StepResult, token_id: int) -> bool:
-        """Finish the request if this token ends it."""
+        """Finish the request if this token ends it; returns whether it does."""
         reason = result.check_stop(token_id, self._eos_token_ids)
         if reason is None:
             return False
-        self.finish(result.request, reason, result.stop_token_id)
+        self._finish(result.request, reason, result.stop_token_id)
         return True
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request, blocked: RequestStatus | None = None) -> None:
+        """Queue a request; with outputs (of an earlier life) it continues after them.
+
+        Args:
+            request: New here.
+            blocked: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`. No caller
+                yet: for requests whose grammar is compiled elsewhere.
+
+        Raises:
+            ValueError: it could never be scheduled, or its id is taken. The text names the field.
+        """
+        if request.req_id in self.requests:
+            raise ValueError(f"req_id {request.req_id} is in use")
+        request.set_limits(self._max_model_len, self._eos_token_ids)
+        # The last token is delivered and never computed, so it needs no slot.
+        if not self.kv.can_ever_fit(request.max_num_tokens - 1):
+            raise ValueError(f"max_tokens lets request {request.req_id} outgrow the whole KV cache")
+        if blocked is not None:
+            assert blocked is RequestStatus.WAITING_FOR_GRAMMAR
+            request.status = blocked
+        request.arrival_clock = self.num_scheduled_tokens
+        self.policy.arrived(request)
+        self.queues.add(request)
+        self.num_accepted += 1
+
+    def hold(self, request: Request) -> bool:
+        """Keep a waiting request from being admitted until `unblock`; False if it does not wait."""
+        if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            return False
+        self.queues.change_waiting(request, RequestStatus.WAITING_FOR_TRIAL)
+        return True
+
+    def unblock(self, req_id: int) -> None:
+        """Let a blocked request wait at its old place; other and unknown ones are ignored."""
+        request = self.requests.get(req_id)
+        if request is not None and request.status in BLOCKED:
+            has_run = request.num_cached_tokens is not None
+            status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
+            self.queues.change_waiting(request, status)
+
+    def preempt(self, victim: Request) -> None:
+        """Take the blocks of a running request; it waits again, with its outputs kept."""
+        forget_drafts(victim)
+        if self.victims.is_swapped(victim):
+            self.swapper.take_out(victim)
+        self._evict(victim)
+
+    def _evict(self, victim: Request) -> None:
+        # Steps in flight still owe it these: they arrive while it waits.
+        victim.num_late_tokens = victim.num_pending_tokens
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(victim)
+        self._preempted_req_ids.append(victim.req_id)
+
+    def _requeue(self, request: Request) -> None:
+        self.kv.free(request)
+        self.partial_prefills.drop(request)
+        request.num_computed_tokens = 0
+        self.queues.requeue(request)
+
+    def abort_request(self, req_id: int) -> Request | None:
+        """End a request in any state; its blocks are free at once, late tokens are dropped.
+
+        Returns:
+            The request; None if the id is unknown, which includes finished requests.
+        """
+        request = self.requests.get(req_id)
+        if request is not None:
+            self._finish(request, FinishReason.ABORT)
+        return request
+
+    def fail_request(self, req_id: int, error: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        """End a request because something that concerns it alone has failed."""
+        request = self.requests.get(req_id)
+        if request is not None:
+            self._finish(request, FinishReason.ERROR)
+            self._failures.append(Failure(request, error, code))
+
+    def take_failures(self) -> list[Failure]:
+        """Return the requests that failed since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _finish(self, request: Request, reason: FinishReason, stop: int | None = None) -> None:
+        """End a request in any state, and release all that it holds."""
+        if request.status is RequestStatus.RUNNING:
+            self._finished_req_ids.append(request.req_id)
+        self.queues.finish(request, reason, stop)
+        self.num_ended += 1
+        if request.block_tables and request.req_id not in self._loading:
+            if reason is FinishReason.ERROR:
+                # What it was to compute may not come, and its hashing may be what has failed.
+                self.kv.forget_uncomputed(request)
+                self.kv.discard(request)
+            else:
+                self.kv.free(request)
+        self.swapper.drop(request)
+        self.partial_prefills.drop(request)
+        self.policy.left(request)
+
+    # Remote KV: no caller yet; for KV that another replica or a prefill worker computes. ---------
+
+    def begin_remote_load(self, req_id: int, num_tokens: int) -> Tables | None:
+        """Block a waiting request, and give it blocks for KV that another process writes.
+
+        Args:
+            req_id: Of a request that waits and has never run.
+            num_tokens: Its leading tokens whose KV comes: whole blocks.
+
+        Returns:
+            Where to write, one table per KV group; None, and nothing has changed, if these do not
+            fit. Steps in flight may still write there too, so the load must come after them.
+        """
+        request = self.requests[req_id]
+        assert request.status is RequestStatus.WAITING
+        assert self.kv.enable_prefix_caching, "loaded KV lands in the prefix cache"
+        assert num_tokens % self.kv.block_size == 0
+        assert 0 < num_tokens <= request.num_tokens
+        if not self.kv.hold(request, num_tokens):
+            return None
+        self.queues.change_waiting(request, RequestStatus.WAITING_FOR_REMOTE_KV)
+        self._loading[req_id] = request
+        return request.block_tables
+
+    def end_remote_load(self, req_id: int, num_tokens: int) -> None:
+        """Put the KV of the first `num_tokens` (0: none has come) into the prefix cache.
+
+        Until this call the blocks are held, even if the request has ended, because they are
+        written to. A load that is unknown, because the worker was lost, is ignored.
+        """
+        request = self._loading.pop(req_id, None)
+        if request is None:
+            return
+        request.num_computed_tokens = num_tokens
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        self.unblock(req_id)
 
     # All requests -------------------------------------------------------------------------------
 
@@ -377,30 +635,87 @@ class Scheduler(Roster):
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Go on after a pause or a sleep."""
+        """Continue after a pause or a sleep."""
         self.pause_mode = PauseMode.RUNNING
 
     def sleep(self) -> bool:
-        """Give up all KV, so that its memory can be used otherwise, and pause until `resume`.
+        """Release all KV, so that its memory can be used otherwise, and pause until `resume`.
 
         Returns:
-            Whether it was done: not while somebody else loads KV into the pool.
+            Whether it was done: not while a remote load is under way.
         """
         if not self.reset_prefix_cache(reset_running_requests=True):
             return False
         self.pause(PauseMode.PAUSED_ALL)
         return True
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached contents, as after a change of the weights.
+
+        Args:
+            reset_running_requests: Preempt all running requests, which keep order and outputs.
+
+        Returns:
+            Whether it was done: not while any block is held, or is being loaded.
+        """
+        if self._loading:
+            return False
+        if reset_running_requests:
+            for victim in self.running:
+                forget_drafts(victim)
+                self._evict(victim)
+        if self.running:
+            return False
+        self._lose_kv()
+        return True
+
     def recompute_all(self) -> None:
         """Start from nothing on a new worker: the old one and all its KV are lost.
 
-        Running requests wait again, at their places in the order and with their outputs; the steps
+        Running requests wait again, at their places in the order and with their outputs. The steps
         in flight will never be answered, so their tokens are sampled again.
         """
         self.in_flight.clear()
-        self.forget_worker()
+        for request in self.running:
+            forget_drafts(request)
+            self._requeue(request)
+        for request in self.requests.values():
+            request.num_late_tokens = 0
+        for req_id in list(self._loading):
+            self.end_remote_load(req_id, 0)
+        self._finished_req_ids, self._preempted_req_ids = [], []
+        self._lose_kv()
+
+    def _lose_kv(self) -> None:
+        """Forget what the pool and the host's memory held."""
+        self.swapper.forget()
+        for request in self.requests.values():
+            request.swapped_out = None
+        emptied = self.kv.reset_prefix_cache()
+        assert emptied, "no request runs, yet blocks are held"
+
+    # Reports ------------------------------------------------------------------------------------
 
     @property
-    def has_requests(self) -> bool:
-        """Whether there is anything to compute: not where all of it is paused."""
-        return self.has_unfinished and self.pause_mode is not PauseMode.PAUSED_ALL
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a sequence slot."""
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, blocked and preempted ones included."""
+        return len(self.waiting)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Held share of the KV blocks, 0 to 1."""
+        return self.kv.usage
+
+    def holders(self) -> list[Request]:
+        """List all requests that hold blocks."""
+        return [*self.running, *self._loading.values()]

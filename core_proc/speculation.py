@@ -1,10 +1,9 @@
 """Speculative decoding as the scheduler sees it: several tokens of a request in one step.
 
-After each step the worker says how many tokens it can guess ahead (drafts). The next step is
-granted these too, computes all of them at once and keeps those that agree with what it samples; so
-a step brings one token, and one more for each draft that was right. Positions whose drafts were
-wrong do not count as computed. While drafts are on, a request sits out until its tokens are known:
-how far it has come is not known before.
+After each step the worker reports how many tokens it has guessed (drafts). The next step grants
+these too, computes all of them at once, and keeps those that agree with what it samples. So a step
+brings one token, and one more for each right draft. Positions whose drafts were wrong do not count
+as computed. A request sits out until its tokens are known, as its length is not known before.
 """
 
 from core_proc.kv_cache import KVCacheManager
@@ -13,24 +12,27 @@ from core_proc.request import Request
 
 
 class Speculation:
-    """Grants drafts, takes back wrong ones, and counts."""
+    """Grants drafts, withdraws wrong ones, and counts both."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self.is_on = options.num_speculative_tokens > 0
         self.num_verifications = 0
-        """Times that drafts of a request were verified."""
+        """Steps of a request that verified drafts."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        """Of them."""
         self.accepted_per_position = [0] * options.num_speculative_tokens
         """How often the first, second, ... draft was right."""
 
     def num_drafts(self, request: Request, kv: KVCacheManager, room: int) -> int:
-        """Drafts worth verifying beside the one known token that is left to compute.
+        """Return how many drafts to verify besides the one known token that is left to compute.
 
-        Not more than `room`, so that whoever runs behind gets a token; none that could only be cut
-        at the request's end; and none at all where there are no blocks for them: nobody is
-        preempted for guesses.
+        Args:
+            request: Runs.
+            kv: Where its blocks are. Without blocks for the drafts there are none: no request is
+                preempted for a guess.
+            room: Most drafts, so that the requests behind this one get a token.
+
+        Drafts that could only be cut at the request's end are not verified either.
         """
         left = request.max_num_tokens - request.num_tokens - 1
         num_drafts = min(request.num_draft_tokens, left, room)
@@ -39,12 +41,12 @@ class Speculation:
         return max(0, num_drafts)
 
     def granted(self, request: Request, num_drafts: int) -> None:
-        """The step that is being put together verifies so many; the others are dropped."""
+        """Note that the current step verifies `num_drafts`; the others are dropped."""
         request.num_drafts_in_flight = num_drafts
         request.num_draft_tokens = 0
 
     def verified(self, request: Request, num_sampled: int, num_draft_tokens: int) -> None:
-        """A running request has got its tokens, and the worker has guessed new ones."""
+        """Count the tokens that a running request got, and withdraw its wrong drafts."""
         num_drafts, num_accepted = request.num_drafts_in_flight, num_sampled - 1
         request.num_drafts_in_flight = 0
         request.num_draft_tokens = num_draft_tokens
@@ -58,9 +60,9 @@ class Speculation:
 
 
 def forget_drafts(request: Request) -> None:
-    """A request leaves the worker: what is verified for it in flight counts no more as computed.
+    """Stop counting drafts in flight as computed, because the request leaves the worker.
 
-    Right drafts still come as late tokens; their KV is not relied on.
+    Right drafts still arrive as late tokens; their KV is not relied on.
     """
     request.num_computed_tokens -= request.num_drafts_in_flight
     request.num_drafts_in_flight = 0

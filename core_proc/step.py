@@ -1,6 +1,5 @@
-"""What one step grants, while the scheduler puts it together."""
+"""The grants of one step, while the scheduler puts it together."""
 
-import math
 from collections.abc import Sequence
 
 from core_proc.kv_cache import Tables
@@ -9,21 +8,21 @@ from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData,
 from protocol.message import pack_token_ids
 
 _MAX_NEW_IDS = 1_500_000
-"""Token and block ids in the data of one step's newcomers. An id takes at most 5 bytes, so they
-fill half a frame, and the other half is left to all that a step can say of known requests."""
+"""Token and block ids in the data of one step's new requests. An id takes at most 5 bytes, so they
+fill half a frame; the other half is left to the data of requests that the worker knows."""
 _MAX_PARAMS_IDS = 4096
-"""What the sampling parameters and numbers of one newcomer take at most, in ids."""
+"""Most that the sampling parameters and numbers of one new request take, in ids."""
 _MAX_SCORED_TOKENS = 16_384
 """Tokens of requests with prompt logprobs in one step: a frame holds 50,000 of these answers."""
 
 
 def longest_sequence(block_size: int, num_groups: int = 1) -> int:
-    """Tokens of the longest request that a step can introduce."""
+    """Return the length of the longest request that a step can introduce, in tokens."""
     return (_MAX_NEW_IDS - _MAX_PARAMS_IDS - num_groups) * block_size // (block_size + num_groups)
 
 
 class ScheduledStep:
-    """The budget of one step and who got what of it."""
+    """The budget of one step, and the grants from it."""
 
     __slots__ = (
         "_new_ids_left",
@@ -35,7 +34,6 @@ class ScheduledStep:
         "new_reqs",
         "num_behind",
         "ran_out_of_blocks",
-        "reached",
         "sampling",
         "threshold",
     )
@@ -47,18 +45,16 @@ class ScheduledStep:
         self.threshold = threshold
         """No request gets more tokens than this; 0: no such limit."""
         self.sampling: list[Request] = []
-        """Whoever reaches the end of its tokens and so samples one, in mirror order."""
+        """Requests that reach the end of their tokens, and so sample one, in mirror order."""
         self.granted: dict[int, int] = {}
         """Tokens by request id; a request missing here is in `sampling` and has one token."""
         self.grown: dict[int, Tables] = {}
         """New blocks of requests that the worker knows, by request id."""
         self.new_reqs: list[NewRequestData] = []
         self.ran_out_of_blocks = False
-        """Somebody was preempted for want of blocks, so nobody is admitted."""
-        self.reached: float = math.inf
-        """Whoever runs and was admitted later has not had its turn yet."""
+        """A request was preempted for want of blocks, so none is admitted."""
         self.num_behind = 0
-        """So many run behind the one whose turn it is."""
+        """Running requests behind the one that is being visited."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
 
@@ -68,13 +64,13 @@ class ScheduledStep:
         return self._total - self.budget
 
     def extend(self, num_tokens: int) -> None:
-        """Make the step larger, and let whoever still can use it have all of it."""
+        """Make the step larger, and lift the threshold."""
         self._total += num_tokens
         self.budget += num_tokens
         self.threshold = 0
 
     def limit(self, request: Request, num_tokens: int) -> int:
-        """Cut a wish to the threshold, and to what an answer with prompt logprobs can hold."""
+        """Cut a number of tokens to the threshold, and to what prompt logprobs leave of a frame."""
         if self.threshold:
             num_tokens = min(num_tokens, self.threshold)
         if request.sampling_params.prompt_logprobs is not None:
@@ -82,22 +78,25 @@ class ScheduledStep:
         return num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
-        """Whether the message still holds a request with so many blocks in its tables."""
+        """Whether the message has room for a new request with `num_blocks` in its tables."""
         return _num_ids(request, num_blocks) <= self._new_ids_left
 
-    def grant_one_each(self, requests: list[Request]) -> int:
-        """Hand out single tokens to requests that sample, as far as the budget reaches.
+    def advance(self, requests: list[Request]) -> int:
+        """Grant one token each to requests that decode, in order, until the budget ends.
 
         Returns:
-            How many of them have got theirs.
+            The number of requests that got their token.
         """
-        num_served = min(len(requests), self.budget)
-        self.sampling += requests if num_served == len(requests) else requests[:num_served]
-        self.budget -= num_served
-        return num_served
+        if len(requests) > self.budget:
+            requests = requests[: self.budget]
+        for request in requests:
+            request.num_computed_tokens += 1
+        self.sampling += requests
+        self.budget -= len(requests)
+        return len(requests)
 
     def introduce(self, request: Request, num_computed_tokens: int, num_cached_tokens: int) -> None:
-        """Name a request that the worker does not know, with all that it needs."""
+        """Add all data of a request that the worker does not know."""
         self._new_ids_left -= _num_ids(request, sum(map(len, request.block_tables)))
         self.new_reqs.append(
             NewRequestData(
@@ -111,26 +110,26 @@ class ScheduledStep:
             )
         )
 
-    def forget_newcomer(self, request: Request) -> bool:
-        """Leave out a request again; returns whether it had been introduced in this step."""
+    def undo_introduce(self, request: Request) -> bool:
+        """Undo `introduce`; returns whether the request had been introduced in this step."""
         before = len(self.new_reqs)
         self.new_reqs = [new for new in self.new_reqs if new.req_id != request.req_id]
         return len(self.new_reqs) < before
 
     def grant(self, request: Request, num_tokens: int) -> None:
-        """Hand out tokens."""
+        """Grant tokens, which may be more for a request that has some already."""
         self.budget -= num_tokens
         if request.sampling_params.prompt_logprobs is not None:
             self._scored_left -= num_tokens
         self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
 
     def num_granted_to(self, requests: Sequence[Request]) -> int:
-        """Tokens that these requests have got in this step, all together."""
+        """Count the tokens that these requests have got in this step."""
         sampling = set(self.sampling)
         return sum(self.granted.get(r.req_id, int(r in sampling)) for r in requests)
 
     def add_blocks(self, request: Request, new_blocks: Tables) -> None:
-        """Tell the worker that the tables of a request, known or introduced, have grown."""
+        """Add new blocks of a request, which the worker knows or which was introduced."""
         before = self.grown.get(request.req_id)
         if before is not None:
             new_blocks = [old + new for old, new in zip(before, new_blocks, strict=True)]
@@ -159,7 +158,7 @@ class ScheduledStep:
         finished_req_ids: list[int],
         copies: tuple[BlockCopies, BlockCopies],
     ) -> SchedulerOutput:
-        """Say it to the worker: only what is not one token for a request that it knows."""
+        """Build the message, which omits requests that get one token and no block."""
         swap_out, swap_in = copies
         return SchedulerOutput(
             step_id=step_id,
@@ -175,7 +174,7 @@ class ScheduledStep:
 
 
 def _num_ids(request: Request, num_blocks: int) -> int:
-    """Size of a newcomer's data in ids, never too low."""
+    """Return an upper bound of the size of a new request's data, in ids."""
     params = request.sampling_params
     num_params = 64 + len(params.stop_token_ids) + 3 * len(params.logit_bias)
     return request.num_tokens + num_blocks + num_params

@@ -1,7 +1,7 @@
 """Preemption by swap: a victim's KV is copied to host memory and back, instead of computed again.
 
-The core decides and keeps the books of the host's blocks; the worker copies, in the order of the
-steps. Tokens are the same either way.
+The core decides, and knows which of the host's blocks hold what; the worker copies, in the order
+of the steps. Tokens are the same either way.
 """
 
 from core_proc.kv_cache import live_blocks
@@ -10,29 +10,29 @@ from core_proc.request import Request, SwappedOut
 from protocol.core_worker import NULL_BLOCK, BlockCopies
 
 NO_BLOCK = -1
-"""In a host table: nothing was copied, because no window reaches it any more."""
+"""An entry of a host table that was not copied, because no window reaches it any more."""
 
 
 class Swapper:
-    """The host's blocks, who has which, and the copies of the step that is being put together."""
+    """The host's blocks, and the copies of the step that is being put together."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self._block_size = options.block_size
         self._cost_tokens = options.swap_cost_tokens
         self._num_blocks = options.num_host_blocks
         self._num_touched = 0
-        """The first so many have been used; none of the others is in `_free` yet."""
+        """Leading blocks that have been used; the others are not in `_free` yet."""
         self._free: list[int] = []
         self._out = BlockCopies()
         self._in = BlockCopies()
         self._leaving: list[int] = []
-        """Free again, but only from the next step on: this one still reads them."""
+        """Blocks that are free from the next step on: this one still reads them."""
         self.num_swapped_out = 0
-        """Requests, so far."""
+        """Requests whose KV was copied out so far."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the host that hold nothing."""
+        """Blocks of the host that no request holds."""
         return self._num_usable + len(self._leaving)
 
     @property
@@ -46,7 +46,7 @@ class Swapper:
         return self._num_touched - 1
 
     def prefers(self, victim: Request, num_lost_tokens: int) -> bool:
-        """Whether copying is possible, and cheaper than computing `num_lost_tokens` again."""
+        """Whether a copy is possible, and cheaper than computing `num_lost_tokens` again."""
         if not self._num_blocks:
             return False
         end = self._num_entries(victim)
@@ -56,11 +56,11 @@ class Swapper:
         return num_blocks * self._cost_tokens < num_lost_tokens
 
     def _num_entries(self, victim: Request) -> int:
-        """Leading entries of the victim's tables whose blocks hold computed KV."""
+        """Count the leading entries of the victim's tables whose blocks hold computed KV."""
         return -(-victim.num_computed_tokens // self._block_size)
 
     def take_out(self, victim: Request) -> None:
-        """Copy what the victim has computed; it still holds its blocks and gives them back next."""
+        """Copy out what the victim has computed, before its blocks are freed."""
         end = self._num_entries(victim)
         host_tables = []
         for table in victim.block_tables:
@@ -75,7 +75,7 @@ class Swapper:
         self.num_swapped_out += 1
 
     def bring_in(self, request: Request, num_hit: int) -> None:
-        """Copy back what the prefix cache did not have: from block `num_hit` of the tables on."""
+        """Copy in what the prefix cache did not have: the tables from block `num_hit` on."""
         assert request.swapped_out is not None
         tables = zip(request.block_tables, request.swapped_out.host_tables, strict=True)
         for table, host_table in tables:
@@ -86,14 +86,14 @@ class Swapper:
         self.drop(request)
 
     def cancel(self, request: Request) -> None:
-        """Copy nothing into the blocks of a request that gives them back before the step."""
+        """Cancel the copies into the blocks of a request that releases them before the step."""
         held = {block_id for table in request.block_tables for block_id in table}
         columns = zip(self._in.device_block_ids, self._in.host_block_ids, strict=True)
         left = [pair for pair in columns if pair[0] not in held]
         self._in = BlockCopies([pair[0] for pair in left], [pair[1] for pair in left])
 
     def drop(self, request: Request) -> None:
-        """Give back the host's blocks of a request that does not need them any more."""
+        """Free the host's blocks of a request."""
         if request.swapped_out is None:
             return
         for host_table in request.swapped_out.host_tables:
@@ -101,7 +101,7 @@ class Swapper:
         request.swapped_out = None
 
     def take_copies(self) -> tuple[BlockCopies, BlockCopies]:
-        """Return what the step copies: out of the pool, and into it."""
+        """Return the copies of the step: out of the pool, and into it."""
         copies = self._out, self._in
         self._out, self._in = BlockCopies(), BlockCopies()
         self._free += self._leaving
@@ -109,12 +109,12 @@ class Swapper:
         return copies
 
     def forget(self) -> None:
-        """The worker is gone, or asleep: what the host held is lost, and no copies are due."""
+        """Free all blocks of the host, and cancel all copies: the worker is gone or asleep."""
         self._free, self._num_touched = [], 0
         self._out, self._in, self._leaving = BlockCopies(), BlockCopies(), []
 
     def check_invariants(self, waiting: list[Request]) -> None:
-        """Compare the books with the requests that have KV on the host."""
+        """Compare the lists of blocks with the requests that have KV on the host."""
         held = [
             block_id
             for request in waiting

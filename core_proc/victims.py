@@ -1,4 +1,4 @@
-"""Whom to preempt when memory runs out, and whether its KV is kept on the host meanwhile."""
+"""Which request is preempted when blocks run out, and whether its KV is copied to the host."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from core_proc.swap import Swapper
 
 
 class VictimChoice:
-    """Chooses by the policy's key or, among the least important, by what the loss costs.
+    """Chooses by the policy's key or, among the least important requests, by the cost of the loss.
 
-    The cost of a preemption is what must be computed again. As it grows with every token, the
-    request that is furthest gets through. Sharing can lower it again, so whoever was preempted
-    often enough is spared, until only such are left and the policy decides.
+    The cost of a preemption is what must be computed again. It grows with every token, so the
+    request that is furthest is not preempted. Sharing can lower the cost again. So a request that
+    was preempted often is spared, until only such requests are left and the policy decides.
     """
 
     MAX_CHEAP_PREEMPTIONS = 8
@@ -32,11 +32,11 @@ class VictimChoice:
         return max(running, key=self._key)
 
     def is_swapped(self, victim: Request) -> bool:
-        """Whether the victim's KV shall be copied rather than computed again."""
+        """Whether the victim's KV is to be copied instead of computed again."""
         return self._swapper.prefers(victim, self._num_lost_tokens(victim))
 
     def _num_lost_tokens(self, victim: Request) -> int:
-        """Computed tokens in blocks that nobody else keeps alive."""
+        """Count the computed tokens in blocks that no other request holds."""
         num_shared = self._kv.num_shared_blocks(victim)
         return max(0, victim.num_computed_tokens - num_shared * self._kv.block_size)
 

@@ -1,8 +1,8 @@
-"""The queue of requests that wait, in the policy's order."""
+"""The queue of waiting requests, in the policy's order."""
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from core_proc.policy import Key, Policy
 from core_proc.request import BLOCKED, Request
@@ -13,22 +13,24 @@ _Row = tuple[Key, int, Request]
 class WaitingQueue:
     """New, blocked and preempted requests.
 
-    Heaps with lazy removal: an aborted request leaves at once, its row when it surfaces or when
-    dead rows outnumber live ones. So neither abort nor a look at the front depends on the length.
-    Long prompts lie on a heap of their own: where no more of them may start, others overtake.
-    Blocked requests lie on no heap, and as keys are constant, they find their old place again.
+    Heaps with lazy removal: an aborted request leaves at once, its row when it reaches the top, or
+    when dead rows outnumber live ones. So neither an abort nor a look at the front depends on the
+    length. There is a heap for each kind that the front may exclude: long prompts where no more of
+    them may begin, and new requests under a pause. Blocked requests are in no heap; as keys are
+    constant, they return to their old place.
     """
 
     def __init__(self, policy: Policy, is_long: Callable[[Request], bool]) -> None:
         self._policy = policy
         self._is_long = is_long
         self._row_numbers = itertools.count()
-        self._short: list[_Row] = []
-        self._long: list[_Row] = []
+        self._heaps: dict[tuple[bool, bool], list[_Row]] = {
+            (is_long, is_new): [] for is_long in (False, True) for is_new in (False, True)
+        }
         self._row_of: dict[Request, int] = {}
         self._blocked: set[Request] = set()
         self.num_prompt_tokens = 0
-        """Of all that wait."""
+        """Of all requests here."""
 
     def __len__(self) -> int:
         return len(self._row_of) + len(self._blocked)
@@ -37,7 +39,7 @@ class WaitingQueue:
         return request in self._row_of or request in self._blocked
 
     def push(self, request: Request) -> None:
-        """Enter a request at its place; if its status says that it is blocked, out of sight."""
+        """Enter a request at its place, or aside if its status is a blocked one."""
         assert request not in self
         self.num_prompt_tokens += request.num_prompt_tokens
         key = self._policy.order(request)
@@ -45,22 +47,27 @@ class WaitingQueue:
             self._blocked.add(request)
             return
         number = self._row_of[request] = next(self._row_numbers)
-        heap = self._long if self._is_long(request) else self._short
+        heap = self._heaps[self._is_long(request), not request.has_begun()]
         heapq.heappush(heap, (key, number, request))
 
-    def front(self, *, with_long: bool = True) -> Request | None:
-        """Return the request that is next, without taking it."""
-        short = self._top(self._short)
-        long = self._top(self._long) if with_long else None
-        rows = [row for row in (short, long) if row is not None]
-        return min(rows)[2] if rows else None
+    @property
+    def num_admissible(self) -> int:
+        """Requests that are not blocked."""
+        return len(self._row_of)
 
-    def front_of(
-        self, condition: Callable[[Request], bool], *, with_long: bool = True
-    ) -> Request | None:
-        """Return who is next of those that meet a condition (looks at all that wait)."""
-        rows = self._live(self._short + self._long if with_long else self._short)
-        rows = [row for row in rows if condition(row[2])]
+    def front(self, *, with_long: bool = True, with_new: bool = True) -> Request | None:
+        """Return the request that is next, without taking it.
+
+        Args:
+            with_long: Consider long prompts too.
+            with_new: Consider requests that have not begun too.
+        """
+        rows = [
+            row
+            for (is_long, is_new), heap in self._heaps.items()
+            if heap and is_long <= with_long and is_new <= with_new
+            if (row := self._top(heap)) is not None
+        ]
         return min(rows)[2] if rows else None
 
     def _top(self, heap: list[_Row]) -> _Row | None:
@@ -72,22 +79,22 @@ class WaitingQueue:
         return None
 
     def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands."""
+        """Remove a request."""
         self.num_prompt_tokens -= request.num_prompt_tokens
         if request in self._blocked:
             self._blocked.remove(request)
             return
         del self._row_of[request]
-        if len(self._short) + len(self._long) > 2 * len(self._row_of) + 16:
-            for heap in (self._short, self._long):
+        if sum(map(len, self._heaps.values())) > 2 * len(self._row_of) + 16:
+            for heap in self._heaps.values():
                 heap[:] = self._live(heap)
                 heapq.heapify(heap)
 
-    def _live(self, rows: list[_Row]) -> list[_Row]:
+    def _live(self, rows: Iterable[_Row]) -> list[_Row]:
         return [row for row in rows if self._row_of.get(row[2]) == row[1]]
 
     def in_order(self) -> list[Request]:
-        """List all, front first (sorts: for tests and displays)."""
-        rows = self._live(self._short + self._long)
+        """List all requests, front first (sorts them: for tests and displays)."""
+        rows = self._live(itertools.chain(*self._heaps.values()))
         rows += [(self._policy.order(request), -1, request) for request in self._blocked]
         return [row[2] for row in sorted(rows, key=lambda row: row[:2])]

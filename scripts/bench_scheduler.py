@@ -1,7 +1,7 @@
 """Measure the scheduler alone: `python -m scripts.bench_scheduler [--json]`.
 
 The real scheduler, KV manager and prefix cache, without sockets and without a worker: every step is
-answered at once with a token for whoever sampled, outside the clock.
+answered at once, outside the clock, with a token for each request that sampled.
 """
 
 import argparse
@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -22,8 +23,8 @@ from core_proc.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol import gc_tuning
-from protocol.api_core import AddRequest, decode_from_client
-from protocol.core_worker import ModelFacts, ModelRunnerOutput
+from protocol.api_core import AddRequest, PauseMode, decode_from_client
+from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
 from protocol.message import encode
 from protocol.progress_page import ProgressPage
 from protocol.sampling import SamplingParams
@@ -39,7 +40,10 @@ VLLM_ADMISSION_US = {"caching_off": 95.0, "miss": 271.0, "full_hit": 255.0}
 
 _BYTES_PER_TOKEN = 4
 _WARM_UP_BUDGET = 65_536
-"""No matter for steady decode; a large one shortens the way there."""
+"""Does not matter for steady decode; a large one shortens the way there."""
+_WINDOWED = (KVGroup(), KVGroup(window=1024, max_blocks=1024))
+_FRONT_RUNNING = 32
+_FRONT_TOKENS = 120_000
 
 
 class SteadyDecode(msgspec.Struct, frozen=True):
@@ -82,6 +86,23 @@ class WaitingCost(msgspec.Struct, frozen=True):
     extra_us: float
 
 
+class FrontCost(msgspec.Struct, frozen=True):
+    """What a request in front of the queue that cannot be admitted adds to a step, in µs."""
+
+    case: str
+    without_us: float
+    with_us: float
+    extra_us: float
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """A client leaves whose requests all run."""
+
+    requests: int
+    total_ms: float
+    per_request_us: float
+
+
 class WaitingMemory(msgspec.Struct, frozen=True):
     """Bytes of one waiting request, beside four for each of its tokens."""
 
@@ -98,6 +119,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     running: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     waiting_behind: int = 256
     waiting: int = 10_000
+    leaving: int = 16_384
     admissions: int = 200
     """In each repeat."""
     steps: int = 10 * BLOCK_SIZE
@@ -125,6 +147,8 @@ class Report(msgspec.Struct, frozen=True):
     admission: list[Admission]
     marks: list[MarksCost]
     waiting_cost: WaitingCost
+    front_cost: list[FrontCost]
+    departure: Departure
     waiting_memory: WaitingMemory
 
 
@@ -149,27 +173,33 @@ def _prompt(req_id: int, num_tokens: int) -> list[int]:
 class _Decoder:
     """Requests that all decode, with the clock around each half of a step."""
 
-    def __init__(self, num_running: int, num_steps: int, steps_in_flight: int) -> None:
-        """Admit all and step until everyone is past its prompt."""
+    def __init__(
+        self, num_running: int, num_steps: int, steps_in_flight: int, **options: Any
+    ) -> None:
+        """Admit all and step until all prompts are computed."""
         self._num_running = num_running
         num_admitting = num_running * 2 * PROMPT_TOKENS // _WARM_UP_BUDGET
         max_tokens = num_steps + num_admitting + 4 * BLOCK_SIZE
         longest = PROMPT_TOKENS + BLOCK_SIZE + max_tokens
+        settings = {
+            "num_blocks": 1 + num_running * -(-longest // BLOCK_SIZE),
+            "max_model_len": longest + 1,
+            "max_num_seqs": num_running,
+        }
         self.scheduler = Scheduler(
             SchedulerOptions(
-                num_blocks=1 + num_running * -(-longest // BLOCK_SIZE),
                 block_size=BLOCK_SIZE,
-                max_model_len=longest + 1,
-                max_num_seqs=num_running,
                 max_num_batched_tokens=_WARM_UP_BUDGET,
                 max_steps_in_flight=steps_in_flight,
+                **settings | options,
             )
         )
         params = SamplingParams(max_tokens=max_tokens)
         for req_id in range(num_running):
-            # In every step as many as in any other reach the end of a block.
+            # In every step the same number of requests reach the end of a block.
             num_tokens = PROMPT_TOKENS - BLOCK_SIZE // 2 + req_id % BLOCK_SIZE
-            self.scheduler.add_request(Request(req_id, _prompt(req_id, num_tokens), params))
+            prompt, priority = _prompt(req_id, num_tokens), 2 * (req_id % 2)
+            self.scheduler.add_request(Request(req_id, prompt, params, priority=priority))
         self._answer_all = [7] * num_running
         self._warm_up(steps_in_flight)
 
@@ -185,7 +215,7 @@ class _Decoder:
         self.measure(2 * BLOCK_SIZE)
 
     def measure(self, num_steps: int) -> tuple[float, float]:
-        """Mean microseconds of `schedule` and of `update_from_output` over so many steps."""
+        """Mean microseconds of `schedule` and of `update_from_output` over `num_steps` steps."""
         clock, scheduler, tokens = time.perf_counter_ns, self.scheduler, self._answer_all
         schedule_ns = update_ns = 0
         for _ in range(num_steps):
@@ -279,7 +309,7 @@ def measure_marks(num_running: int, plan: Plan) -> MarksCost:
             quarantine.dispatched(step)
             edits = quarantine.take_marks()
             assert edits is not None
-            page.write_in_flight(1, 0, edits)
+            page.write_marks(1, edits)
             times.append(clock() - start)
             step_id, sampling = scheduler.in_flight[0]
             scheduler.update_from_output(ModelRunnerOutput(step_id, [7] * len(sampling)))
@@ -311,6 +341,73 @@ def measure_waiting_cost(plan: Plan) -> WaitingCost:
     return WaitingCost(num_running, plan.waiting, *medians, extra_us)
 
 
+def measure_front_cost(plan: Plan) -> list[FrontCost]:
+    """Compare steps with and without requests in front that cannot be admitted, case by case.
+
+    The prompt in front is longer than the free blocks. With priorities, half of the requests that
+    run are less important, and to preempt all of them would not be enough. Under a pause, new
+    requests wait.
+    """
+    prompt_blocks = _FRONT_TOKENS // BLOCK_SIZE
+    refused = {
+        "num_blocks": prompt_blocks + 400,
+        "max_num_seqs": _FRONT_RUNNING + 1,
+        "max_model_len": _FRONT_TOKENS + 1000,
+    }
+    windowed = {"kv_groups": _WINDOWED, "num_blocks": prompt_blocks + 1200}
+    by_priority = {"policy": "priority", "preempt_for_priority": True}
+    return [
+        _front_cost("refused", plan, refused),
+        _front_cost("refused_windowed", plan, refused | windowed),
+        _front_cost("refused_by_priority", plan, refused | by_priority),
+        _front_cost("paused", plan, {"max_num_seqs": _FRONT_RUNNING + 1}, is_paused=True),
+    ]
+
+
+def _front_cost(
+    case: str, plan: Plan, options: Mapping[str, Any], *, is_paused: bool = False
+) -> FrontCost:
+    num_waiting = plan.waiting if is_paused else 1
+    prompt = _prompt(_FRONT_RUNNING, PROMPT_TOKENS if is_paused else _FRONT_TOKENS)
+    params = SamplingParams(max_tokens=8)
+    without_us, with_us = [], []
+    with _production_gc():
+        for _ in range(plan.repeats):
+            num_steps = 2 * plan.steps + BLOCK_SIZE
+            decoder = _Decoder(_FRONT_RUNNING, num_steps, plan.steps_in_flight, **options)
+            without_us.append(sum(decoder.measure(plan.steps)))
+            if is_paused:
+                decoder.scheduler.pause(PauseMode.PAUSED_NEW)
+            for req_id in range(_FRONT_RUNNING, _FRONT_RUNNING + num_waiting):
+                decoder.scheduler.add_request(Request(req_id, prompt, params, priority=1))
+            decoder.measure(BLOCK_SIZE)
+            with_us.append(sum(decoder.measure(plan.steps)))
+            assert decoder.scheduler.num_waiting == num_waiting
+    extra_us = statistics.median(b - a for a, b in zip(without_us, with_us, strict=True))
+    return FrontCost(case, statistics.median(without_us), statistics.median(with_us), extra_us)
+
+
+def measure_departure(plan: Plan) -> Departure:
+    """Time `drop_client` in an engine in which all of the client's requests run."""
+    prompt, params, totals = list(range(BLOCK_SIZE)), SamplingParams(max_tokens=64), []
+    engine = _engine(plan.leaving, num_gpu_blocks=1 + 2 * plan.leaving)
+    for repeat in range(plan.repeats):
+        for index in range(plan.leaving):
+            refused = engine.add(b"client", AddRequest(index, prompt, params))
+            assert refused is None, refused
+        step = engine.schedule()
+        assert step is not None
+        assert len(step.scheduled_new_reqs) == plan.leaving
+        with _production_gc():
+            start = time.perf_counter()
+            assert engine.drop_client(b"client") == plan.leaving
+            totals.append((time.perf_counter() - start) * 1000)
+        engine.update(ModelRunnerOutput(step.step_id, [7] * plan.leaving))
+        assert not engine.has_unfinished, repeat
+    total_ms = statistics.median(totals)
+    return Departure(plan.leaving, total_ms, total_ms * 1000 / plan.leaving)
+
+
 def measure_waiting_memory(plan: Plan) -> WaitingMemory:
     """Trace what is allocated, and still held, while requests queue up."""
     scheduler = Scheduler(SchedulerOptions())
@@ -333,14 +430,21 @@ def measure_waiting_memory(plan: Plan) -> WaitingMemory:
     return WaitingMemory(plan.waiting, bare_bytes, _held_bytes(add_from_wire, plan.waiting))
 
 
-def _engine(num_waiting: int) -> EngineCore:
-    engine = EngineCore(configure(max_num_waiting=num_waiting, max_waiting_tokens=2**31))
+def _engine(num_requests: int, num_gpu_blocks: int = 1024) -> EngineCore:
+    engine = EngineCore(
+        configure(
+            max_num_waiting=num_requests,
+            max_waiting_tokens=2**31,
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=2**20,
+        )
+    )
     facts = ModelFacts(
         model="bench",
         vocab_size=VOCAB_SIZE,
         max_model_len=4096,
         block_size=BLOCK_SIZE,
-        num_gpu_blocks=1024,
+        num_gpu_blocks=num_gpu_blocks,
         eos_token_ids=[],
     )
     engine.adopt_workers(facts)
@@ -370,6 +474,8 @@ def measure(plan: Plan) -> Report:
         admission=measure_admissions(plan),
         marks=[measure_marks(count, plan) for count in plan.running],
         waiting_cost=measure_waiting_cost(plan),
+        front_cost=measure_front_cost(plan),
+        departure=measure_departure(plan),
         waiting_memory=measure_waiting_memory(plan),
     )
 
@@ -393,6 +499,12 @@ Marks of the requests in flight, us per admission and end
 
 {cost.waiting} waiting behind {cost.running} running: {cost.extra_us:+.1f} us per step \
 ({cost.without_us:.1f} without, {cost.with_us:.1f} with)
+
+A front of the queue that cannot be admitted, us per step
+{front}
+
+A client leaves whose {departure.requests} requests run: {departure.total_ms:.1f} ms, \
+{departure.per_request_us:.1f} us each
 One waiting request beside its token ids: {memory.bare_bytes:.0f} bytes, \
 {memory.wire_bytes:.0f} as it comes from the wire"""
 
@@ -410,12 +522,19 @@ def table(report: Report) -> str:
         f" {_against_vllm(row.total_us, row.vllm_total_us)}"
         for row in report.admission
     ]
+    front = [
+        f"{row.case.replace('_', ' '):>20} {row.extra_us:+9.1f}"
+        f" ({row.without_us:.1f} without, {row.with_us:.1f} with)"
+        for row in report.front_cost
+    ]
     return _HEADS.format(
         steady="\n".join(steady),
         admission="\n".join(admission),
         marks="\n".join(f"{row.running:11} {row.change_us:9.1f}" for row in report.marks),
         tokens=report.admitted_tokens,
         cost=report.waiting_cost,
+        front="\n".join(front),
+        departure=report.departure,
         memory=report.waiting_memory,
     )
 
@@ -426,9 +545,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench_scheduler", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--running", nargs="+", type=int, default=plan.running, metavar="N")
-    for name in ("waiting-behind", "waiting", "admissions", "steps", "repeats", "steps-in-flight"):
-        default = getattr(plan, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    for name, default in msgspec.structs.asdict(plan).items():
+        if name != "running":
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, type=int, default=default, metavar="N")
     settings = vars(parser.parse_args(argv))
     as_json = settings.pop("json")
     try:

@@ -95,6 +95,9 @@ class Replay:
         # The other policies of the traces order by the step of arrival alone.
         self._has_arrival_times = config["policy"] == "priority"
         num_blocks = config.pop("num_gpu_blocks")
+        num_active_seqs = config.pop("max_num_active_seqs")  # vLLM's: replaces the other one
+        if num_active_seqs is not None:
+            config["max_num_seqs"] = num_active_seqs
         self._scheduler = Scheduler(
             SchedulerOptions(**config, num_blocks=num_blocks, eos_token_ids=(EOS_TOKEN_ID,))
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protocol.core_worker import (
+    NULL_BLOCK,
     BlockCopies,
     CachedRequestData,
     ModelRunnerOutput,
@@ -23,7 +24,6 @@ SampleFn = Callable[[int, int], int]
 """From request id and output position to the token."""
 GuessFn = Callable[[int, int], list[int]]
 """From request id and output position to the drafts from there on."""
-_NULL_BLOCK = 0
 
 
 @dataclass
@@ -147,7 +147,7 @@ class FakeWorker:
             assert len({len(column) for column in columns}) == 1
             assert columns[0]
             for table, column in zip(self.mirror[req_id].block_tables, columns, strict=True):
-                assert _NULL_BLOCK not in column
+                assert NULL_BLOCK not in column
                 table.extend(column)
 
     @staticmethod

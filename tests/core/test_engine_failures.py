@@ -201,7 +201,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "max_model_len": 512,
         "eos_token_ids": (2,),
     }
-    unset = {"tenant_weights", "max_num_active_seqs"}
+    unset = {"tenant_weights"}
     names = set(SchedulerOptions.__struct_fields__) - unset
     assert {name: getattr(options, name) for name in names} == {n: expected[n] for n in names}
     others = {"tenant_weights": "gold=4", "enable_kv_events": True}

@@ -107,7 +107,7 @@ def test_whoever_takes_nothing_for_long_gets_a_new_beginning(
     for index in range(40):
         bench.add(f"r{index}", 60, 1)
         bench.step()
-    assert len(bench.scheduler.kv._recorder._happened) <= 51  # type: ignore[union-attr]
+    assert len(bench.scheduler.kv._recorder._records) <= 51  # type: ignore[union-attr]
     router = Router()
     router.apply(bench.scheduler.kv.take_events())
     assert router.keys == _cached(bench.scheduler)

@@ -78,7 +78,7 @@ def the_budget_holds(lab: Harness) -> None:
 def the_slots_hold(lab: Harness) -> None:
     """Invariant 4: no more requests run than there are slots, and nobody runs twice."""
     req_ids = [request.req_id for request in lab.scheduler.running]
-    assert len(req_ids) == len(set(req_ids)) <= lab.scheduler.options.max_num_running
+    assert len(req_ids) == len(set(req_ids)) <= lab.scheduler.options.max_num_seqs
 
 
 def all_end_once(lab: Harness) -> None:

@@ -23,7 +23,6 @@ VLLM_HAS = {
     "max_model_len",
     "eos_token_ids",
     "max_num_seqs",
-    "max_num_active_seqs",
     "max_num_batched_tokens",
     "max_num_scheduled_tokens",
     "max_steps_in_flight",

@@ -51,10 +51,10 @@ def test_an_output_of_another_step_is_refused() -> None:
     scheduler = Scheduler(SchedulerOptions())
     scheduler.add_request(Request(0, [1], SamplingParams()))
     scheduler.schedule()
-    with pytest.raises(AssertionError, match="step 1, due is 0"):
+    with pytest.raises(AssertionError, match="step 1, not of 0"):
         scheduler.update_from_output(ModelRunnerOutput(1, [5]))
     with pytest.raises(AssertionError, match="2 tokens, 1 requests sampled"):
         scheduler.update_from_output(ModelRunnerOutput(0, [5, 6]))
     assert len(scheduler.update_from_output(ModelRunnerOutput(0, [5]))) == 1
-    with pytest.raises(AssertionError, match="none is due"):
+    with pytest.raises(AssertionError, match="none is in flight"):
         scheduler.update_from_output(ModelRunnerOutput(1, [5]))

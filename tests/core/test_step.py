@@ -1,10 +1,7 @@
 """What one step may say: every message that a scheduler can send fits into a frame."""
 
-import random
-
 import pytest
 
-from core_proc.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
@@ -13,7 +10,7 @@ from protocol.channel import MAX_FRAME_BYTES
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from protocol.message import encode
 from protocol.sampling import SamplingParams
-from tests.core.harness import PLAIN_TOKEN, Harness
+from tests.core.harness import Harness
 
 WIDE_ID = 2**31 - 1
 """Five bytes, the most that an id takes."""
@@ -112,90 +109,3 @@ def test_requests_with_prompt_logprobs_run_to_their_ends() -> None:
     assert bench.step() == {"a": 12_000, "b": 4384, "c": 1, "d": 1}
     bench.run()
     assert set(bench.finished) == set("abcd")
-
-
-# A refused request is not searched for in the cache again ------------------------------------
-
-
-def count_searches(bench: Harness, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    searches: list[int] = []
-    real = KVCacheManager.find_cached_prefix
-
-    def find(kv: KVCacheManager, request: Request) -> list[int]:
-        searches.append(request.req_id)
-        return real(kv, request)
-
-    monkeypatch.setattr(KVCacheManager, "find_cached_prefix", find)
-    return searches
-
-
-def test_a_blocked_request_costs_no_search_until_something_is_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = Harness(blocks=9, caching=True, max_model_len=128)
-    searches = count_searches(bench, monkeypatch)
-    bench.add("a", 32, max_tokens=40)
-    bench.add("b", 112, max_tokens=8)
-    bench.steps(20)
-    assert len(searches) == 2
-    bench.abort("a")
-    assert "b" in bench.step()
-    assert len(searches) == 3
-
-
-def test_a_blocked_request_is_admitted_as_soon_as_others_have_cached_enough_of_its_prefix() -> None:
-    """Nothing is freed for that: a block that is being filled becomes one that can be shared."""
-    bench = Harness(blocks=4, caching=True)
-    bench.add("a", list(range(100, 120)), max_tokens=13)
-    bench.add("b", [*range(100, 120), *[PLAIN_TOKEN] * 12, 99], max_tokens=4)
-    assert [list(granted) for granted in bench.steps(13)] == [["a"]] * 12 + [["a", "b"]]
-
-
-def test_a_blocked_request_that_comes_to_ask_for_less_is_admitted() -> None:
-    """Without a reservation for the whole prompt a smaller share may fit."""
-    bench = Harness(
-        blocks=4,
-        budget=64,
-        scheduler_reserve_full_isl=False,
-        long_prefill_token_threshold_adaptive=True,
-    )
-    bench.add("a", 17, max_tokens=8)
-    bench.step()
-    bench.add("b", 40, max_tokens=1)
-    assert bench.step() == {"a": 1}
-    bench.add("c", 40, max_tokens=1)
-    bench.add("d", 40, max_tokens=1)
-    assert bench.step() == {"a": 1, "b": 16}
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_shortcut_changes_no_decision(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decisions() -> list[dict[str, int]]:
-        rng = random.Random(seed)
-        bench = Harness(
-            blocks=rng.randrange(20, 40),
-            caching=True,
-            depth=rng.choice([1, 2]),
-            budget=rng.choice([16, 64, 512]),
-            watermark=rng.choice([0.0, 0.1]),
-            scheduler_reserve_full_isl=rng.random() < 0.7,
-            max_model_len=256,
-        )
-        heads = [[1000 * n + i for i in range(96)] for n in range(3)]
-        made = []
-        for number in range(60):
-            if rng.random() < 0.5:
-                tail = [rng.randrange(3, 900) for _ in range(rng.randrange(1, 60))]
-                bench.add(
-                    str(number),
-                    rng.choice(heads)[: rng.randrange(0, 96)] + tail,
-                    max_tokens=rng.randrange(1, 50),
-                )
-            if bench.requests and rng.random() < 0.1:
-                bench.abort(rng.choice(list(bench.requests)))
-            made.append(bench.step())
-        return made
-
-    with_shortcut = decisions()
-    monkeypatch.setattr(KVCacheManager, "still_refuses", lambda kv, request: False)
-    assert decisions() == with_shortcut

@@ -32,7 +32,7 @@ def test_removals_leave_no_trace() -> None:
     assert queue.in_order() == left
     assert queue.front() is left[0]
     assert len(queue) == len(left)
-    assert len(queue._short) + len(queue._long) <= 2 * len(left) + 16
+    assert sum(map(len, queue._heaps.values())) <= 2 * len(left) + 16
 
 
 def test_short_requests_overtake_long_ones_only_on_demand() -> None:
@@ -43,6 +43,21 @@ def test_short_requests_overtake_long_ones_only_on_demand() -> None:
     assert queue.front() is requests[0]
     assert queue.front(with_long=False) is requests[1]
     assert queue.in_order() == requests
+
+
+def test_under_a_pause_of_new_ones_the_front_is_the_first_that_has_begun() -> None:
+    queue = _queue("fcfs")
+    requests = [_request(i, length=1 + LONG * (i % 2 == 0)) for i in range(6)]
+    for request in requests[2:5]:
+        request.num_cached_tokens = 0
+    for request in requests:
+        queue.push(request)
+    assert queue.front(with_new=False) is requests[2]
+    assert queue.front(with_new=False, with_long=False) is requests[3]
+    for request in requests[2:5]:
+        queue.remove(request)
+    assert queue.front(with_new=False) is None
+    assert queue.front() is requests[0]
 
 
 def test_a_blocked_request_is_never_in_front_and_finds_its_place_again() -> None:

@@ -6,7 +6,10 @@ import pytest
 
 from scripts.bench_scheduler import Plan, main
 
-TINY = "--running 2 16 --waiting-behind 4 --waiting 50 --admissions 2 --steps 16 --repeats 2"
+TINY = (
+    "--running 2 16 --waiting-behind 4 --waiting 50 --leaving 20"
+    " --admissions 2 --steps 16 --repeats 2"
+)
 
 
 def test_the_report_is_one_json_object_with_every_figure(
@@ -26,6 +29,10 @@ def test_the_report_is_one_json_object_with_every_figure(
     cost = report["waiting_cost"]
     assert (cost["running"], cost["waiting"]) == (4, 50)
     assert min(cost["without_us"], cost["with_us"]) > 0
+    cases = ["refused", "refused_windowed", "refused_by_priority", "paused"]
+    assert [row["case"] for row in report["front_cost"]] == cases
+    assert report["departure"]["requests"] == 20
+    assert report["departure"]["total_ms"] > 0
     memory = report["waiting_memory"]
     assert memory["requests"] == 50
     assert memory["wire_bytes"] > memory["bare_bytes"] > 100

@@ -127,7 +127,7 @@ class _UsedStorages(TorchDispatchMode):
     """Records the storages of all tensors that are computed with."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._used: set[int] = set()
 
     def add(self, tensors: Iterable[object]) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from core_proc.step import ScheduledStep
 from tests.core.harness import Harness
 
 
@@ -118,17 +119,50 @@ def test_without_chunks_a_prompt_beyond_the_budget_still_runs() -> None:
     assert bench.steps(2) == [{"a": 64}, {"a": 36}]
 
 
-def test_whoever_gets_nothing_of_a_step_goes_on_where_it_was() -> None:
-    """The share of a prompt grows as others leave, until nothing is left for those behind it."""
-    bench = Harness(
-        budget=64, max_num_scheduled_tokens=8, seqs=2, long_prefill_token_threshold_adaptive=True
-    )
-    names = [str(number) for number in range(14)]
-    for name, length in (("a", 40), ("b", 3), *((name, 5) for name in names)):
-        bench.add(name, length)
-    assert bench.step() == {"a": 4, "b": 3}
-    for name in names:
-        bench.abort(name)
-    assert bench.steps(4) == [{"a": 8}] * 4
-    assert bench.requests["b"].num_computed_tokens == 3
-    assert bench.steps(2) == [{"a": 4, "b": 1}, {"a": 1, "b": 1}]
+def test_the_adaptive_threshold_shares_what_decoding_requests_leave() -> None:
+    bench = Harness(budget=64, seqs=6, long_prefill_token_threshold_adaptive=True)
+    for name in "abcd":
+        bench.add(name, 4, 90)
+    bench.step()
+    bench.add("long", 300, 1)
+    bench.add("too", 300, 1)
+    for number in range(200):
+        bench.add(f"waits{number}", 300, 1)
+    assert bench.step() == dict.fromkeys("abcd", 1) | {"long": 30, "too": 30}
+
+
+def test_the_adaptive_threshold_uses_the_whole_step_however_many_requests_wait() -> None:
+    bench = Harness(blocks=4096, seqs=64, long_prefill_token_threshold_adaptive=True)
+    for number in range(500):
+        bench.add(f"r{number}", 300, 100)
+    assert bench.step() == {f"r{number}": 32 for number in range(64)}
+    assert sum(bench.step().values()) == 2048
+
+
+def test_the_adaptive_threshold_is_a_limit_even_with_more_requests_than_tokens() -> None:
+    bench = Harness(blocks=4096, budget=64, seqs=100, long_prefill_token_threshold_adaptive=True)
+    for number in range(100):
+        bench.add(f"r{number}", 30, 100)
+    for _ in range(20):
+        granted = bench.step()
+        assert sum(granted.values()) == 64
+        assert max(granted.values()) <= 2
+
+
+def test_the_adaptive_threshold_ignores_a_front_that_lacks_blocks() -> None:
+    bench = Harness(blocks=40, budget=64, seqs=16, long_prefill_token_threshold_adaptive=True)
+    bench.add("a", 400, 1)
+    assert bench.steps(3) == [{"a": 64}] * 3
+    for number in range(10):
+        bench.add(f"r{number}", 500, 1)
+    bench.step()
+    assert bench.step() == {"a": 64}, "no other request can be admitted"
+
+
+def test_a_request_that_the_budget_does_not_reach_continues_where_it_was() -> None:
+    step = ScheduledStep(2, 0)
+    requests = [Harness().add(name, 4) for name in "abc"]
+    assert step.advance(requests) == 2
+    assert [request.num_computed_tokens for request in requests] == [1, 1, 0]
+    assert step.sampling == requests[:2]
+    assert (step.budget, step.num_tokens) == (0, 2)

@@ -27,14 +27,14 @@ def test_a_steady_step_names_nobody() -> None:
 
 
 def test_who_gets_nothing_of_the_budget_is_named_with_zero() -> None:
-    """With more requests than tokens the fair share is 0, that is, no limit: one takes all."""
-    bench = Harness(budget=2, long_prefill_token_threshold_adaptive=True)
-    bench.add("a", 10)
-    bench.add("b", 10)
-    assert bench.step() == {"a": 1, "b": 1}
-    bench.add("c", 10)
-    assert bench.step() == {"a": 2}
-    assert bench.sent[-1].num_scheduled_tokens == {0: 2, 1: 0}
+    """While a waits for its token, b takes its place in the step; then a is served first."""
+    bench = Harness(budget=1, depth=2, num_speculative_tokens=1)
+    bench.add("a", 1)
+    bench.add("b", 1)
+    assert bench.fill() == [{"a": 1}, {"b": 1}]
+    bench.update()
+    assert bench.schedule() == {"a": 1}
+    assert bench.sent[-1].num_scheduled_tokens == {1: 0}
 
 
 def test_outputs_of_an_earlier_life_stay_outputs() -> None:

@@ -149,21 +149,3 @@ def test_a_refusal_changes_nothing_although_hits_exist() -> None:
     assert [kv.pool.ref_count(block_id) for block_id in (1, 2)] == [0, 0]
     assert big.block_tables == []
     check_blocks(kv, [other])
-
-
-def test_the_common_prefix_is_what_all_running_requests_share() -> None:
-    """S40. It is counted in blocks; one that runs alone shares all with itself."""
-    bench = Harness(caching=True)
-    count = bench.scheduler.num_common_prefix_blocks
-    prefix = list(range(64))
-    assert count() == 0
-    bench.add("a", [*prefix, *range(1000, 1010)])
-    bench.step()
-    assert count() == 5
-    for number, name in enumerate("bc", start=2):
-        bench.add(name, [*prefix, *range(1000 * number, 1000 * number + 10)])
-        assert bench.step()[name] == 10
-        assert count() == 4
-    bench.add("other", 20)
-    bench.step()
-    assert count() == 0

@@ -1,0 +1,62 @@
+"""When a running request must be looked at: why a steady step visits few of the requests that run.
+
+A request that decodes into a block that it holds needs no decision: it gets one token a step. It is
+due when that block is full, or when its end is near.
+"""
+
+from operator import attrgetter
+
+from core_proc.request import Request, RequestStatus
+
+_admission_index = attrgetter("admission_index")
+
+
+class DueIndex:
+    """Running requests by the step in which they are due.
+
+    Entries are never searched for. An entry that disagrees with its request's `due_at`, or whose
+    request has left, is skipped when its step comes.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        """Steps begun so far."""
+        self._entries: dict[int, list[Request]] = {}
+
+    def begin_step(self) -> list[Request]:
+        """Return the requests that are due in the step that begins, in order of admission.
+
+        The caller must enter each of them again, unless it stops running.
+        """
+        self.now += 1
+        due = []
+        for request in self._entries.pop(self.now, ()):
+            if request.due_at == self.now:
+                request.due_at = 0  # a request may have two entries for one step
+                due.append(request)
+        due.sort(key=_admission_index)
+        return due
+
+    def enter(self, request: Request, num_quiet_steps: int = 0) -> None:
+        """Make a request due again, `num_quiet_steps` later than in the next step."""
+        request.due_at = self.now + 1 + num_quiet_steps
+        self._entries.setdefault(request.due_at, []).append(request)
+
+    def due_next(self) -> list[Request]:
+        """List the requests that are due in the next step, in order of admission."""
+        due_at = self.now + 1
+        due = {request for request in self._entries.get(due_at, ()) if request.due_at == due_at}
+        return sorted(
+            (request for request in due if request.status is RequestStatus.RUNNING),
+            key=_admission_index,
+        )
+
+    def clear(self) -> None:
+        """Remove all entries, when no request runs."""
+        self._entries.clear()
+
+    def check_invariants(self, running: list[Request]) -> None:
+        """Check that every running request will be visited."""
+        for request in running:
+            assert request.due_at > self.now
+            assert request in self._entries[request.due_at]
