@@ -14,6 +14,7 @@ from protocol.channel import client_address
 from protocol.lifecycle import ProcessState, ProcessStatus, StatusReply
 from protocol.status import StatusLink
 from scripts.chaos import processes
+from scripts.testing import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "_TROIKA_SOAK"
@@ -101,7 +102,7 @@ class SoakEngine:
             EngineLost: it lives on.
         """
         began = time.monotonic()
-        while processes.is_alive(pid):
+        while is_alive(pid):
             if time.monotonic() > began + timeout_s:
                 text = f"process {pid} hangs for {timeout_s:g} s and is not replaced"
                 raise EngineLost(f"{text}:\n{self.log_tail()}")

@@ -35,7 +35,7 @@ from protocol.lifecycle import Role, Suspect
 from protocol.message import Message, encode
 from protocol.sampling import SamplingParams
 from tests.core.fake_worker import FakeWorker
-from tests.played_child import PlayedChild
+from tests.unsupervised_child import UnsupervisedChild
 
 CORE_EPOCH = 3
 FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
@@ -196,7 +196,7 @@ class Bench:
         self._start_core(CORE_EPOCH)
 
     def _start_core(self, epoch: int) -> None:
-        self.child = PlayedChild(Role.CORE, self._run_dir.name, epoch, **self._settings)
+        self.child = UnsupervisedChild(Role.CORE, self._run_dir.name, epoch, **self._settings)
         self.engine = EngineCore(self.child.config)
         self.loop = CoreLoop(self.child, self.engine)
 

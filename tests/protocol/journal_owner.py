@@ -1,4 +1,4 @@
-"""A journal in a test's own thread, and what a successor would read in its directory."""
+"""A journal in the test's thread, and the records that a successor would read."""
 
 import os
 from collections import deque
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.journal import Journal, Recovered
-from tests.system.conftest import eventually
+from scripts.testing import eventually
 
 
 class Owner:
-    """A journal whose callbacks run in the test's thread, whenever it looks at anything."""
+    """A journal whose callbacks run in the test's thread, whenever it reads an attribute."""
 
     def __init__(
         self,
@@ -18,12 +18,12 @@ class Owner:
         open_file: Callable[[str, int, int], int] = os.open,
         write: Callable[[int, memoryview], int] = os.write,
         sync: Callable[[int], None] | None = None,
-        on_told: Callable[[], None] = lambda: None,
+        on_report: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_told` runs in the journal's thread, before it goes on."""
+        """`on_report` runs in the journal's thread for each of its reports."""
         self._errors: list[OSError] = []
-        self._told: deque[Callable[[], None]] = deque()
-        self._on_told = on_told
+        self._reports: deque[Callable[[], None]] = deque()
+        self._on_report = on_report
         self._journal = Journal(
             str(directory),
             self._notify,
@@ -35,27 +35,27 @@ class Owner:
         )
 
     def _notify(self, function: Callable[[], None]) -> None:
-        self._on_told()
-        self._told.append(function)
+        self._on_report()
+        self._reports.append(function)
 
     @property
     def journal(self) -> Journal:
-        """With all that its thread has told."""
-        while self._told:
-            self._told.popleft()()
+        """The journal, after all reports of its thread were handled."""
+        while self._reports:
+            self._reports.popleft()()
         return self._journal
 
     @property
     def errors(self) -> list[OSError]:
-        """Those that it has told."""
+        """All errors reported."""
         assert self.journal
         return self._errors
 
     def recover(self) -> list[bytes]:
-        """What the directory says.
+        """Return the records in the directory.
 
         Raises:
-            OSError: why it says nothing.
+            OSError: it cannot be read.
         """
         outcomes: list[Recovered] = []
         self.journal.recover(outcomes.append)
@@ -66,21 +66,21 @@ class Owner:
         return outcome
 
     def begin(self, *snapshot: bytes) -> None:
-        """A new segment with this snapshot."""
+        """Begin a new segment with this snapshot."""
         self.journal.begin_segment()
         for record in snapshot:
             self.journal.append(record)
         self.journal.complete_segment()
 
     def settle(self) -> None:
-        """Wait until all that was appended is written or lost."""
+        """Wait until every appended record is written or lost."""
         eventually(
             lambda: self.journal.num_written == self.journal.num_appended, "all is settled", 30.0
         )
 
 
 def recovered(directory: Path) -> list[bytes]:
-    """What a successor reads, once its predecessor has let go of the directory."""
+    """Return the records that a successor reads, once the directory is released."""
 
     def read() -> list[list[bytes]]:
         successor = Owner(directory)

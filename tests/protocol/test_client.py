@@ -1,4 +1,4 @@
-"""AsyncEngineClient over a real socket: what it accepts, what it resends, what it gives up."""
+"""AsyncEngineClient over a real socket: accepting, resending and giving up requests."""
 
 import asyncio
 from typing import Any
@@ -87,18 +87,18 @@ def test_accepted_request_does_not_change_with_the_callers_list(core: FakeCore) 
 
 
 def test_ready_means_ready(core: FakeCore) -> None:
-    """Recovering and draining engines are not ready, though they are connected."""
+    """Recovering and draining engines are connected but not ready."""
 
     async def play(client: AsyncEngineClient) -> None:
         for state in (EngineState.RECOVERING, EngineState.DRAINING):
             status = Status(state, FACTS, EngineStats())
-            core.say(status)
+            core.send(status)
             await core.until(lambda expected=status: client.status == expected)
             with pytest.raises(TimeoutError):
                 await client.wait_ready(timeout_s=0.02)
             assert client.connected
         waiting = asyncio.create_task(client.wait_ready(timeout_s=5))
-        core.say(READY)
+        core.send(READY)
         await core.until(waiting.done)
         assert waiting.result() == FACTS
 
@@ -106,8 +106,8 @@ def test_ready_means_ready(core: FakeCore) -> None:
     run_connected(core, play)
 
 
-def test_who_waits_for_an_engine_is_told_when_the_client_closes(core: FakeCore) -> None:
-    """And whoever begins to wait afterwards."""
+def test_waiting_for_an_engine_fails_when_the_client_closes(core: FakeCore) -> None:
+    """A later wait fails as well."""
 
     async def play(client: AsyncEngineClient) -> None:
         waiting = asyncio.create_task(client.wait_ready(timeout_s=600))
@@ -179,7 +179,7 @@ def test_gap_that_stays_is_asked_for_again_with_the_next_status(core: FakeCore) 
         for num_added in (2, 3):
             core.emit(RequestOutput(stream.request_id, 4, [10]))
             await core.until(lambda expected=num_added: core.num_added == expected)
-            core.say(READY)
+            core.send(READY)
 
     run_connected(core, play)
 
@@ -201,10 +201,10 @@ def test_refusal_fails_the_request_and_a_nameless_one_fails_all(core: FakeCore) 
         streams = [client.submit([5], PARAMS) for _ in range(3)]
         await core.until(lambda: core.num_added == 3)
         full = RequestError(ErrorCode.OVERLOADED, "full")
-        core.say(Refused(streams[1].request_id, full))
+        core.send(Refused(streams[1].request_id, full))
         assert await failure_of(streams[1]) == full
         unreadable = RequestError(ErrorCode.INVALID, "cannot be read")
-        core.say(Refused(None, unreadable, seq=1))
+        core.send(Refused(None, unreadable, seq=1))
         assert await failure_of(streams[0]) == unreadable
         assert await failure_of(streams[2]) == unreadable
 
@@ -213,13 +213,13 @@ def test_refusal_fails_the_request_and_a_nameless_one_fails_all(core: FakeCore) 
 
 @pytest.mark.usefixtures("fast_ticks")
 def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> None:
-    """Reports alone are no progress: the time without READY counts."""
+    """Reports alone do not count as service: the time without READY counts."""
 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         failing = asyncio.create_task(failure_of(stream))
         while not failing.done():
-            core.say(RECOVERING)
+            core.send(RECOVERING)
             await core.until(lambda: True)
             await asyncio.wait([failing], timeout=FAST_TICK_S)
         assert "no engine has served" in failing.result().message
@@ -227,7 +227,7 @@ def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> No
         with pytest.raises(RequestFailed) as caught:
             client.submit([5], PARAMS)
         assert caught.value.error.code is ErrorCode.ENGINE_FAILED
-        core.say(READY)
+        core.send(READY)
         await core.until(lambda: client.status == READY)
         client.submit([5], PARAMS)
 

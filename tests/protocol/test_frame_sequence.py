@@ -1,4 +1,4 @@
-"""The numbers of frames: what is next, comes again or is missing, and who is out of step."""
+"""Sequence numbers of frames: next, repeated, missing, or of a sender out of step."""
 
 from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import Header
@@ -19,14 +19,14 @@ def test_frames_are_taken_in_order_and_once() -> None:
     assert judged(lossy, 0, 7, 3, 8) == [NEXT, NEXT, REPEATED, NEXT]
 
 
-def test_frames_that_all_come_twice_are_no_gap() -> None:
+def test_frames_that_all_come_twice_are_not_a_gap() -> None:
     sequence = FrameSequence(takes_gaps=False)
     numbers = [number for number in range(10) for _ in range(2)]
     assert judged(sequence, *numbers) == [NEXT, REPEATED] * 10
 
 
-def test_whoever_counts_on_below_is_right_and_is_followed_after_a_new_beginning() -> None:
-    """A frame of a lost connection came late, and its number was believed."""
+def test_a_sender_with_lower_numbers_is_followed_after_a_new_beginning() -> None:
+    """A late frame of a lost connection had been taken with its number."""
     sequence = FrameSequence(takes_gaps=False)
     judged(sequence, 0, 1)
     assert judged(sequence, 40, flags=Flag.BEGINS) == [NEXT]

@@ -1,4 +1,4 @@
-"""The journal on disk: what is written comes back, whatever is torn off."""
+"""The journal on disk: complete records are read back, wherever a file is cut off."""
 
 import os
 from pathlib import Path
@@ -94,8 +94,8 @@ def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
         Owner(tmp_path / "link").recover()
 
 
-def test_zeros_at_the_end_are_no_whole_snapshot(tmp_path: Path) -> None:
-    """A file system may bring back a lost tail as zeros: the segment before still counts."""
+def test_zeros_at_the_end_are_not_a_complete_snapshot(tmp_path: Path) -> None:
+    """A file system may replace a lost tail by zeros: the segment before still counts."""
     owner = Owner(tmp_path)
     owner.recover()
     owner.begin(b"a")

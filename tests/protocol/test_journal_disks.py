@@ -1,4 +1,4 @@
-"""The journal on disks that are full, broken or slow: it is heard, and what follows is whole."""
+"""The journal on full, broken or slow disks: errors are reported, later segments are whole."""
 
 import errno
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from protocol import journal as journal_module
+from scripts.testing import eventually
 from tests.protocol.journal_owner import Owner, recovered, segments
-from tests.system.conftest import eventually
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("where", ["open", *range(6)])
-def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
+def test_every_failing_operation_is_reported_and_the_next_segment_has_everything(
     tmp_path: Path, where: str | int, number: int
 ) -> None:
     num_writes = 0
@@ -29,7 +29,7 @@ def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
         nonlocal num_writes
         num_writes += 1
         if broken and num_writes - 1 == where:
-            os.write(fd, data[: len(data) // 2])  # a part of it is written before
+            os.write(fd, data[: len(data) // 2])  # a part of the data is written before the error
             raise OSError(number, os.strerror(number))
         return os.write(fd, data)
 
@@ -40,7 +40,7 @@ def test_every_failing_operation_is_heard_and_the_next_segment_has_everything(
     for record in (b"b", b"c", b"d"):
         owner.journal.append(record)
         owner.settle() if not owner.errors else None
-    eventually(lambda: owner.errors, "the failure is heard", 30.0)
+    eventually(lambda: owner.errors, "the error is reported", 30.0)
     assert owner.errors[0].errno == number
     assert not owner.journal.is_writing
     assert owner.journal.append(b"lost") == owner.journal.num_written
@@ -64,7 +64,7 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
 def test_a_disk_that_stands_still_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue is bounded, and whoever appends never waits."""
+    """The queue is bounded, and `append` never waits."""
     monkeypatch.setattr(journal_module, "MAX_QUEUED_BYTES", 1000)
     may_go_on = threading.Event()
 
@@ -85,7 +85,7 @@ def test_a_disk_that_stands_still_is_given_up(
 
 
 class SmallDisk:
-    """Takes so many bytes; what is deleted makes room again."""
+    """Holds this number of bytes; deleted files make space again."""
 
     def __init__(self, directory: Path, capacity: int) -> None:
         self.directory, self.capacity = directory, capacity
@@ -98,7 +98,7 @@ class SmallDisk:
 
 
 def test_a_disk_that_only_the_journal_has_filled_is_used_again(tmp_path: Path) -> None:
-    """Its own old segments must not keep a new one from being begun."""
+    """Its own old segments must not prevent a new one."""
     disk = SmallDisk(tmp_path, 2**20)
     owner = Owner(tmp_path, write=disk.write)
     owner.recover()
@@ -141,12 +141,12 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     owner = Owner(tmp_path, write=lambda fd, data: 0)
     owner.recover()
     owner.begin()
-    eventually(lambda: owner.errors, "it is heard", 30.0)
+    eventually(lambda: owner.errors, "the error is reported", 30.0)
     owner.journal.close()
 
 
 def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
-    """Also the names of new files; and nothing is deleted that only the cache of the disk has."""
+    """New names are synced too, and only segments with a synced successor are deleted."""
     synced: dict[str, int] = {}
     problems: list[str] = []
 
@@ -157,9 +157,9 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
         else:
             synced[path.name] = path.stat().st_size
 
-    def on_told() -> None:
+    def on_report() -> None:
         if not segments(tmp_path):
-            return  # it was only read
+            return  # it was opened for reading
         path = segments(tmp_path)[-1]
         if synced[path.name] != path.stat().st_size:
             problems.append("settled before it was synced")
@@ -167,7 +167,7 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
             problems.append("a name was not synced")
 
     named: set[str] = set()
-    owner = Owner(tmp_path, sync=sync, on_told=on_told)
+    owner = Owner(tmp_path, sync=sync, on_report=on_report)
     owner.recover()
     for round_ in range(3):
         owner.begin(b"snapshot")
@@ -179,7 +179,7 @@ def test_what_is_settled_was_synced_before(tmp_path: Path) -> None:
 
 
 def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
-    """What a failed sync has lost is not known, and the next one would say nothing of it."""
+    """A failed sync loses an unknown part, and the next sync would succeed."""
     num_calls = 0
 
     def sync(fd: int) -> None:
@@ -193,7 +193,7 @@ def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
     owner.begin(b"a")
     owner.settle()
     owner.journal.append(b"b")
-    eventually(lambda: owner.errors, "it is heard", 30.0)
+    eventually(lambda: owner.errors, "the error is reported", 30.0)
     owner.begin(b"a", b"b")
     owner.journal.close()
     assert recovered(tmp_path) == [b"a", b"b"]
@@ -202,7 +202,7 @@ def test_a_failed_sync_ends_the_segment(tmp_path: Path) -> None:
 def test_a_disk_that_holds_one_write_too_long_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it settles late counts for what it was, not for what came afterwards."""
+    """A late settlement counts for the records that it was made for, not for later ones."""
     gates = {b"old": threading.Event(), b"again": threading.Event()}
     reached = {name: threading.Event() for name in gates}
 
@@ -233,7 +233,7 @@ def test_a_disk_that_holds_one_write_too_long_is_given_up(
     assert recovered(tmp_path) == [b"again", b"new"]
 
 
-def test_whoever_was_replaced_deletes_nothing_of_the_successor(tmp_path: Path) -> None:
+def test_a_replaced_owner_deletes_nothing_of_its_successor(tmp_path: Path) -> None:
     may_go_on, reached = threading.Event(), threading.Event()
 
     def write(fd: int, data: memoryview) -> int:
@@ -255,7 +255,7 @@ def test_whoever_was_replaced_deletes_nothing_of_the_successor(tmp_path: Path) -
 def test_a_snapshot_that_was_given_up_is_not_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The segment before it stays, whenever its owner says that it was all."""
+    """The segment before it stays, whenever its owner settles it."""
     may_go_on, reached = threading.Event(), threading.Event()
     may_go_on.set()
 
@@ -282,7 +282,7 @@ def test_a_snapshot_that_was_given_up_is_not_whole(
 
 
 def test_what_a_rotation_leaves_behind_is_synced_too(tmp_path: Path) -> None:
-    """What is settled with the new segment may stand at the end of the one before it."""
+    """A record settled with the new segment may be at the end of the one before it."""
     may_go_on, reached = threading.Event(), threading.Event()
     synced: dict[str, int] = {}
 
@@ -311,11 +311,11 @@ def test_what_a_rotation_leaves_behind_is_synced_too(tmp_path: Path) -> None:
     owner.journal.close()
 
 
-@pytest.mark.parametrize("problem", [OSError(errno.EIO, "broken"), ValueError("of ours")])
-def test_whatever_goes_wrong_is_heard_and_tried_again(
+@pytest.mark.parametrize("problem", [OSError(errno.EIO, "broken"), ValueError("a bug")])
+def test_every_error_is_reported_and_the_operation_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
-    """Even where the file cannot be closed after an error, as on some network disks."""
+    """This holds even if the file cannot be closed after an error, as on some network disks."""
     really_close, bad = os.close, set[int]()
 
     def write(fd: int, data: memoryview) -> int:
@@ -335,7 +335,7 @@ def test_whatever_goes_wrong_is_heard_and_tried_again(
     owner.recover()
     owner.begin(b"a")
     owner.journal.append(b"bad")
-    eventually(lambda: owner.errors, "it is heard", 30.0)
+    eventually(lambda: owner.errors, "the error is reported", 30.0)
     assert str(problem) in str(owner.errors[0])
     owner.begin(b"a", b"again")
     owner.settle()

@@ -1,4 +1,4 @@
-"""A supervision in virtual time, with a process table that is only believed in."""
+"""The supervisor's policy in virtual time, with a simulated process table."""
 
 import random
 import signal
@@ -40,7 +40,7 @@ RECOVERY = RecoveryConfig(
 
 
 class Drill:
-    """A supervision, a clock, and the processes it believes in; checks what always holds."""
+    """The policy, a clock and simulated processes; checks invariants with every action."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class Drill:
         self.words: list[LeaveWord] = []
         self.told_deaths: list[WorkerDied] = []
         self.said: list[tuple[int, object]] = []
-        """To whom, by epoch, and what."""
+        """Every message sent, with the epoch of its receiver."""
         self.take(self.supervision.begin(self.now))
 
     def take(self, actions: list[Action]) -> list[Action]:
-        """Carry out what a process table would.
+        """Execute actions as a process table would.
 
-        Notes, and what is said again, are left out of the result; words about deaths are kept
-        apart.
+        Notes and repeated messages are left out of the result; records of deaths are kept
+        in `words`.
         """
         news: list[Action] = []
-        assert self.exit_status is None or not actions, "something happens after the end"
+        assert self.exit_status is None or not actions, "an action after the end"
         for action in actions:
             match action:
                 case Start(slot, epoch, origin):
@@ -97,7 +97,7 @@ class Drill:
                     assert slot not in self.doomed, "killed twice"
                     self.doomed.add(slot)
                 case LeaveWord(slot):
-                    assert slot not in self.living, "the page is still written by another"
+                    assert slot not in self.living, "another process still writes the page"
                     self.words.append(action)
                 case Tell(slot, message):
                     assert slot in self.living
@@ -116,7 +116,7 @@ class Drill:
         return news
 
     def _promote(self, standby: Slot) -> None:
-        assert standby not in self.doomed, "who was killed cannot be promoted"
+        assert standby not in self.doomed, "a killed process cannot be promoted"
         del self.living[standby]
 
     def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
@@ -134,7 +134,7 @@ class Drill:
         return self.take(self.supervision.on_signal(self.now))
 
     def wait(self, seconds: float) -> list[Action]:
-        """Let time pass, waking at every deadline."""
+        """Advance the clock, waking at every deadline."""
         end, actions = self.now + seconds, []
         while (due := self.supervision.next_deadline()) <= end:
             self.now = max(self.now, due)
@@ -153,12 +153,12 @@ class Drill:
 
 
 def starts(actions: list[Action]) -> list[tuple[Slot, Origin]]:
-    """Who is started, and how."""
+    """Return the slots that are started, and how."""
     return [(a.slot, a.origin) for a in actions if isinstance(a, Start)]
 
 
 def standing() -> Drill:
-    """Everybody is ready, zygote and standby included."""
+    """Return a drill whose processes are all ready, zygote and standby included."""
     drill = Drill(standby=True).all_ready()
     drill.wait(0.0)
     drill.say(WORKER, Ready())
@@ -168,14 +168,14 @@ def standing() -> Drill:
 
 
 def ask(drill: Drill, role: Role) -> list[Action]:
-    """Ask for a restart that is possible."""
+    """Ask for a restart that must be accepted."""
     refusal, actions = drill.supervision.on_restart(role, drill.now)
     assert refusal is None
     return drill.take(actions)
 
 
 def refusal_of(drill: Drill, role: Role) -> str | None:
-    """Why a restart is not possible."""
+    """Return the reason why a restart is refused."""
     refusal, actions = drill.supervision.on_restart(role, drill.now)
     assert refusal is None or actions == []
     return refusal

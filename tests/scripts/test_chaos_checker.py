@@ -1,4 +1,4 @@
-"""The checker of chaos runs: whatever is planted into a recorded stream, it must find."""
+"""The checker of chaos runs must find every fault that is planted into a recorded stream."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def usage(num_tokens: int) -> Message:
 
 
 def stream(event: Callable[..., Message]) -> list[Message]:
-    """Two choices, interleaved; neighbours differ, and ids come again later."""
+    """Two interleaved choices; neighbouring ids differ, and ids are repeated later."""
     ids = [(7 * position) % 11 for position in range(NUM_TOKENS)]
     messages = [event(token_id, index) for token_id in ids for index in (0, 1)]
     for index in (0, 1):
@@ -53,7 +53,7 @@ def stream(event: Callable[..., Message]) -> list[Message]:
 
 
 def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None = None) -> Recording:
-    """One event every 0.1 s, from 0 on; the end comes with the last one."""
+    """One event every 0.1 s, beginning at 0; the stream ends with the last one."""
     names = [""] * len(messages) if ids is None else ids
     events = [
         Event(0.1 * i, json.dumps(message), name)
@@ -66,12 +66,12 @@ def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None =
 
 
 def ids_of(messages: list[Message]) -> list[str]:
-    """As our servers would name them: how many tokens of each choice were told."""
-    told, names = [0, 0], []
+    """Event ids as the server forms them, from the number of tokens of each choice."""
+    counts, names = [0, 0], []
     for message in messages:
         for choice in message["choices"]:
-            told[choice["index"]] += len(choice["token_ids"])
-        names.append(f"req.1.{told[0]}-{told[1]}" + ("" if message["choices"] else "u"))
+            counts[choice["index"]] += len(choice["token_ids"])
+        names.append(f"req.1.{counts[0]}-{counts[1]}" + ("" if message["choices"] else "u"))
     return names
 
 
@@ -169,8 +169,8 @@ def found(recording: Recording, golden: list[Message], excuse: Excuse) -> set[Ha
     return {violation.harm for violation in check_stream(recording, record(golden), excuse)}
 
 
-def test_stream_that_is_cut_is_lost_unless_who_held_it_was_killed() -> None:
-    """Right then, and not at any time."""
+def test_stream_that_is_cut_is_lost_unless_its_process_was_killed() -> None:
+    """The cut must come right after the death."""
     golden = stream(completion)
     cut = record(golden[:12], End.CUT)
     killed = Excuse([cut.ended_at - 0.01])
@@ -183,8 +183,8 @@ def test_stream_that_is_cut_is_lost_unless_who_held_it_was_killed() -> None:
 
 
 @pytest.mark.parametrize("end", [End.TIMEOUT, End.UNREACHABLE, End.DECLINED, End.GARBLED])
-def test_who_held_it_was_killed_excuses_a_break_and_nothing_else(end: End) -> None:
-    """A stream that hangs was not told that it is broken; the socket refuses nobody."""
+def test_a_death_of_its_process_excuses_a_break_and_nothing_else(end: End) -> None:
+    """A death excuses neither a stream that hangs nor a refused connection."""
     recording = record(stream(completion)[:12], end)
     assert found(recording, stream(completion), Excuse([recording.ended_at]))
 
@@ -197,15 +197,17 @@ def test_answer_that_breaks_after_its_end_has_no_end() -> None:
     assert not found(recording, golden, Excuse([recording.ended_at]))
 
 
-def test_whoever_comes_back_must_have_been_cut_by_a_death() -> None:
-    """Nor may a connection be refused, or the request be sent away, but where all has died."""
+def test_a_client_that_reconnects_must_have_been_cut_off_by_a_death() -> None:
+    """A connection or a request may be refused only where the whole engine died."""
     golden = stream(completion)
     recording = record(golden)
     recording.breaks = [1.0]
     assert not found(recording, golden, Excuse([0.9]))
     assert found(recording, golden, Excuse()) == {Harm.LOST}
     recording.openings, recording.breaks = [0.0, 1.0], [0.95, 1.2]
-    assert found(recording, golden, Excuse([0.9])) == {Harm.LOST}, "the second was not there for it"
+    assert found(recording, golden, Excuse([0.9])) == {Harm.LOST}, (
+        "the second connection had no death"
+    )
     assert not found(recording, golden, Excuse([0.9, 1.1]))
     recording.openings, recording.breaks, recording.refusals = [], [], [1.0]
     assert found(recording, golden, Excuse([0.9])) == {Harm.FAILED}
@@ -255,7 +257,7 @@ PREFIX_BUGS: dict[str, tuple[Callable[[list[Message]], Any], Harm]] = {
 
 @pytest.mark.parametrize("bug", PREFIX_BUGS)
 def test_planted_bugs_are_found_in_streams_that_were_left(bug: str) -> None:
-    """A beginning of everything is no beginning of the whole."""
+    """A prefix of each choice does not make a complete stream."""
     golden = stream(completion)
     if bug == "text of more tokens":
         for message in golden[:-1]:
@@ -272,12 +274,12 @@ def test_events_after_the_end_are_found() -> None:
     recording = record(golden)
     recording.events += recording.events[-2:]
     assert found(recording, golden, Excuse()) == {Harm.DUPLICATED, Harm.MISMATCHED}
-    recording.events[-2:] = recording.events[-1:]  # the mark alone, twice
+    recording.events[-2:] = recording.events[-1:]  # only the end marker, twice
     assert found(recording, golden, Excuse()) == {Harm.DUPLICATED}
 
 
-def test_role_told_twice_is_found_where_it_is_told_once() -> None:
-    """Some servers tell it with each piece; pieces may be joined."""
+def test_role_sent_twice_is_found_where_it_is_sent_once() -> None:
+    """Some servers send it with each chunk; chunks may be joined."""
     role = chat(1)
     role["choices"][0].update(delta={"role": "assistant", "content": ""}, logprobs=None)
     golden = [role, *stream(chat)]
@@ -305,7 +307,7 @@ def test_logprobs_are_compared_where_some_columns_are_empty() -> None:
 
 
 def test_ids_of_events_count_the_tokens() -> None:
-    """Whoever comes back with such an id would otherwise miss some, or read them twice."""
+    """A client that reconnects with a wrong id would miss tokens or read them twice."""
     messages = stream(completion)
     ids = ids_of(messages)
     golden = record(messages, ids=ids)
@@ -313,7 +315,7 @@ def test_ids_of_events_count_the_tokens() -> None:
     ids[7] = "req.1.4-5"
     (violation,) = check_stream(record(messages, ids=ids), golden)
     assert violation.harm is Harm.MISMATCHED
-    for message in messages[:-1]:  # also where the ids are all that tells
+    for message in messages[:-1]:  # also where only the ids show it
         message["choices"][0]["token_ids"] = []
     names = [*ids_of(stream(completion))[:-1], "req.1.20-19u"]
     plain = record(messages, ids=ids_of(stream(completion)))
@@ -335,18 +337,18 @@ def finish_at_length(messages: list[Message]) -> list[Message]:
 BAD_REFERENCES: dict[str, Callable[[list[Message]], Any]] = {
     "an error": lambda m: m.insert(9, {"error": {"message": "no"}}),
     "no tokens": lambda m: m.__delitem__(slice(0, -1)),
-    "a token less than the usage tells": lambda m: m.__delitem__(slice(0, 2)),
+    "a token less than in the usage": lambda m: m.__delitem__(slice(0, 2)),
     "one choice instead of two": lambda m: m.__delitem__(slice(0, -1, 2)),
     "no logprobs": lambda m: [x["choices"][0].update(logprobs=None) for x in m[:-1]],
     "no usage": lambda m: m.pop(),
     "no token ids": lambda m: [x["choices"][0].update(token_ids=[]) for x in m[:-1]],
     "ended by the engine": lambda m: m[-2]["choices"][0].update(finish_reason="abort"),
-    "shorter than it says": lambda m: m.__setitem__(slice(0, None), [*m[4:-1], usage(36)]),
+    "shorter than its usage": lambda m: m.__setitem__(slice(0, None), [*m[4:-1], usage(36)]),
 }
 
 
 @pytest.mark.parametrize("bug", BAD_REFERENCES)
-def test_golden_run_that_is_wrong_itself_is_no_reference(bug: str) -> None:
+def test_golden_run_that_is_wrong_is_not_used_as_reference(bug: str) -> None:
     messages = finish_at_length(stream(completion))
     assert not reference_problems([REQUEST], [record(messages)])
     BAD_REFERENCES[bug](messages)

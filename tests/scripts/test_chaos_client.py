@@ -1,4 +1,4 @@
-"""The recording client of chaos runs, against a server that plays what a test wants."""
+"""The recording client of chaos runs, against a scripted server."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ def play(
     resumes: bool = False,
     heads: list[str] | None = None,
 ) -> Recording:
-    """Answer each connection with the next of `answers`, then close it; note what was asked."""
+    """Answer each connection with the next of `answers`, close it, and record the requests."""
     left = list(answers)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +63,7 @@ def record(*answers: bytes, request: ChaosRequest = REQUEST) -> Recording:
 
 @pytest.mark.parametrize("size", [1, 3, 10, 1000])
 def test_events_are_the_same_however_they_are_cut(size: int) -> None:
-    """Chunks end anywhere; comments and ids are no data."""
+    """Chunks end anywhere; comments and ids are not data."""
     data = b"".join(EVENTS)
     pieces = [chunk(data[at : at + size]) for at in range(0, len(data), size)]
     recording = record(HEAD + b"".join(pieces) + chunk(b""))
@@ -92,7 +92,7 @@ def test_body_without_chunks_is_read_too() -> None:
     assert record(head + b"".join(EVENTS)).end is End.DONE
 
 
-def test_client_leaves_after_as_many_events_as_it_was_told() -> None:
+def test_client_leaves_after_the_given_number_of_events() -> None:
     request = ChaosRequest("one", REQUEST.path, REQUEST.body, disconnect_after=1)
     recording = record(WHOLE, request=request)
     assert (recording.end, len(recording.events)) == (End.LEFT, 1)
@@ -105,7 +105,7 @@ def test_asked_to_come_again_it_comes_again() -> None:
 
 
 def test_broken_stream_is_read_on_with_the_id_of_its_last_event() -> None:
-    """Its events come from both connections; that it broke is on record."""
+    """Its events come from both connections, and the break is recorded."""
     heads: list[str] = []
     begin, rest = HEAD + chunk(b"".join(EVENTS[:3])), HEAD + chunk(EVENTS[3]) + chunk(b"")
 
@@ -124,7 +124,7 @@ def test_broken_stream_is_read_on_with_the_id_of_its_last_event() -> None:
     assert ["last-event-id: 7.1\r\n" in head for head in heads] == [False, False, True]
 
 
-def test_client_that_does_not_come_back_says_no_name() -> None:
+def test_client_that_does_not_reconnect_sends_no_id() -> None:
     heads: list[str] = []
     end = play(
         [HEAD + chunk(EVENTS[2])],
@@ -136,7 +136,7 @@ def test_client_that_does_not_come_back_says_no_name() -> None:
 
 
 def test_what_is_unknown_when_its_client_comes_back_is_declined() -> None:
-    """And not asked for anew: that would hide a loss."""
+    """The request is not sent again, which would hide a loss."""
     unknown = b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno"
 
     def run(client: StreamClient) -> object:
@@ -147,7 +147,7 @@ def test_what_is_unknown_when_its_client_comes_back_is_declined() -> None:
 
 
 def test_events_after_the_end_are_on_record() -> None:
-    """In the same piece, in another, and half of one."""
+    """In the same chunk, in another one, and half an event."""
     more = b"".join(EVENTS[:1])
     for late in (
         chunk(EVENTS[3] + more) + chunk(b""),
@@ -160,33 +160,33 @@ def test_events_after_the_end_are_on_record() -> None:
         assert not recording.problem
 
 
-def test_answer_without_its_end_says_so() -> None:
+def test_answer_without_its_end_is_recorded_as_broken() -> None:
     recording = record(HEAD + chunk(EVENTS[3]))
     assert recording.end is End.DONE
     assert "no end of the answer" in recording.problem
 
 
 @pytest.mark.parametrize("answer", [b"nonsense\r\n\r\n", HEAD + b"zz\r\n", b"HTTP/1.1 x\r\n"])
-def test_what_is_no_http_is_garbled(answer: bytes) -> None:
-    """Which no death explains."""
+def test_bytes_that_are_not_http_are_garbled(answer: bytes) -> None:
+    """No death explains it."""
     assert record(answer).end is End.GARBLED
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 2", HEAD[:40], HEAD + b"1"])
-def test_half_a_number_is_no_number(answer: bytes) -> None:
-    """Half of 200 is no other status, half of a size no other size."""
+def test_half_a_number_is_not_a_number(answer: bytes) -> None:
+    """Half of 200 must not be read as another status, nor half of a size as another size."""
     recording = record(answer)
     assert recording.end is End.CUT
     assert (recording.accepted_at is None) == (not answer.startswith(HEAD))
 
 
-def test_declined_requests_say_why() -> None:
+def test_declined_requests_have_the_reason() -> None:
     recording = record(b"HTTP/1.1 400 Bad\r\nContent-Length: 4\r\n\r\nnope")
     assert (recording.end, recording.status) == (End.DECLINED, 400)
     assert "nope" in recording.problem
 
 
-def test_nobody_there_and_no_end_in_time() -> None:
+def test_no_server_and_no_end_in_time() -> None:
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1000):
             pass

@@ -1,4 +1,4 @@
-"""Chaos runs: requests and plans from a seed, places of faults, stalls, the table."""
+"""Chaos runs: requests and plans from a seed, failpoints, stalls, the table."""
 
 import json
 import os
@@ -19,12 +19,13 @@ from scripts.chaos.rounds import RoundResult
 from scripts.chaos.stalls import detections_s, stall_s, wait_s
 from scripts.chaos.timing import phase_problem
 from scripts.chaos.workload import make_requests
+from scripts.testing import is_alive
 
 PAIRS = cells(Fault, Phase)
 
 
 def test_requests_are_a_function_of_the_seed_and_of_every_kind() -> None:
-    """The salt changes nothing else."""
+    """Only the salt differs."""
     one, again, other = (make_requests(seed, 32, "m") for seed in (1, 1, 2))
     assert one == again
     assert one != other
@@ -61,7 +62,7 @@ def test_plan_is_a_function_of_the_seed_and_holds_every_cell() -> None:
 
 @pytest.mark.parametrize(("fault", "phase"), PAIRS)
 def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phase) -> None:
-    """Nobody kills itself but a victim, or who is to become one."""
+    """A process only kills itself if it is a victim, or is about to become one."""
     for seed in range(20):
         cell = Cell(1, fault, phase, seed)
         where, second = place(cell, random.Random(seed)), sequel(cell)
@@ -83,7 +84,7 @@ def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phas
 
 
 def test_places_are_reached_with_any_number_of_streams() -> None:
-    """Half of the streams run, so no more than that many are accepted before some wait."""
+    """Half of the streams fit, so no more than these are accepted before some wait."""
     for num_streams in (4, 8, 16, 32, 64):
         for seed in range(50):
             where = place(Cell(1, Fault.CORE, Phase.QUEUED, 1), random.Random(seed), num_streams)
@@ -115,8 +116,8 @@ def test_no_stall_without_an_event_before_and_after_a_kill() -> None:
     assert stall_s(recording(3.0, 4.0), [2.5]) is None
 
 
-def test_silence_that_begins_before_everybody_is_back_is_a_stall() -> None:
-    """However long after the kill."""
+def test_silence_that_begins_before_all_are_back_is_a_stall() -> None:
+    """The silence may begin long after the kill."""
     late = recording(0.0, 0.9, 1.1, 2.2, 60.0, 60.1)
     assert stall_s(late, [1.0]) == pytest.approx(1.1)
     assert stall_s(late, [1.0], 2.5) == pytest.approx(57.8)
@@ -155,8 +156,10 @@ def stream(opened_at: float, *times: float, end: End = End.DONE) -> Recording:
         (Phase.ABORT, stream(1.0, 4.0, end=End.LEFT), stream(1.0, 6.0, end=End.LEFT)),
     ],
 )
-def test_a_kill_in_another_phase_is_told(phase: Phase, right: Recording, wrong: Recording) -> None:
-    """By what the streams had brought until then."""
+def test_a_kill_in_another_phase_is_reported(
+    phase: Phase, right: Recording, wrong: Recording
+) -> None:
+    """The phase is derived from the tokens that the streams had received."""
     assert phase_problem(phase, [5.0, 8.0], [right]) is None
     assert phase_problem(phase, [5.0, 8.0], [wrong]) is not None
     assert phase_problem(phase, [], [wrong]) is None
@@ -168,7 +171,7 @@ def result(number: int, **more: object) -> RoundResult:
 
 
 def test_table_and_document() -> None:
-    """A stream counts once for each harm; everything is in the document."""
+    """A stream counts once for each harm, and the document has every one."""
     bad = [Violation(Harm.LOST, "greedy-1", "end"), Violation(Harm.LOST, "greedy-1", "no finish")]
     results = [result(1, stalls_s=[0.25, 0.5]), result(2, violations=bad)]
     lines = report.table(results).splitlines()
@@ -187,7 +190,7 @@ def test_figures_of_a_fault_are_of_kills_while_all_else_was_in_order() -> None:
     kills = [Kill(1.0, "core", 5, "outside"), Kill(2.0, "core", 6, "outside")]
     results = [result(1, stalls_s=[0.25]), result(2, stalls_s=[7.0]), result(3, stalls_s=[9.0])]
     results[1].kills = kills
-    results[2].missed = "nobody was there to be killed"
+    results[2].missed = "there was no process to kill"
     (line,) = report.singles(results)
     assert line.startswith("core, 1 kills")
     assert "1 streams stalled 0.250 / 0.250 / 0.250 s" in line
@@ -208,7 +211,7 @@ def test_quantiles(share: float, value: int) -> None:
 
 
 def test_processes_are_found_and_killed_from_outside() -> None:
-    """By their environment and by their command line; the dead are nobody."""
+    """They are found by environment and by command line; dead processes are left out."""
     script = "print(1, flush=True); import time; time.sleep(60)  # marked-for-this-test"
     environ = {**os.environ, "CHAOS_MARK": str(os.getpid())}
     command = [sys.executable, "-c", script]
@@ -220,10 +223,10 @@ def test_processes_are_found_and_killed_from_outside() -> None:
         assert processes.living_with("CHAOS_MARK", str(os.getpid())) == {child.pid}
         assert processes.kill(child.pid) is not None
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert processes.kill(child.pid) is None, "who waits to be reaped is dead already"
+        assert processes.kill(child.pid) is None, "a zombie is already dead"
     finally:
         child.kill()
         child.communicate(timeout=10.0)
-    assert not processes.is_alive(child.pid)
+    assert not is_alive(child.pid)
     assert processes.kill(child.pid) is None
     assert not processes.living_with("CHAOS_MARK", str(os.getpid()))

@@ -1,4 +1,4 @@
-"""The kernel's count of processes killed for want of memory, in both versions of control groups."""
+"""The kernel's counter of OOM kills, in both versions of control groups."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from scripts.supervisor.death_causes import OomCounter
         ("9:memory:/host/path\n", "memory/memory.oom_control"),
     ],
 )
-def test_each_kill_is_told_once(tmp_path: Path, groups: str, file: str) -> None:
-    """Those before the start do not count."""
+def test_each_kill_is_reported_once(tmp_path: Path, groups: str, file: str) -> None:
+    """Kills before the start do not count."""
     proc, counts = tmp_path / "proc", tmp_path / "cgroup" / file
     proc.mkdir()
     counts.parent.mkdir(parents=True)
@@ -30,5 +30,5 @@ def test_each_kill_is_told_once(tmp_path: Path, groups: str, file: str) -> None:
     assert not counter.take()
 
 
-def test_without_a_counter_nobody_is_killed_for_that(tmp_path: Path) -> None:
+def test_without_a_counter_no_death_is_an_oom_kill(tmp_path: Path) -> None:
     assert not OomCounter(tmp_path, tmp_path).take()

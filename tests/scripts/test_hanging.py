@@ -1,4 +1,4 @@
-"""Supervision of processes that hang, and what is said of deaths; in virtual time."""
+"""Detection of hanging processes, and reports of deaths, in virtual time."""
 
 import logging
 import signal
@@ -26,7 +26,7 @@ LIMIT_S = 2.0
 def mark(
     drill: Drill, slot: Slot, began: float, step_id: int | None = 7
 ) -> dict[Slot, ProgressRecord]:
-    """A step that began then."""
+    """A mark of a step that began at this time."""
     began_ns = int(began * 1e9)
     phase = Phase.IDLE if step_id is None else Phase.STEP
     deadline_ns = began_ns + int(LIMIT_S * 1e9)
@@ -34,7 +34,7 @@ def mark(
 
 
 def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Action]:
-    """Let time pass until then, looking whenever it is due."""
+    """Advance the clock, and check the marks at each deadline."""
     actions: list[Action] = []
     while True:
         due = drill.supervision.next_look
@@ -44,8 +44,8 @@ def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Ac
             return actions
 
 
-def test_hanging_worker_is_suspected_then_killed_and_the_core_is_told() -> None:
-    """At once its time: stacks and no more work. At twice: SIGKILL, and the cause is known."""
+def test_hanging_worker_is_suspected_then_killed_and_the_core_is_notified() -> None:
+    """At its deadline: stacks and no more work. At twice that: SIGKILL, with the cause recorded."""
     drill = Drill().all_ready()
     epoch, began = drill.living[WORKER], drill.now
     marks = mark(drill, WORKER, began)
@@ -70,8 +70,8 @@ def test_worker_that_goes_on_gets_work_again() -> None:
     assert WORKER not in drill.doomed
 
 
-def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
-    """There is nobody else to be told."""
+def test_hanging_core_is_killed_and_its_successor_gets_the_cause() -> None:
+    """No other process needs a report."""
     drill = Drill().all_ready()
     epoch, began = drill.living[CORE], drill.now
     marks = mark(drill, CORE, began, step_id=None)
@@ -81,7 +81,7 @@ def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
 
 
 def test_hanging_api_is_killed_even_while_it_leaves() -> None:
-    """Nobody else is told: it computes nothing."""
+    """No report is sent: it computes nothing."""
     drill = Drill().all_ready()
     marks = mark(drill, API, drill.now, step_id=None)
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(API), Kill(API)]
@@ -93,8 +93,8 @@ def test_hanging_api_is_killed_even_while_it_leaves() -> None:
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(leaving), Kill(leaving)]
 
 
-def test_marks_of_the_dead_say_nothing() -> None:
-    """A successor writes the same page; until it does, its predecessor's mark stays there."""
+def test_marks_of_the_dead_are_ignored() -> None:
+    """A successor writes the same page; until then its predecessor's mark stays there."""
     drill = Drill().all_ready()
     marks = mark(drill, WORKER, drill.now)
     drill.die(WORKER)
@@ -102,7 +102,7 @@ def test_marks_of_the_dead_say_nothing() -> None:
 
 
 def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
-    """Both die: for five seconds a successor hears of the worker's death when it is ready."""
+    """Both die: for five seconds a successor that gets ready receives the worker's death."""
     drill = Drill().all_ready()
     epoch = drill.living[WORKER]
     drill.die(CORE)
@@ -118,8 +118,8 @@ def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
     assert drill.told_deaths == told
 
 
-def test_of_a_group_only_the_first_death_is_told() -> None:
-    """The others were killed with it."""
+def test_of_a_group_only_the_first_death_is_reported() -> None:
+    """The supervisor killed the others itself."""
     drill = Drill(num_workers=3).all_ready()
     ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
     epoch = drill.living[ranks[1]]
@@ -159,14 +159,14 @@ def test_every_death_has_a_cause(
     assert [death.cause for death in drill.told_deaths] == [cause]
 
 
-def test_the_log_tells_step_and_reason() -> None:
+def test_the_log_has_step_and_reason() -> None:
     drill = Drill().all_ready()
     actions = drill.supervision.on_death(WORKER, -signal.SIGSEGV, drill.now, Evidence(12))
     assert Note(logging.WARNING, "worker died of SIGSEGV in step 12") in actions
 
 
-def test_nobody_is_told_anything_at_the_end() -> None:
-    """Processes that were asked to stop do not die of anything."""
+def test_no_death_is_reported_at_the_end() -> None:
+    """The death of a process that was asked to stop needs no cause."""
     drill = Drill().all_ready()
     drill.signal()
     drill.signal()

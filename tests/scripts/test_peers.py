@@ -1,4 +1,4 @@
-"""Where processes can be reached: what their Hello says, and what is learned without it."""
+"""Addresses of processes: from their Hello, and from other messages before it."""
 
 from typing import cast
 
@@ -24,7 +24,7 @@ class PlayedLink:
 
 
 def test_whose_hello_was_lost_is_reached_after_its_next_word() -> None:
-    """What a Hello has said counts more than that: it names the process."""
+    """A Hello takes precedence, because it names the process."""
     link = PlayedLink()
     peers = Peers(cast(RouterChannel, link))
     peers.tell(CORE, 5, Stop())
@@ -37,7 +37,7 @@ def test_whose_hello_was_lost_is_reached_after_its_next_word() -> None:
     assert link.told == [(b"one", 5), (b"two", 5)]
 
 
-def test_places_are_exchanged_with_those_who_take_them() -> None:
+def test_exchanged_slots_exchange_their_peers() -> None:
     link = PlayedLink()
     peers = Peers(cast(RouterChannel, link))
     peers.learn(STANDBY_CORE, b"heir")

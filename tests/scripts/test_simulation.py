@@ -1,4 +1,4 @@
-"""The simulation: the same seed is the same run, planted bugs are found, and nothing else is."""
+"""The simulation: a seed determines the run, and planted bugs are found and nothing else is."""
 
 import os
 import subprocess
@@ -23,26 +23,26 @@ from scripts.simulation.world import Process, World
 ALL = frozenset(FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 10_000
-"""In each mode, if the machine is fast enough."""
+"""Number of seeds in each mode, if the machine is fast enough."""
 LIMIT_S = 3.0
 LEAST_SEEDS = 100
-"""However slow it is: among so many every kind of fault happens."""
+"""Number of seeds on the slowest machine; every kind of fault happens in them."""
 PLANT_SEEDS = 600
-"""Within so many a planted bug must show."""
+"""Number of seeds within which a planted bug must be found."""
 RARE = {
     "forget-pause": frozenset({"kill", "pause"}),
     "promote-old-epoch": frozenset({"kill"}),
     "resume-other-seed": frozenset({"kill", "disconnect"}),
     "drain-at-once": frozenset({"kill"}),
 }
-"""Faults under which a bug shows often that seldom does under all of them."""
+"""Kinds of faults under which a bug is found soon, for bugs that all kinds together hide."""
 ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once"}
-"""Bugs that show only where faults end."""
+"""Bugs that are found only in the mode in which faults end."""
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_wrong_is_seen_under_any_fault(mode: str) -> None:
-    """As many seeds as fit into the time; `scripts.simulate_faults` runs more."""
+    """Runs as many seeds as fit into the time; `scripts.simulate_faults` runs more."""
     jobs = min(2, len(os.sched_getaffinity(0)))
     tally = run_batch(Batch(mode, 0, LEAST_SEEDS, ALL), jobs)
     rest = Batch(mode, LEAST_SEEDS, NUM_SEEDS - LEAST_SEEDS, ALL)
@@ -106,7 +106,7 @@ def test_planted_bugs_are_found(mode: str, plant: str) -> None:
             break
     assert tally.violations, f"{plant} was not found in {PLANT_SEEDS} seeds"
     clean = run_chunk(Batch(mode, tally.violations[0][0], 1, kinds))
-    assert clean.violations == [], "the bug stays when it is dug up"
+    assert clean.violations == [], "the planted bug was not removed"
 
 
 def run_seeds(mode: str, seeds: Iterable[int], kinds: frozenset[str]) -> Tally:
@@ -156,7 +156,7 @@ def test_every_stream_ends_where_nothing_goes_wrong() -> None:
 
 @pytest.mark.parametrize("kind", FRAME_FAULTS)
 def test_harmed_frames_alone_cost_nothing_but_time(kind: str) -> None:
-    """One kind at a time, and no death that would repair its harm by the way."""
+    """One kind at a time, without deaths, which could repair the harm."""
     tally = run_chunk(Batch("progress", 0, 30, frozenset({kind})))
     assert tally.violations == []
     assert tally.counts[kind] > 0
@@ -212,7 +212,7 @@ def test_unknown_faults_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Idler(Process):
-    """Notes when it is called."""
+    """Records its calls."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world, "idler")

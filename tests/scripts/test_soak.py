@@ -1,4 +1,4 @@
-"""The soak: its judgement on made-up readings, its light client, and a short run of it all."""
+"""The soak: its bounds on made-up readings, its HTTP client, and a short run."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ import pytest
 
 from protocol.core_worker import ModelFacts
 from scripts.soak import clients
+from scripts.soak.__main__ import main
 from scripts.soak.census import ProcessReading, Reading
 from scripts.soak.clients import Lost, Place, SoakClient, read_reply
 from scripts.soak.http_connection import ConnectionBroken, HttpConnection, Reply
@@ -28,7 +29,7 @@ FACTS = ModelFacts("null", 1000, 512, 16, 64, [2])
 def reading(
     num_requests: int = 0, *, rss: int = 100 * MIB, num_fds: int = 9, **counts: int
 ) -> Reading:
-    """An engine with one process."""
+    """A reading of an engine with one process."""
     fields = dict.fromkeys(
         (
             "num_zombies",
@@ -47,7 +48,7 @@ def reading(
 
 
 def test_theil_sen_ignores_outliers() -> None:
-    """A third of wild values does not move it."""
+    """It is robust against a third of outliers."""
     xs = [float(x) for x in range(30)]
     ys = [2.0 * x + (500.0 if x % 4 == 0 else 0.0) for x in xs]
     assert theil_sen(xs, ys) == pytest.approx(2.0)
@@ -56,7 +57,7 @@ def test_theil_sen_ignores_outliers() -> None:
 
 @pytest.mark.parametrize(("growth_mib", "is_broken"), [(0.9, False), (1.2, True), (-3.0, False)])
 def test_growth_past_the_bound_is_found(growth_mib: float, is_broken: bool) -> None:
-    """Per 10,000 requests, behind noise, and with a warm-up that grows more."""
+    """The slope per 10,000 requests is found in noise, after a warm-up that grows more."""
     rng = random.Random(1)
     readings = [reading(x, rss=50 * MIB + 20_000 * x) for x in range(0, 5000, 500)]
     readings += [
@@ -69,7 +70,7 @@ def test_growth_past_the_bound_is_found(growth_mib: float, is_broken: bool) -> N
 
 
 def test_brief_lives_have_no_slope() -> None:
-    """A process that is killed soon has shown its warm-up and nothing else."""
+    """A process that is killed soon has only its warm-up measured."""
     lives = lives_of([reading(x, rss=x * MIB) for x in range(0, 9500, 500)])
     assert lives[0].slope_mib is None
     assert not broken_bounds(Tally(), lives, [])
@@ -90,7 +91,7 @@ def test_brief_lives_have_no_slope() -> None:
     ],
 )
 def test_counts_that_do_not_come_back_are_found(field: str) -> None:
-    """One more of anything is one too many; fewer are welcome."""
+    """One more of any resource breaks a bound; fewer do not."""
     low, high = reading(**{field: 9}), reading(**{field: 10})
     assert len(broken_bounds(Tally(), [], counts_of(low, high))) == 1
     assert not broken_bounds(Tally(), [], counts_of(high, low))
@@ -98,7 +99,7 @@ def test_counts_that_do_not_come_back_are_found(field: str) -> None:
 
 
 def test_wrong_answers_are_found() -> None:
-    """A token changed, dropped or repeated; an early end; a wrong beginning for one that left."""
+    """A token changed, dropped or repeated, an early end, a wrong prefix of a client that left."""
     workload = Workload(1, FACTS, frozenset([1]), 0.5)
     request = SoakRequest(0, Way.WHOLE, [5, 6, 7, 8], 6, 0)
     right = workload.expected(request, 6)
@@ -111,7 +112,9 @@ def test_wrong_answers_are_found() -> None:
     assert problem_of(workload, leaving, workload.expected(leaving, 3), None) is None
     assert problem_of(workload, leaving, [3, 3, 3], None) is not None
     few = workload.expected(leaving, 3)
-    assert problem_of(workload, leaving, few, "length") is not None, "it says that this is all"
+    assert problem_of(workload, leaving, few, "length") is not None, (
+        "the stream claims to be complete"
+    )
 
 
 def chunk(token_id: int, finish_reason: str | None = None) -> bytes:
@@ -124,7 +127,7 @@ STREAM = chunk(5) + chunk(6, "length") + DONE
 
 
 def test_streams_are_read_to_one_end() -> None:
-    """Also those of clients that mean to leave, unless they have left."""
+    """This holds for clients that intend to leave too, unless they have left."""
     leaving = SoakRequest(0, Way.LEAVE, [5], 512, 9)
     for request in (leaving, SoakRequest(0, Way.STREAM, [5], 2, 0)):
         assert read_reply(request, Reply(200, STREAM)) == ([5, 6], "length")
@@ -156,7 +159,7 @@ def test_usage_counts_the_tokens() -> None:
 def test_only_a_race_with_an_idle_connection_is_sent_again(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, is_lost: bool
 ) -> None:
-    """A kept connection that is closed later was closed instead of an answer."""
+    """Only an idle connection may be closed; later the server closed it instead of answering."""
     workload, tally = Workload(1, FACTS, frozenset(), 0.0), Tally()
     if not is_lost:
         monkeypatch.setattr(clients, "_RACE_S", 30.0)  # the machine may be slower than the race
@@ -204,7 +207,7 @@ def test_blows_hit_the_roles_in_turn() -> None:
 
 
 def test_requests_depend_on_seed_and_number_only() -> None:
-    """And use every way."""
+    """All ways are drawn."""
     one, same, other = (Workload(seed, FACTS, frozenset([3]), 0.25) for seed in (1, 1, 2))
     requests = [one.request(number) for number in range(50)]
     assert [same.request(number) for number in reversed(range(50))] == requests[::-1]
@@ -213,7 +216,7 @@ def test_requests_depend_on_seed_and_number_only() -> None:
 
 
 def exchange(answers: list[list[bytes]], **ask: int) -> list[Reply | Exception]:
-    """Ask a server once per answer, which it gives in these pieces; then it hangs up."""
+    """Send one request per answer to a server that sends these chunks and closes the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for pieces in answers:
@@ -249,7 +252,7 @@ CHUNKED = (
 
 
 def test_connection_is_kept_for_answers_in_any_pieces() -> None:
-    """Both framings, byte by byte and at once."""
+    """Both framings are read, byte by byte and at once."""
     answers = [[WHOLE], [CHUNKED], [bytes([byte]) for byte in CHUNKED], [WHOLE[:30], WHOLE[30:]]]
     body = b"data: 1\n\ndata: 1234\n\n"
     assert exchange(answers) == [
@@ -260,8 +263,8 @@ def test_connection_is_kept_for_answers_in_any_pieces() -> None:
     ]
 
 
-def test_connection_that_breaks_says_whether_an_answer_had_begun() -> None:
-    """Only an untouched one may be repeated."""
+def test_broken_connection_shows_whether_an_answer_had_begun() -> None:
+    """Only a request without an answer may be repeated."""
     for pieces, is_untouched in (([], True), ([CHUNKED[:70]], False), ([WHOLE[:-1]], False)):
         (broken,) = exchange([pieces])
         assert isinstance(broken, ConnectionBroken)
@@ -269,7 +272,7 @@ def test_connection_that_breaks_says_whether_an_answer_had_begun() -> None:
 
 
 def test_client_leaves_in_the_middle() -> None:
-    """After the first event, though the server goes on."""
+    """It leaves after the first event, while the server goes on."""
     (reply,) = exchange([[CHUNKED[:66], CHUNKED[66:]]], leave_after=1)
     assert isinstance(reply, Reply)
     assert reply.body.startswith(b"data: 1\n\n")
@@ -280,7 +283,7 @@ def test_client_leaves_in_the_middle() -> None:
 
 
 def test_short_soak(tmp_path: Path) -> None:
-    """Real processes, kills, disconnects: everything is right, and everything comes back."""
+    """With real processes, kills and disconnects all answers are right and nothing leaks."""
     report = tmp_path / "soak.json"
     command = [sys.executable, "-m", "scripts.soak", "--json", str(report), "--concurrency", "16"]
     command += ["--requests", "500", "--kills", "3", "--stops", "1"]
@@ -295,3 +298,8 @@ def test_short_soak(tmp_path: Path) -> None:
     assert tally["num_kills"] == 3
     assert len(tally["stops_s"]) == 1
     assert tally["num_left"] >= 15
+
+
+def test_scheduler_soak_prints_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler", "--sequences", "40", "--jobs", "1", "--events", "5"]) == 0
+    assert capsys.readouterr().out.startswith("40 sequences, ")

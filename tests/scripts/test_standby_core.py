@@ -1,4 +1,4 @@
-"""The core's standby in virtual time: when it starts, when it is promoted, what its death means."""
+"""The core's standby in virtual time: its start, its promotion and its death."""
 
 from protocol.lifecycle import Drained, Ready, Role, Stop
 from scripts.supervisor.planned_restarts import CORE_PATIENCE_S
@@ -24,7 +24,7 @@ from tests.scripts.drill import (
 
 
 def guarded() -> Drill:
-    """Everybody is ready, and the core has a standby."""
+    """Return a drill whose processes are all ready, the core's standby included."""
     drill = Drill(standby_core=True).all_ready()
     drill.wait(STANDBY_DELAY_S)
     drill.say(STANDBY_CORE, Ready())
@@ -32,7 +32,7 @@ def guarded() -> Drill:
 
 
 def test_core_gets_its_standby_when_the_engine_serves() -> None:
-    """Before, it would take the processors of a load; nobody waits for it."""
+    """An earlier start would take CPU time from loading; no process waits for the standby."""
     drill = Drill(standby_core=True)
     drill.say(CORE, Ready())
     drill.say(API, Ready())
@@ -44,7 +44,7 @@ def test_core_gets_its_standby_when_the_engine_serves() -> None:
 
 
 def test_core_is_followed_by_its_standby_and_that_by_another() -> None:
-    """In the same call; the next one comes when all is well again."""
+    """The promotion follows in the same call; the next standby starts when all are ready."""
     drill = guarded()
     standby = drill.living[STANDBY_CORE]
     assert starts(drill.die(CORE)) == [(CORE, Origin.PROMOTED)]
@@ -55,10 +55,10 @@ def test_core_is_followed_by_its_standby_and_that_by_another() -> None:
 
 
 def test_core_whose_standby_is_dead_or_slow_starts_alone() -> None:
-    """One that is nearly ready is waited for; one that was killed is not promoted."""
+    """A starting standby is waited for; a killed one is not promoted."""
     drill = guarded()
     assert starts(drill.die(STANDBY_CORE)) == [(STANDBY_CORE, Origin.STARTED)]
-    assert starts(drill.die(CORE)) == [], "it has begun already"
+    assert starts(drill.die(CORE)) == [], "it is starting already"
     assert starts(drill.say(STANDBY_CORE, Ready()) + drill.wait(0.0)) == [(CORE, Origin.PROMOTED)]
     drill.say(CORE, Ready())
     drill.wait(STANDBY_DELAY_S)
@@ -72,7 +72,7 @@ def test_core_whose_standby_is_dead_or_slow_starts_alone() -> None:
 
 
 def test_standby_core_that_does_not_take_over_is_killed() -> None:
-    """It was dead already, or stopped: the next one starts alone."""
+    """It was dead already, or stopped: the next core starts without one."""
     drill = guarded()
     drill.die(CORE)
     assert drill.wait(HANDOVER_TIMEOUT_S) == [Kill(CORE)]
@@ -80,7 +80,7 @@ def test_standby_core_that_does_not_take_over_is_killed() -> None:
 
 
 def test_standby_core_that_cannot_live_ends_nothing() -> None:
-    """Not even before the engine was ready for the first time; pauses between tries grow."""
+    """This holds before the engine was first ready too; the pauses between starts grow."""
     drill = Drill(standby_core=True).all_ready()
     num_starts = 0
     while drill.now < 1120.0:
@@ -105,7 +105,7 @@ def test_standby_core_ends_with_the_engine() -> None:
 
 
 def test_core_leaves_when_its_standby_is_ready_or_takes_too_long() -> None:
-    """It is away only a little longer without one."""
+    """Without one its restart only takes a little longer."""
     drill = guarded()
     assert ask(drill, Role.CORE) == [Tell(CORE, Stop())]
     assert starts(drill.die(CORE, 0)) == [(CORE, Origin.PROMOTED)]

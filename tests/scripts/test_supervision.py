@@ -1,4 +1,4 @@
-"""The supervisor's policy in virtual time: which process runs when."""
+"""The supervisor's policy in virtual time: starts, deaths, backoff and deadlines."""
 
 import signal
 
@@ -35,12 +35,12 @@ from tests.scripts.drill import API, CORE, WORKER, Drill
 
 
 def test_everything_starts_at_once_worker_first() -> None:
-    """The slowest goes first, and nobody waits for anybody."""
+    """The slowest starts first, and no process waits for another."""
     assert list(Drill().living) == [WORKER, CORE, API]
 
 
 def test_announced_once_when_the_last_process_is_ready() -> None:
-    """Not before, and not again after a recovery."""
+    """It comes neither earlier nor again after a recovery."""
     drill = Drill()
     assert drill.say(CORE, Ready()) == [Show(CORE, Ready())]
     drill.say(API, Ready())
@@ -53,8 +53,8 @@ def test_announced_once_when_the_last_process_is_ready() -> None:
 
 
 @pytest.mark.parametrize("slot", [API, CORE, WORKER])
-def test_first_death_is_answered_at_once_and_touches_nobody_else(slot: Slot) -> None:
-    """One process is replaced, with a greater epoch."""
+def test_first_death_is_answered_at_once_and_touches_no_other_process(slot: Slot) -> None:
+    """One process is replaced under a greater epoch."""
     drill = Drill().all_ready()
     others = {k: v for k, v in drill.living.items() if k != slot}
     assert drill.die(slot) == [Start(slot, 4)]
@@ -62,7 +62,7 @@ def test_first_death_is_answered_at_once_and_touches_nobody_else(slot: Slot) -> 
 
 
 def test_pauses_double_up_to_the_limit_and_are_forgotten_when_healthy() -> None:
-    """0, then 0.1 s and so on with jitter between half and whole; 60 s of health start over."""
+    """The backoff is 0, then 0.1 s and so on, with jitter; 60 s of health reset it."""
     drill = Drill().all_ready()
     pauses = []
     for _ in range(8):
@@ -81,7 +81,7 @@ def test_pauses_double_up_to_the_limit_and_are_forgotten_when_healthy() -> None:
 
 
 def test_death_before_ready_does_not_count_as_healthy_time() -> None:
-    """A process that needs minutes to fail still backs off."""
+    """A process that fails after minutes still backs off."""
     drill = Drill().all_ready()
     drill.die(CORE)
     for number in range(10):
@@ -91,7 +91,7 @@ def test_death_before_ready_does_not_count_as_healthy_time() -> None:
 
 
 def test_ranks_of_a_group_are_replaced_together() -> None:
-    """The death of one rank kills the others; successors wait for the last death."""
+    """The death of one rank kills the others; successors start after the last death."""
     drill = Drill(num_workers=3).all_ready()
     ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
     assert drill.die(ranks[1]) == [Kill(ranks[0]), Kill(ranks[2])]
@@ -111,7 +111,7 @@ def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
         drill.say(WORKER, Progress("weights", number, 9))
     assert drill.wait(5.0) == []
     drill.say(WORKER, Progress("weights", 2, 9))
-    assert drill.wait(4.9) == [], "what was said before is no progress"
+    assert drill.wait(4.9) == [], "a repeated report is not progress"
     assert drill.wait(0.2) == [Kill(WORKER)]
     assert drill.wait(100.0) == [], "killed once"
     assert drill.die(WORKER) == [Start(WORKER, 4)]
@@ -120,7 +120,7 @@ def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
 
 
 def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
-    """It was stopped, or the machine was: whoever starts has as much time left as before."""
+    """It was stopped, or the machine was: a starting process keeps its remaining time."""
     drill = Drill()
     drill.say(CORE, Ready())
     drill.say(API, Ready())
@@ -141,11 +141,11 @@ def test_a_supervisor_that_is_slow_all_the_time_still_has_deadlines() -> None:
         drill.supervision.on_turn(drill.now)
         if Kill(WORKER) in drill.take(drill.supervision.tick(drill.now)):
             return
-    raise AssertionError("nobody is ever late")
+    raise AssertionError("no start was found to be late")
 
 
-def test_what_somebody_may_not_have_heard_is_said_again() -> None:
-    """The link may lose a word with its connection: who is to end is asked again, until it has."""
+def test_messages_that_may_be_lost_are_repeated() -> None:
+    """A message may be lost with its connection: a process that is to end is asked until it has."""
     drill = Drill().all_ready()
     core, worker = drill.living[CORE], drill.living[WORKER]
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
@@ -179,7 +179,7 @@ def test_words_of_the_dead_change_nothing() -> None:
 
 
 def test_ready_of_a_doomed_process_does_not_count() -> None:
-    """Who was sent SIGKILL does not serve, whatever it says."""
+    """A process that was sent SIGKILL does not serve, whatever it reports."""
     drill = Drill()
     drill.wait(10.0)
     assert drill.doomed == {WORKER, CORE, API}
@@ -188,7 +188,7 @@ def test_ready_of_a_doomed_process_does_not_count() -> None:
 
 
 def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
-    """Everything stops, status 1; who is still starting is killed instead of told."""
+    """Everything stops with status 1; a process that is still starting is killed."""
     drill = Drill()
     drill.say(CORE, Ready())
     drill.say(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
@@ -201,7 +201,7 @@ def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
 
 
 def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
-    """Requests wait to be finished: later failures back off but never end the engine."""
+    """Open requests must be finished, so later failures back off but never end the engine."""
     drill = Drill().all_ready()
     for _ in range(20):
         drill.say(WORKER, Fatal("loading", "no memory", retry=False))
@@ -212,7 +212,7 @@ def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
 
 
 def test_first_start_that_keeps_failing_is_given_up_but_not_for_kills_from_outside() -> None:
-    """Five failures of its own end it; SIGKILL and SIGTERM say nothing about the process."""
+    """Five failures of its own end the engine; SIGKILL and SIGTERM do not count."""
     drill = Drill()
     for _ in range(CRASH_LOOP_DEATHS + 3):
         drill.die(WORKER)
@@ -235,7 +235,7 @@ EVENTS = st.sampled_from(
 def test_any_history_keeps_the_invariants_and_can_be_ended(
     events: list[tuple[str, int]], num_workers: int
 ) -> None:
-    """One life per slot, growing epochs, no start in a dying group, and two signals end it all."""
+    """One process per slot, growing epochs, no start in a dying group; two signals end all."""
     drill = Drill(num_workers)
     for event, choice in events:
         if drill.exit_status is None:
@@ -252,7 +252,7 @@ def test_any_history_keeps_the_invariants_and_can_be_ended(
 
 
 def play(drill: Drill, event: str, choice: int) -> None:
-    """Let one thing happen to one living process, or to all."""
+    """Draw one event for one living process, or for all."""
     slots = sorted(drill.living)
     slot = slots[choice % len(slots)] if slots else None
     match event:
@@ -273,7 +273,7 @@ def play(drill: Drill, event: str, choice: int) -> None:
 
 
 def check_groups(drill: Drill) -> None:
-    """A slot lives exactly if its state says so, and a dying group has no newcomers."""
+    """State and life of a slot agree, and a dying group starts no process."""
     for process in drill.supervision.processes:
         assert process.is_alive == (process.slot in drill.living)
         dead_states = (ProcessState.BACKOFF, ProcessState.STOPPED)

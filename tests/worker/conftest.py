@@ -1,4 +1,4 @@
-"""What several of the worker's tests start from: checkpoints with their outputs, and backends."""
+"""Fixtures that several of the worker's tests share: checkpoints with their outputs, backends."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 
 @pytest.fixture(params=["gathering", "native"])
 def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with either way to attend on the CPU."""
+    """Run the test with each attention backend of the CPU."""
     if request.param == "gathering":
         monkeypatch.setattr(model_runner, "load_library", lambda: None)
     elif compiler() is None:

@@ -1,4 +1,4 @@
-"""How long a step may take: learned from the steps before it."""
+"""The time limit of a step, learned from the steps before it."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_one_slow_step_among_many_is_forgotten_at_last() -> None:
 
 
 def test_larger_steps_than_ever_have_more_time_by_their_tokens() -> None:
-    """Within what a first step has."""
+    """But not more than a first step has."""
     clock = clock_after((1, 0.2))
     assert clock.limit_s(4) == pytest.approx(16.0)
     assert clock.limit_s(2048) == 60.0
@@ -48,6 +48,6 @@ def test_size_between_known_ones_has_the_time_of_the_larger() -> None:
 
 
 def test_setting_above_all_others_holds() -> None:
-    """A least time of an hour is no shorter for first steps."""
+    """A least time of an hour holds for first steps too."""
     clock = StepClock(RecoveryConfig(hang_timeout_s=3600.0))
     assert clock.limit_s(1) == 3600.0
