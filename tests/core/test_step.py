@@ -1,4 +1,4 @@
-"""What one step may say: every message that a scheduler can send fits into a frame."""
+"""Every step that the scheduler can send fits into a frame."""
 
 import random
 
@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 WIDE_ID = 2**31 - 1
-"""Five bytes, the most that an id takes."""
+"""An id of the largest encoded size, five bytes."""
 WIDE_PARAMS = SamplingParams(
     max_tokens=2**31 - 1,
     temperature=0.1,
@@ -85,7 +85,7 @@ def test_newcomers_wait_for_the_next_step_when_a_frame_holds_no_more() -> None:
 
 
 def test_prompt_logprobs_of_one_step_fit_into_its_answer() -> None:
-    """However large the budget, and however many requests want them."""
+    """This holds for any budget and any number of requests."""
     num_seqs = 256
     scheduler = make_scheduler(2**18, 16, max_num_batched_tokens=2**20, max_num_seqs=num_seqs)
     params = SamplingParams(max_tokens=8, prompt_logprobs=20, logprobs=20)
@@ -144,7 +144,7 @@ def test_a_blocked_request_costs_no_search_until_something_is_freed(
 
 
 def test_a_blocked_request_is_admitted_as_soon_as_others_have_cached_enough_of_its_prefix() -> None:
-    """Nothing is freed for that: a block that is being filled becomes one that can be shared."""
+    """No block is freed: one that is being filled becomes one that can be shared."""
     bench = Harness(blocks=4, caching=True)
     bench.add("a", list(range(100, 120)), max_tokens=13)
     bench.add("b", [*range(100, 120), *[PLAIN_TOKEN] * 12, 99], max_tokens=4)

@@ -25,7 +25,7 @@ from protocol.supervisor_link import SupervisorLink
 EPOCH = 7
 
 
-class PlayedChannel:
+class FakeChannel:
     """Records sent messages with their epochs, and delivers what the test puts into it."""
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def channel() -> PlayedChannel:
-    return PlayedChannel()
+def channel() -> FakeChannel:
+    return FakeChannel()
 
 
 @pytest.fixture
-def link(channel: PlayedChannel, clock: Clock) -> SupervisorLink:
+def link(channel: FakeChannel, clock: Clock) -> SupervisorLink:
     return SupervisorLink(cast(DealerChannel, channel), EPOCH)
 
 
 def test_only_the_current_state_is_repeated(
-    link: SupervisorLink, channel: PlayedChannel, clock: Clock
+    link: SupervisorLink, channel: FakeChannel, clock: Clock
 ) -> None:
     """It is repeated at its time only, however often the link is read; the latest report counts."""
     link.read()
@@ -88,7 +88,7 @@ def test_only_the_current_state_is_repeated(
 
 
 def test_a_promotion_revokes_earlier_reports(
-    link: SupervisorLink, channel: PlayedChannel, clock: Clock
+    link: SupervisorLink, channel: FakeChannel, clock: Clock
 ) -> None:
     """Under the new epoch it is not ready yet."""
     link.hold(Ready())
@@ -107,7 +107,7 @@ def test_a_promotion_revokes_earlier_reports(
 
 def test_a_restart_is_asked_for_until_there_is_an_answer(
     link: SupervisorLink,
-    channel: PlayedChannel,
+    channel: FakeChannel,
     clock: Clock,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -66,8 +66,8 @@ class Drill:
         self.last_epoch = 0
         self.exit_status: int | None = None
         self.words: list[LeaveWord] = []
-        self.told_deaths: list[WorkerDied] = []
-        self.said: list[tuple[int, object]] = []
+        self.reported_deaths: list[WorkerDied] = []
+        self.sent: list[tuple[int, object]] = []
         """Every message sent, with the epoch of its receiver."""
         self.take(self.supervision.begin(self.now))
 
@@ -101,14 +101,14 @@ class Drill:
                     self.words.append(action)
                 case Tell(slot, message):
                     assert slot in self.living
-                    said = (self.living[slot], message)
-                    is_again = said in self.said
-                    self.said.append(said)
+                    message_to = (self.living[slot], message)
+                    is_again = message_to in self.sent
+                    self.sent.append(message_to)
                     if is_again:
                         continue
                     if isinstance(message, WorkerDied):
                         assert slot == CORE
-                        self.told_deaths.append(message)
+                        self.reported_deaths.append(message)
                 case Exit(status):
                     self.exit_status = status
             if not _is_word(action):
@@ -119,7 +119,9 @@ class Drill:
         assert standby not in self.doomed, "a killed process cannot be promoted"
         del self.living[standby]
 
-    def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
+    def receive(
+        self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained
+    ) -> list[Action]:
         return self.take(self.supervision.on_message(self.living[slot], message, self.now))
 
     def die(
@@ -145,7 +147,7 @@ class Drill:
 
     def all_ready(self) -> "Drill":
         for slot in list(self.living):
-            self.say(slot, Ready())
+            self.receive(slot, Ready())
         return self
 
     def state(self, slot: Slot) -> ProcessState:
@@ -161,9 +163,9 @@ def standing() -> Drill:
     """Return a drill whose processes are all ready, zygote and standby included."""
     drill = Drill(standby=True).all_ready()
     drill.wait(0.0)
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Ready())
+    drill.receive(STANDBY, Ready())
     return drill
 
 

@@ -30,8 +30,8 @@ def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
     drill = Drill().all_ready()
     assert drill.signal() == [Tell(API, Drain())]
     assert drill.state(API) is ProcessState.DRAINING
-    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Tell(API, Stop())]
+    assert drill.receive(API, Drained()) == [Tell(CORE, Drain())]
+    assert drill.receive(CORE, Drained()) == [Tell(API, Stop())]
     assert drill.die(API, 0) == [Tell(CORE, Stop())]
     assert drill.die(CORE, 0) == [Tell(WORKER, Stop())]
     assert drill.die(WORKER, 0) == [Exit(0)]
@@ -42,7 +42,7 @@ def test_without_api_the_core_is_drained() -> None:
     """An embedded engine has clients of the core only."""
     drill = Drill(api=False).all_ready()
     assert drill.signal() == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.receive(CORE, Drained()) == [Tell(CORE, Stop())]
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -53,15 +53,15 @@ def test_without_api_a_core_that_dies_comes_back_to_finish(is_asked: bool) -> No
         ask(drill, Role.CORE)
         assert drill.signal() == []
         assert starts(drill.die(CORE, 0)) == [(CORE, Origin.STARTED)]
-        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+        assert drill.receive(CORE, Ready())[-1] == Tell(CORE, Drain())
     else:
         drill.die(CORE)
         assert drill.signal() == []
-        assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
+        assert drill.receive(CORE, Ready())[-1] == Tell(CORE, Drain())
     drill.die(CORE)
     drill.wait(1.0)
-    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.receive(CORE, Ready())[-1] == Tell(CORE, Drain())
+    assert drill.receive(CORE, Drained()) == [Tell(CORE, Stop())]
 
 
 def test_a_core_that_fails_again_and_again_is_not_waited_for() -> None:
@@ -71,11 +71,11 @@ def test_a_core_that_fails_again_and_again_is_not_waited_for() -> None:
     for _ in range(5):
         drill.die(CORE, -signal.SIGKILL)
         drill.wait(0.5)
-        drill.say(CORE, Ready())
+        drill.receive(CORE, Ready())
     for _ in range(3):
         drill.die(CORE, 1)
         drill.wait(0.5)
-        drill.say(CORE, Ready())
+        drill.receive(CORE, Ready())
     assert drill.die(CORE, 1) == [Tell(WORKER, Stop())]
 
 
@@ -85,8 +85,8 @@ def test_an_api_that_died_is_waited_for_when_it_starts_again_and_may_have_reques
     drill.die(API)
     drill.die(WORKER)
     assert drill.signal() == [Tell(API, Drain())]
-    assert drill.say(API, Ready()) == [Show(API, Ready())]
-    assert drill.say(API, Drained()) == [Tell(CORE, Drain())]
+    assert drill.receive(API, Ready()) == [Show(API, Ready())]
+    assert drill.receive(API, Drained()) == [Tell(CORE, Drain())]
 
 
 def test_an_api_that_has_died_is_not_started_any_more() -> None:
@@ -125,8 +125,8 @@ def test_stop_that_is_ignored_ends_in_a_kill_in_bounded_time() -> None:
     """5 s in total, then SIGKILL; a process that survives it is left behind, with status 1."""
     drill = Drill().all_ready()
     drill.signal()
-    drill.say(API, Drained())
-    drill.say(CORE, Drained())
+    drill.receive(API, Drained())
+    drill.receive(CORE, Drained())
     assert drill.wait(STOP_GRACE_S) == [Kill(WORKER), Kill(CORE), Kill(API)]
     assert drill.wait(STOP_GRACE_S) == [Exit(1)]
 
@@ -148,8 +148,8 @@ def test_worker_and_core_are_replaced_while_draining_but_the_api_is_not() -> Non
     assert drill.die(WORKER) == [Start(WORKER, 4)]
     assert drill.die(CORE) == [Start(CORE, 5)]
     assert drill.die(API) == []
-    assert drill.say(CORE, Ready())[-1] == Tell(CORE, Drain())
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.receive(CORE, Ready())[-1] == Tell(CORE, Drain())
+    assert drill.receive(CORE, Drained()) == [Tell(CORE, Stop())]
     assert drill.die(CORE, 0) == [Kill(WORKER)]
 
 

@@ -56,7 +56,7 @@ def test_hanging_worker_is_suspected_then_killed_and_the_core_is_notified() -> N
     assert look(drill, marks, began + 4.01) == [Kill(WORKER)]
     assert look(drill, marks, began + 60.0) == [], "killed once"
     assert drill.die(WORKER, evidence=Evidence(7)) == [Start(WORKER, 4)]
-    assert drill.told_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
+    assert drill.reported_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
     assert drill.words == [LeaveWord(WORKER, epoch, DeathCause.DEADLINE, 7)]
 
 
@@ -88,7 +88,7 @@ def test_hanging_api_is_killed_even_while_it_leaves() -> None:
     drill = Drill().all_ready()
     drill.take(drill.supervision.on_restart(Role.API, drill.now)[1])
     leaving = Slot(Role.API, 1)
-    drill.say(leaving, Ready())
+    drill.receive(leaving, Ready())
     marks = mark(drill, leaving, drill.now, step_id=None)
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(leaving), Kill(leaving)]
 
@@ -107,15 +107,15 @@ def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
     epoch = drill.living[WORKER]
     drill.die(CORE)
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
-    assert drill.told_deaths == []
-    drill.say(CORE, Ready())
-    told = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9)]
-    assert drill.told_deaths == told
-    drill.say(WORKER, Ready())
+    assert drill.reported_deaths == []
+    drill.receive(CORE, Ready())
+    deaths = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9)]
+    assert drill.reported_deaths == deaths
+    drill.receive(WORKER, Ready())
     drill.die(CORE)
     drill.wait(6.0)
-    drill.say(CORE, Ready())
-    assert drill.told_deaths == told
+    drill.receive(CORE, Ready())
+    assert drill.reported_deaths == deaths
 
 
 def test_of_a_group_only_the_first_death_is_reported() -> None:
@@ -125,7 +125,7 @@ def test_of_a_group_only_the_first_death_is_reported() -> None:
     epoch = drill.living[ranks[1]]
     for rank in (1, 0, 2):
         drill.die(ranks[rank], -signal.SIGABRT if rank == 1 else -signal.SIGKILL)
-    assert drill.told_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None)]
+    assert drill.reported_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None)]
 
 
 def test_start_without_progress_counts_as_hanging() -> None:
@@ -154,9 +154,9 @@ def test_every_death_has_a_cause(
 ) -> None:
     drill = Drill().all_ready()
     if fatal:
-        drill.say(WORKER, Fatal("computing", "RuntimeError: no memory"))
+        drill.receive(WORKER, Fatal("computing", "RuntimeError: no memory"))
     drill.die(WORKER, status, evidence)
-    assert [death.cause for death in drill.told_deaths] == [cause]
+    assert [death.cause for death in drill.reported_deaths] == [cause]
 
 
 def test_the_log_has_step_and_reason() -> None:
@@ -172,5 +172,5 @@ def test_no_death_is_reported_at_the_end() -> None:
     drill.signal()
     for slot in (API, CORE, WORKER):
         drill.die(slot, 0)
-    assert (drill.words, drill.told_deaths) == ([], [])
+    assert (drill.words, drill.reported_deaths) == ([], [])
     assert drill.state(WORKER) is ProcessState.STOPPED

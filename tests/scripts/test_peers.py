@@ -10,13 +10,13 @@ from scripts.supervisor.supervised import Slot
 CORE, STANDBY_CORE = Slot(Role.CORE), Slot(Role.STANDBY_CORE)
 
 
-class PlayedLink:
+class FakeLink:
     def __init__(self) -> None:
-        self.told: list[tuple[bytes, int]] = []
+        self.sent: list[tuple[bytes, int]] = []
         self.forgotten: list[bytes] = []
 
     def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
-        self.told.append((peer, epoch))
+        self.sent.append((peer, epoch))
         return True
 
     def forget(self, peer: bytes) -> None:
@@ -25,25 +25,25 @@ class PlayedLink:
 
 def test_whose_hello_was_lost_is_reached_after_its_next_word() -> None:
     """A Hello takes precedence, because it names the process."""
-    link = PlayedLink()
+    link = FakeLink()
     peers = Peers(cast(RouterChannel, link))
     peers.tell(CORE, 5, Stop())
-    assert link.told == []
+    assert link.sent == []
     peers.meet(CORE, b"one")
     peers.tell(CORE, 5, Stop())
     peers.learn(CORE, b"two")
     peers.meet(CORE, b"one")
     peers.tell(CORE, 5, Stop())
-    assert link.told == [(b"one", 5), (b"two", 5)]
+    assert link.sent == [(b"one", 5), (b"two", 5)]
 
 
 def test_exchanged_slots_exchange_their_peers() -> None:
-    link = PlayedLink()
+    link = FakeLink()
     peers = Peers(cast(RouterChannel, link))
     peers.learn(STANDBY_CORE, b"heir")
     peers.exchange(STANDBY_CORE, CORE)
     peers.tell(STANDBY_CORE, 6, Stop())
     peers.tell(CORE, 6, Stop())
-    assert link.told == [(b"heir", 6)]
+    assert link.sent == [(b"heir", 6)]
     peers.forget(CORE)
     assert link.forgotten == [b"heir"]

@@ -50,7 +50,7 @@ def test_who_is_asked_to_leave_is_followed_at_once(slot: Slot) -> None:
         assert refusal_of(drill, slot.role) == f"the {slot} is being replaced already"
         assert starts(drill.die(slot, 0)) == [(slot, Origin.STARTED)]
         assert drill.words[-1].cause is DeathCause.ENDED, "no step is held responsible"
-        drill.say(slot, Ready())
+        drill.receive(slot, Ready())
     ask(drill, slot.role)
     assert drill.wait(LEAVE_GRACE_S) == [Kill(slot)]
     assert starts(drill.die(slot)) == [(slot, Origin.STARTED)]
@@ -63,10 +63,10 @@ def test_worker_leaves_when_its_standby_is_ready() -> None:
     assert ask(drill, Role.WORKER) == []
     assert refusal_of(drill, Role.WORKER) is not None
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Ready())
+    drill.receive(STANDBY, Ready())
     assert Tell(WORKER, Stop()) in drill.wait(0.0) + drill.take(drill.supervision.tick(drill.now))
     assert starts(drill.die(WORKER, 0)) == [(WORKER, Origin.PROMOTED)]
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     for _ in range(3):
         drill.wait(1.0)
         if STANDBY in drill.living:
@@ -87,7 +87,7 @@ def test_api_serves_until_its_successor_does_and_finishes_what_it_has() -> None:
     old = drill.living[API]
     assert starts(ask(drill, Role.API)) == [(NEXT_API, Origin.STARTED)]
     assert drill.supervision.is_ready
-    actions = drill.say(NEXT_API, Ready())
+    actions = drill.receive(NEXT_API, Ready())
     assert actions == [
         Show(NEXT_API, Ready()),
         Swap(API, NEXT_API),
@@ -113,7 +113,7 @@ def test_old_api_that_takes_too_long_is_killed() -> None:
     """It is killed after the time for a shutdown."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert drill.wait(RECOVERY.shutdown_timeout_s + LEAVE_GRACE_S) == [Kill(NEXT_API)]
 
 
@@ -128,9 +128,9 @@ def test_end_waits_for_an_api_that_leaves() -> None:
     """Its streams are finished, as are those of its successor."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert drill.signal() == [Tell(API, Drain())]
-    assert drill.say(API, Drained()) == []
+    assert drill.receive(API, Drained()) == []
     assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
 
 
@@ -138,10 +138,10 @@ def test_end_waits_for_an_api_that_leaves_although_its_successor_only_starts() -
     """A later successor takes over, because the first one died."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     drill.die(API)
     assert drill.signal() == [Tell(API, Drain())]
-    assert drill.say(API, Drained()) == []
+    assert drill.receive(API, Drained()) == []
     assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]
 
 
@@ -160,9 +160,9 @@ def test_promoted_worker_that_is_planned_counts_no_death() -> None:
     for _ in range(10):
         ask(drill, Role.WORKER)
         drill.die(WORKER, 0)
-        drill.say(WORKER, Ready())
+        drill.receive(WORKER, Ready())
         drill.wait(STANDBY_DELAY_S)
-        drill.say(STANDBY, Ready())
+        drill.receive(STANDBY, Ready())
     assert starts(drill.die(WORKER, -signal.SIGKILL)) == [(WORKER, Origin.PROMOTED)]
     assert Exit(0) not in drill.wait(1.0)
 
@@ -176,17 +176,17 @@ def test_who_is_killed_for_leaving_late_did_not_hang() -> None:
     ask(drill, Role.WORKER)
     assert drill.wait(LEAVE_GRACE_S) == [Kill(WORKER)]
     drill.die(WORKER, evidence=Evidence(7))
-    assert [death.cause for death in drill.told_deaths] == [DeathCause.KILLED]
+    assert [death.cause for death in drill.reported_deaths] == [DeathCause.KILLED]
 
 
 def test_api_that_finishes_its_streams_outlives_its_successor() -> None:
     """The successor's death neither breaks the streams nor delays the restart."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert starts(drill.die(API)) == [(API, Origin.STARTED)]
     assert NEXT_API not in drill.doomed
-    drill.say(API, Ready())
+    drill.receive(API, Ready())
     assert drill.supervision.is_ready
     assert drill.die(NEXT_API, 0) == []
 
@@ -199,7 +199,7 @@ def test_api_that_dies_while_its_successor_starts_is_replaced_at_once() -> None:
     assert Kill(NEXT_API) in actions
     assert starts(actions) == [(API, Origin.STARTED)]
     drill.die(NEXT_API)
-    drill.say(API, Ready())
+    drill.receive(API, Ready())
     assert drill.supervision.is_ready
 
 
@@ -209,7 +209,7 @@ def test_end_waits_for_an_api_alone_that_leaves_already() -> None:
     ask(drill, Role.API)
     assert drill.signal() == []
     assert drill.die(API, 0) == [Tell(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Tell(CORE, Stop())]
+    assert drill.receive(CORE, Drained()) == [Tell(CORE, Stop())]
 
 
 def test_end_gives_up_what_was_to_be_replaced() -> None:
@@ -217,7 +217,7 @@ def test_end_gives_up_what_was_to_be_replaced() -> None:
     drill = Drill().all_ready()
     ask(drill, Role.API)
     assert drill.signal() == [Kill(NEXT_API), Tell(API, Drain())]
-    assert drill.say(NEXT_API, Ready()) == []
+    assert drill.receive(NEXT_API, Ready()) == []
     drill = standing()
     drill.die(STANDBY)
     ask(drill, Role.WORKER)
@@ -230,7 +230,7 @@ def test_end_lets_an_api_finish_whose_successor_has_died() -> None:
     """It is the front now, and its streams need the core."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert drill.signal() == [Tell(API, Drain())]
     assert drill.die(API) == []
     assert drill.die(NEXT_API, 0) == [Tell(CORE, Drain())]

@@ -14,7 +14,7 @@ Row = tuple[int, int, ProcessState]
 """A status row of an API with this rank, epoch and state."""
 
 
-class PlayedLink:
+class FakeLink:
     """Answers with one table after the other, and repeats the last one."""
 
     def __init__(self, tables: list[list[Row]], refusal: str = "", num_lost: int = 0) -> None:
@@ -45,7 +45,7 @@ class PlayedLink:
 
 
 def run(tables: list[list[Row]], refusal: str = "", timeout_s: float = 10.0) -> str:
-    return restart(cast(StatusLink, PlayedLink(tables, refusal)), Role.API, timeout_s)
+    return restart(cast(StatusLink, FakeLink(tables, refusal)), Role.API, timeout_s)
 
 
 def leaving() -> Iterator[list[Row]]:
@@ -85,17 +85,17 @@ def test_refusal_is_printed() -> None:
 def test_answers_that_are_late_fail_nothing() -> None:
     """The second query is refused because the first one was received."""
     tables = [*leaving(), [(0, 2, READY), (1, 1, ProcessState.DRAINING)]]
-    link = PlayedLink(tables, "the api is being replaced already", num_lost=2)
+    link = FakeLink(tables, "the api is being replaced already", num_lost=2)
     assert restart(cast(StatusLink, link), Role.API, 10.0).endswith(" s: pid 101 by 102")
 
 
 def test_a_late_refusal_is_printed() -> None:
-    link = PlayedLink([[(0, 1, READY)]], "the engine is stopping", num_lost=1)
+    link = FakeLink([[(0, 1, READY)]], "the engine is stopping", num_lost=1)
     with pytest.raises(RestartFailed, match="the engine is stopping"):
         restart(cast(StatusLink, link), Role.API, 10.0)
 
 
 def test_a_supervisor_that_never_answers_is_reported() -> None:
-    link = PlayedLink([[(0, 1, READY)]], num_lost=1000)
+    link = FakeLink([[(0, 1, READY)]], num_lost=1000)
     with pytest.raises(RestartFailed, match="the supervisor does not answer"):
         restart(cast(StatusLink, link), Role.API, 10.0)

@@ -27,17 +27,17 @@ def guarded() -> Drill:
     """Return a drill whose processes are all ready, the core's standby included."""
     drill = Drill(standby_core=True).all_ready()
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY_CORE, Ready())
+    drill.receive(STANDBY_CORE, Ready())
     return drill
 
 
 def test_core_gets_its_standby_when_the_engine_serves() -> None:
     """An earlier start would take CPU time from loading; no process waits for the standby."""
     drill = Drill(standby_core=True)
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     assert drill.wait(5.0) == []
-    assert Announce() in drill.say(WORKER, Ready())
+    assert Announce() in drill.receive(WORKER, Ready())
     assert drill.wait(STANDBY_DELAY_S * 0.9) == []
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY_CORE, Origin.STARTED)]
     assert drill.supervision.is_ready
@@ -50,7 +50,7 @@ def test_core_is_followed_by_its_standby_and_that_by_another() -> None:
     assert starts(drill.die(CORE)) == [(CORE, Origin.PROMOTED)]
     assert drill.living[CORE] > standby
     assert drill.wait(STANDBY_DELAY_S) == []
-    drill.say(CORE, Ready())
+    drill.receive(CORE, Ready())
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY_CORE, Origin.STARTED)]
 
 
@@ -59,8 +59,10 @@ def test_core_whose_standby_is_dead_or_slow_starts_alone() -> None:
     drill = guarded()
     assert starts(drill.die(STANDBY_CORE)) == [(STANDBY_CORE, Origin.STARTED)]
     assert starts(drill.die(CORE)) == [], "it is starting already"
-    assert starts(drill.say(STANDBY_CORE, Ready()) + drill.wait(0.0)) == [(CORE, Origin.PROMOTED)]
-    drill.say(CORE, Ready())
+    assert starts(drill.receive(STANDBY_CORE, Ready()) + drill.wait(0.0)) == [
+        (CORE, Origin.PROMOTED)
+    ]
+    drill.receive(CORE, Ready())
     drill.wait(STANDBY_DELAY_S)
     assert STANDBY_CORE in drill.living
     drill.die(CORE)
@@ -96,8 +98,8 @@ def test_standby_core_that_cannot_live_ends_nothing() -> None:
 def test_standby_core_ends_with_the_engine() -> None:
     drill = guarded()
     drill.signal()
-    drill.say(API, Drained())
-    drill.say(CORE, Drained())
+    drill.receive(API, Drained())
+    drill.receive(CORE, Drained())
     for slot in (API, CORE, WORKER):
         actions = drill.die(slot, 0)
     assert actions == [Kill(STANDBY_CORE)]
@@ -109,14 +111,14 @@ def test_core_leaves_when_its_standby_is_ready_or_takes_too_long() -> None:
     drill = guarded()
     assert ask(drill, Role.CORE) == [Tell(CORE, Stop())]
     assert starts(drill.die(CORE, 0)) == [(CORE, Origin.PROMOTED)]
-    drill.say(CORE, Ready())
+    drill.receive(CORE, Ready())
     assert ask(drill, Role.CORE) == []
     assert refusal_of(drill, Role.CORE) == "the core is being replaced already"
     drill.wait(STANDBY_DELAY_S)
-    assert drill.say(STANDBY_CORE, Ready()) == [Show(STANDBY_CORE, Ready())]
+    assert drill.receive(STANDBY_CORE, Ready()) == [Show(STANDBY_CORE, Ready())]
     assert drill.wait(0.0) + drill.take(drill.supervision.tick(drill.now)) == [Tell(CORE, Stop())]
     drill.die(CORE, 0)
-    drill.say(CORE, Ready())
+    drill.receive(CORE, Ready())
     ask(drill, Role.CORE)
     while Tell(CORE, Stop()) not in drill.wait(0.1):
         if STANDBY_CORE in drill.living:

@@ -36,11 +36,11 @@ def test_first_worker_waits_for_the_zygote_and_the_standby_for_the_worker() -> N
     drill = Drill(standby=True)
     assert set(drill.living) == {ZYGOTE, CORE, API}
     assert drill.state(WORKER) is ProcessState.STARTING
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
-    drill.say(ZYGOTE, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
+    drill.receive(ZYGOTE, Ready())
     assert starts(drill.wait(0.0)) == [(WORKER, Origin.FORKED)]
-    assert Announce() in drill.say(WORKER, Ready())
+    assert Announce() in drill.receive(WORKER, Ready())
     assert drill.supervision.is_ready
     assert drill.wait(STANDBY_DELAY_S * 0.9) == []
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY, Origin.FORKED)]
@@ -51,7 +51,7 @@ def test_standby_takes_over_at_once_and_is_followed_by_another() -> None:
     drill = standing()
     assert starts(drill.die(WORKER)) == [(WORKER, Origin.PROMOTED)]
     assert drill.wait(STANDBY_DELAY_S) == [], "not before the worker serves"
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY, Origin.FORKED)]
 
 
@@ -67,7 +67,7 @@ def test_without_a_standby_the_zygote_forks_and_without_both_the_worker_loads() 
     drill.die(ZYGOTE)
     assert starts(drill.wait(0.0)) == [(WORKER, Origin.STARTED)]
     assert ZYGOTE not in drill.living, "not while the worker loads"
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     assert starts(drill.wait(2.0)) == [(ZYGOTE, Origin.STARTED)]
 
 
@@ -76,7 +76,7 @@ def test_standby_that_does_not_get_ready_is_not_waited_for() -> None:
     drill = standing()
     drill.die(STANDBY)
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Hello(Role.WORKER, 0, 1))
+    drill.receive(STANDBY, Hello(Role.WORKER, 0, 1))
     assert starts(drill.die(WORKER)) == []
     assert starts(drill.wait(PATIENCE_S * 0.9)) == []
     assert starts(drill.wait(PATIENCE_S)) == [(WORKER, Origin.FORKED)]
@@ -106,7 +106,7 @@ def test_death_of_a_helper_touches_no_other_process() -> None:
 def test_model_that_cannot_be_loaded_ends_the_first_start() -> None:
     """The zygote reports it, as a worker would."""
     drill = Drill(standby=True)
-    drill.say(ZYGOTE, Fatal("loading the model", "CheckpointError: no", retry=False))
+    drill.receive(ZYGOTE, Fatal("loading the model", "CheckpointError: no", retry=False))
     drill.die(ZYGOTE, 1)
     assert drill.supervision.failure == "zygote failed (loading the model): CheckpointError: no"
 
@@ -114,11 +114,11 @@ def test_model_that_cannot_be_loaded_ends_the_first_start() -> None:
 def test_standby_that_finds_no_memory_ends_nothing() -> None:
     """This holds before the engine was first ready too."""
     drill = Drill(standby=True)
-    drill.say(ZYGOTE, Ready())
+    drill.receive(ZYGOTE, Ready())
     drill.wait(0.0)
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Fatal("loading the model", "InsufficientMemory: no", retry=False))
+    drill.receive(STANDBY, Fatal("loading the model", "InsufficientMemory: no", retry=False))
     drill.die(STANDBY, 1)
     assert drill.supervision.failure is None
 
@@ -160,9 +160,9 @@ def test_all_processes_come_back_after_any_deaths_and_restarts(
             case "die" if slot is not None:
                 drill.die(slot)
             case "ready" if slot is not None:
-                drill.say(slot, Ready())
+                drill.receive(slot, Ready())
             case "progress" if slot is not None:
-                drill.say(slot, Progress("load", data.draw(st.integers(0, 9)), 10))
+                drill.receive(slot, Progress("load", data.draw(st.integers(0, 9)), 10))
             case "restart":
                 role = data.draw(st.sampled_from([Role.CORE, Role.WORKER, Role.API]))
                 drill.take(drill.supervision.on_restart(role, drill.now)[1])
@@ -182,5 +182,5 @@ def settle(drill: Drill) -> None:
             if slot in drill.doomed or drill.state(slot) is ProcessState.DRAINING:
                 drill.die(slot, 0)
             elif slot in drill.living:
-                drill.say(slot, Ready())
+                drill.receive(slot, Ready())
         drill.wait(1.0)

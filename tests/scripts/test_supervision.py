@@ -42,13 +42,13 @@ def test_everything_starts_at_once_worker_first() -> None:
 def test_announced_once_when_the_last_process_is_ready() -> None:
     """It comes neither earlier nor again after a recovery."""
     drill = Drill()
-    assert drill.say(CORE, Ready()) == [Show(CORE, Ready())]
-    drill.say(API, Ready())
-    assert drill.say(WORKER, Ready("cpu")) == [Show(WORKER, Ready("cpu")), Announce()]
+    assert drill.receive(CORE, Ready()) == [Show(CORE, Ready())]
+    drill.receive(API, Ready())
+    assert drill.receive(WORKER, Ready("cpu")) == [Show(WORKER, Ready("cpu")), Announce()]
     assert drill.supervision.is_ready
     drill.die(WORKER)
     assert not drill.supervision.is_ready
-    assert drill.say(WORKER, Ready()) == [Show(WORKER, Ready())]
+    assert drill.receive(WORKER, Ready()) == [Show(WORKER, Ready())]
     assert drill.supervision.is_ready
 
 
@@ -72,7 +72,7 @@ def test_pauses_double_up_to_the_limit_and_are_forgotten_when_healthy() -> None:
             assert drill.state(CORE) is ProcessState.BACKOFF
             drill.wait(drill.supervision.next_deadline() - drill.now)
         pauses.append(drill.now - started)
-        drill.say(CORE, Ready())
+        drill.receive(CORE, Ready())
     assert pauses[0] == 0.0
     for pause, whole in zip(pauses[1:], [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0], strict=True):
         assert whole / 2 - 1e-6 <= pause <= whole + 1e-6
@@ -86,7 +86,7 @@ def test_death_before_ready_does_not_count_as_healthy_time() -> None:
     drill.die(CORE)
     for number in range(10):
         drill.wait(9.0)
-        drill.say(CORE, Progress("loading", number))
+        drill.receive(CORE, Progress("loading", number))
     assert drill.die(CORE) == []
 
 
@@ -104,26 +104,26 @@ def test_ranks_of_a_group_are_replaced_together() -> None:
 def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
     """The deadline moves with every message of the start and ends with Ready."""
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     for number in range(3):
         assert drill.wait(9.0) == []
-        drill.say(WORKER, Progress("weights", number, 9))
+        drill.receive(WORKER, Progress("weights", number, 9))
     assert drill.wait(5.0) == []
-    drill.say(WORKER, Progress("weights", 2, 9))
+    drill.receive(WORKER, Progress("weights", 2, 9))
     assert drill.wait(4.9) == [], "a repeated report is not progress"
     assert drill.wait(0.2) == [Kill(WORKER)]
     assert drill.wait(100.0) == [], "killed once"
     assert drill.die(WORKER) == [Start(WORKER, 4)]
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     assert drill.wait(100.0) == []
 
 
 def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
     """It was stopped, or the machine was: a starting process keeps its remaining time."""
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     assert drill.wait(8.0) == []
     drill.now += 60.0
     drill.supervision.on_turn(drill.now)
@@ -134,8 +134,8 @@ def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
 
 def test_a_supervisor_that_is_slow_all_the_time_still_has_deadlines() -> None:
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     for _ in range(20):
         drill.now += 5.0
         drill.supervision.on_turn(drill.now)
@@ -151,18 +151,18 @@ def test_messages_that_may_be_lost_are_repeated() -> None:
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
     death = (core, WorkerDied(0, worker, DeathCause.SIGNAL, 9))
     drill.wait(20.0)
-    assert 1 < drill.said.count(death) < 5, "for some seconds"
+    assert 1 < drill.sent.count(death) < 5, "for some seconds"
     api = drill.living[API]
     drill.signal()
     drill.wait(3 * REPEAT_S)
-    assert drill.said.count((api, Drain())) >= 3
-    drill.say(API, Drained())
-    drill.say(API, Drained())
+    assert drill.sent.count((api, Drain())) >= 3
+    drill.receive(API, Drained())
+    drill.receive(API, Drained())
     drill.wait(3 * REPEAT_S)
-    assert drill.said.count((core, Drain())) >= 3
-    drill.say(CORE, Drained())
+    assert drill.sent.count((core, Drain())) >= 3
+    drill.receive(CORE, Drained())
     drill.wait(2.0)
-    assert drill.said.count((api, Stop())) >= 2
+    assert drill.sent.count((api, Stop())) >= 2
 
 
 def test_words_of_the_dead_change_nothing() -> None:
@@ -183,15 +183,15 @@ def test_ready_of_a_doomed_process_does_not_count() -> None:
     drill = Drill()
     drill.wait(10.0)
     assert drill.doomed == {WORKER, CORE, API}
-    assert drill.say(CORE, Ready()) == []
+    assert drill.receive(CORE, Ready()) == []
     assert not drill.supervision.is_ready
 
 
 def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
     """Everything stops with status 1; a process that is still starting is killed."""
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
+    drill.receive(CORE, Ready())
+    drill.receive(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
     assert drill.die(WORKER, 1) == [Kill(API)]
     assert drill.die(API) == [Tell(CORE, Stop())]
     assert drill.die(CORE, 0) == [Exit(1)]
@@ -204,7 +204,7 @@ def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
     """Open requests must be finished, so later failures back off but never end the engine."""
     drill = Drill().all_ready()
     for _ in range(20):
-        drill.say(WORKER, Fatal("loading", "no memory", retry=False))
+        drill.receive(WORKER, Fatal("loading", "no memory", retry=False))
         drill.die(WORKER, 1)
         drill.wait(2.0)
     assert drill.exit_status is None
@@ -261,13 +261,13 @@ def play(drill: Drill, event: str, choice: int) -> None:
         case "signal" if choice == 0:
             drill.signal()
         case "ready" if slot:
-            drill.say(slot, Ready())
+            drill.receive(slot, Ready())
         case "progress" if slot:
-            drill.say(slot, Progress("weights", choice, 9))
+            drill.receive(slot, Progress("weights", choice, 9))
         case "fatal" if slot:
-            drill.say(slot, Fatal("loading", "broken", retry=choice > 3))
+            drill.receive(slot, Fatal("loading", "broken", retry=choice > 3))
         case "drained" if slot:
-            drill.say(slot, Drained())
+            drill.receive(slot, Drained())
         case "die" | "crash" if slot:
             drill.die(slot, -signal.SIGKILL if event == "die" else 1)
 

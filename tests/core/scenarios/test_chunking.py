@@ -1,4 +1,4 @@
-"""How a step's budget is handed out, and how prompts are cut."""
+"""How the budget of a step is distributed, and how prompts are cut into chunks."""
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_a_small_budget_is_handed_out_in_order() -> None:
 
 
 def test_the_threshold_holds_for_a_request_alone() -> None:
-    """S6. Short requests are never behind the whole of a long one."""
+    """S6. Short requests never wait for the whole of a long one."""
     bench = Harness(budget=100, long_prefill_token_threshold=16)
     bench.add("long", 50, 2)
     bench.add("s1", 10, 2)
@@ -118,8 +118,8 @@ def test_without_chunks_a_prompt_beyond_the_budget_still_runs() -> None:
     assert bench.steps(2) == [{"a": 64}, {"a": 36}]
 
 
-def test_whoever_gets_nothing_of_a_step_goes_on_where_it_was() -> None:
-    """The share of a prompt grows as others leave, until nothing is left for those behind it."""
+def test_a_request_without_a_grant_continues_at_its_position() -> None:
+    """The share of a prompt grows as others leave, until nothing is left for prompts behind it."""
     bench = Harness(
         budget=64, max_num_scheduled_tokens=8, seqs=2, long_prefill_token_threshold_adaptive=True
     )
