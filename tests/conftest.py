@@ -1,8 +1,8 @@
-"""What the default run leaves out, so that it stays under ten minutes on two cores.
+"""Marks tests that the default run leaves out, so that it stays short on two cores.
 
-Nearly each has a sibling that runs by default and shows the same property in another variant, at
-another depth or on another attention backend; a few measure the machine more than the code.
-`scripts/test -m slow` runs them, and the long ones that are marked where they stand.
+Nearly each has a sibling that runs by default and tests the same property in another variant, at
+another depth or on another attention backend; a few depend on the machine more than on the code.
+`scripts/test -m slow` runs them and the tests that are marked as slow where they are defined.
 """
 
 import pytest
@@ -42,7 +42,7 @@ VARIANTS = {
     },
     "system/test_hangs.py": {
         "test_api_whose_loop_stands_still_is_replaced": "SIGSTOP",
-        "test_long_steps_on_a_busy_machine_kill_nobody": "",
+        "test_long_steps_on_a_busy_machine_cause_no_kill": "",
         "test_process_that_starts_waits_for_a_supervisor_that_stands_still": "",
         "test_step_that_never_ends_is_killed_after_its_stacks_are_printed": "delay",
         "test_stopped_process_is_replaced_in_time_at_defaults": "core worker",
@@ -66,11 +66,13 @@ VARIANTS = {
         ),
     },
     "system/test_quarantine.py": {
-        "test_only_the_culprit_is_refused_and_all_others_are_exact": "exc@* hold:30000@*",
+        "test_only_the_poison_request_is_refused_and_all_others_are_exact": "exc@* hold:30000@*",
     },
     "system/test_restart.py": {
         "test_leaving_api_finishes_its_streams_while_its_successor_serves": "",
-        "test_nobody_notices": "0-core-SIGTERM 0-api-SIGTERM 0-worker-command 1-worker-SIGTERM",
+        "test_clients_do_not_notice_a_planned_restart": (
+            "0-core-SIGTERM 0-api-SIGTERM 0-worker-command 1-worker-SIGTERM"
+        ),
         "test_restart_that_is_not_possible_is_refused": "",
         "test_worker_that_does_not_leave_is_killed": "",
     },
@@ -86,7 +88,7 @@ VARIANTS = {
     "system/test_standby.py": {
         "test_standby_that_hangs_is_replaced_when_it_is_needed": "",
         "test_three_deaths_within_ten_seconds": "",
-        "test_whoever_dies_comes_back_and_no_token_is_lost": (
+        "test_dead_processes_are_replaced_and_no_token_is_lost": (
             "standby zygote standby+worker zygote+worker worker+zygote worker+standby+zygote "
             "core+worker worker+standby"
         ),
@@ -97,7 +99,7 @@ VARIANTS = {
         "test_engine_without_one": "",
         "test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of": "",
         "test_standby_that_hangs_is_replaced": "",
-        "test_whoever_dies_comes_back_and_no_token_is_lost": (
+        "test_dead_processes_are_replaced_and_no_token_is_lost": (
             "standby_core+core worker+core core+standby_core standby_core"
         ),
     },
@@ -139,7 +141,7 @@ VARIANTS = {
         "test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself": "float32",
     },
 }
-"""Tests by file, with those of their variants that are left out; without variants the test is."""
+"""Tests by file, with the variants to leave out; "" leaves out the whole test."""
 
 NAMES = {
     f"tests/{file}::{test}[{variant}]" if variant else f"tests/{file}::{test}"
@@ -151,7 +153,7 @@ NAMES = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them before the marks are looked at."""
+    """Add the marks before pytest selects by them."""
     for item in items:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)

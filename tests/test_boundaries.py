@@ -1,4 +1,4 @@
-"""The walls between the packages: who may import whom, read from the source and seen in a run."""
+"""The walls between the packages: allowed imports, in the source and in running processes."""
 
 import ast
 import subprocess
@@ -52,7 +52,7 @@ PURE = {
         *("sampling", "frame_sequence", "settings"),
     ],
 }
-"""Modules that decide: no sockets, no threads, no sleeping."""
+"""State machines: no sockets, no threads, no sleeping."""
 WITHOUT_TORCH = ["worker_proc.loop", "worker_proc.null_runner", "worker_proc.__main__"]
 
 
@@ -80,7 +80,7 @@ def test_package_imports_only_what_its_wall_allows(package: str) -> None:
 )
 def test_state_machines_have_no_sockets_threads_or_sleeps(path: Path) -> None:
     assert not imported(path) & {"zmq", "threading", "socket", "asyncio", "multiprocessing"}
-    if path.stem != "null_runner":  # it sleeps on purpose, to play a slow model
+    if path.stem != "null_runner":  # it sleeps on purpose, to simulate a slow model
         assert "time.sleep(" not in path.read_text()
 
 
@@ -105,7 +105,7 @@ def test_running_process_has_not_loaded_what_it_must_not(module: str, banned: se
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
-    """What comes from a wire or a file is decoded by typed decoders only."""
+    """Bytes from a wire or a file are decoded by typed decoders only."""
     banned = ("pickle", "marshal", "eval(", "recv_pyobj", "yaml.load", "torch.load", "shelve")
     for package in ALLOWED:
         for path in (ROOT / package).rglob("*.py"):

@@ -1,28 +1,20 @@
 """For tests that measure time on a machine that others use too."""
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec
-
-P = ParamSpec("P")
+from collections.abc import Callable, Mapping
 
 
-def any_of(num_attempts: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a test pass if one of several attempts does.
+def within(num_attempts: int, measure: Callable[[], Mapping[str, float]], **bounds: float) -> None:
+    """Assert that all figures of at least one measurement are within their bounds.
 
-    Somebody else's work can make any measurement bad, but never a good one out of a bad property.
+    Other load can spoil any measurement, but it never turns a bad property into a good figure.
+    Only figures are compared again: an assertion that fails inside `measure` fails the test at
+    once, so correctness is asserted there and never retried.
     """
-
-    def decorate(test: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(test)
-        def attempt(*args: P.args, **kwargs: P.kwargs) -> None:
-            for _ in range(num_attempts - 1):
-                try:
-                    return test(*args, **kwargs)
-                except AssertionError:
-                    continue
-            return test(*args, **kwargs)
-
-        return attempt
-
-    return decorate
+    attempts: list[Mapping[str, float]] = []
+    for _ in range(num_attempts):
+        figures = measure()
+        assert figures.keys() == bounds.keys(), "each figure has a bound"
+        if all(figures[name] <= bound for name, bound in bounds.items()):
+            return
+        attempts.append(figures)
+    raise AssertionError(f"bounds {bounds}, measured {attempts}")

@@ -19,6 +19,7 @@ from protocol.lifecycle import ProcessState, StatusReply
 from protocol.status import StatusLink
 from scripts.chaos import processes
 from scripts.chaos.client import Declined, StreamClient
+from scripts.testing import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 120.0
@@ -151,7 +152,7 @@ class Engine:
         reply = await self.status()
         rows = [] if reply is None else reply.processes
         pids = [row.pid for row in rows if str(row.role) == role and row.pid is not None]
-        return [pid for pid in pids if processes.is_alive(pid)]
+        return [pid for pid in pids if is_alive(pid)]
 
     async def roles(self) -> set[str]:
         """Wait until the engine is ready and return its roles."""

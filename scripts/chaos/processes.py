@@ -1,10 +1,11 @@
 """Kills and finds processes from outside, independent of their parents."""
 
 import os
-import select
 import signal
 import time
 from pathlib import Path
+
+from scripts.testing import is_alive
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
@@ -24,20 +25,6 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
         return moment
     except ProcessLookupError:
         return None
-    finally:
-        os.close(pidfd)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process has a running thread; a zombie has none."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        return not poller.poll(0)
     finally:
         os.close(pidfd)
 

@@ -1,5 +1,7 @@
 """Soak an engine with short requests, kills, stops and disconnects, and look for leaks.
 
+`python -m scripts.soak scheduler` soaks the scheduler alone instead (scripts/soak/scheduler.py).
+
 The engine has the null model, so every token can be checked. Workers and cores are killed, and
 stopped with SIGSTOP, in turn at random moments; clients disconnect in the middle of their streams.
 A tenth of the requests after the warm-up and the last fifth run without faults, so that their
@@ -36,6 +38,11 @@ _SAMPLES = 100
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a soak and print its report. Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["scheduler"]:
+        from scripts.soak import scheduler  # it needs the tests of the core
+
+        return scheduler.main(argv[1:])
     arguments = _parser().parse_args(argv)
     plan = _plan(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as base:

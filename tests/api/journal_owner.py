@@ -73,7 +73,7 @@ class Owner:
         self.journal.complete_segment()
 
     def settle(self) -> None:
-        """Wait until all that was appended is written or lost."""
+        """Wait until every appended record is written or lost."""
         eventually(
             lambda: self.journal.num_written == self.journal.num_appended, "all is settled", 30.0
         )

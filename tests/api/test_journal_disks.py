@@ -311,7 +311,7 @@ def test_the_end_of_the_previous_segment_is_synced(tmp_path: Path) -> None:
 def test_any_error_is_reported_and_writing_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
 ) -> None:
-    """Even where the file cannot be closed after an error, as on some network disks."""
+    """This holds even if the file cannot be closed after an error, as on some network disks."""
     really_close, bad = os.close, set[int]()
 
     def write(fd: int, data: memoryview) -> int:

@@ -14,7 +14,7 @@ from api_proc.text.processor import INLINE_CHARS, MAX_LONG_TEXTS, TextProcessor
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
-from tests.timing import any_of
+from tests.timing import within
 
 LAG_MAX_S = 0.02
 MEGABYTE = 2**20
@@ -59,18 +59,21 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-@any_of(5)
 def test_tokenizing_a_megabyte_does_not_hold_up_the_loop(checkpoint: Path, name: str) -> None:
     config = configure(model=str(checkpoint))
     body = json.dumps({"prompt": TEXTS[name], "max_tokens": 1}).encode()
     with LiveServer(config, FakeClient(BIG_FACTS)) as live, httpx.Client(timeout=30) as http:
         http.get(live.url + "/livez")
-        with LagMeter(live.loop) as meter:
-            response = http.post(live.url + "/v1/completions", content=body)
-        assert response.status_code == 200, response.text
-        assert response.json()["usage"]["prompt_tokens"] > MEGABYTE / 50
-    assert len(meter.lags_s) > 5
-    assert meter.percentile(0.99) < LAG_MAX_S
+
+        def measure() -> dict[str, float]:
+            with LagMeter(live.loop) as meter:
+                response = http.post(live.url + "/v1/completions", content=body)
+            assert response.status_code == 200, response.text
+            assert response.json()["usage"]["prompt_tokens"] > MEGABYTE / 50
+            assert len(meter.lags_s) > 5
+            return {"lag_s": meter.percentile(0.99)}
+
+        within(5, measure, lag_s=LAG_MAX_S)
 
 
 def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenized(checkpoint: Path) -> None:
@@ -104,29 +107,29 @@ def test_waiting_long_texts_are_bounded() -> None:
     text.close()
 
 
-@any_of(5)
 def test_streams_continue_while_a_prompt_is_tokenized(checkpoint: Path) -> None:
     """As measured by a client: the gaps between tokens stay those of the engine."""
     config = configure(model=str(checkpoint))
-    gaps: list[float] = []
-    with LiveServer(config, FakeClient(BIG_FACTS)) as live:
-        stop = threading.Event()
 
-        def read() -> None:
-            body = {"prompt": "x", "stream": True, "max_tokens": 4000}
+    def read(url: str, gaps: list[float]) -> None:
+        body = {"prompt": "x", "stream": True, "max_tokens": 4000}
+        with httpx.stream("POST", url, json=body, timeout=30) as response:
+            last = time.perf_counter()
+            for _ in response.iter_raw():
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+
+    def measure() -> dict[str, float]:
+        gaps: list[float] = []
+        with LiveServer(config, FakeClient(BIG_FACTS)) as live:
             url = live.url + "/v1/completions"
-            with httpx.stream("POST", url, json=body, timeout=30) as response:
-                last = time.perf_counter()
-                for _ in response.iter_raw():
-                    now = time.perf_counter()
-                    gaps.append(now - last)
-                    last = now
-            stop.set()
+            reader = threading.Thread(target=read, args=(url, gaps))
+            reader.start()
+            wait_until(lambda: len(gaps) > 10)
+            body = {"prompt": TEXTS["prose"], "max_tokens": 1}
+            assert httpx.post(url, json=body, timeout=30).status_code == 200
+            reader.join(timeout=30)
+        return {"gap_s": sorted(gaps)[int(len(gaps) * 0.99)]}
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        wait_until(lambda: len(gaps) > 10)
-        body = {"prompt": TEXTS["prose"], "max_tokens": 1}
-        assert httpx.post(live.url + "/v1/completions", json=body, timeout=30).status_code == 200
-        reader.join(timeout=30)
-    assert sorted(gaps)[int(len(gaps) * 0.99)] < LAG_MAX_S
+    within(5, measure, gap_s=LAG_MAX_S)

@@ -1,4 +1,4 @@
-"""A loop to talk to, for the tests over real sockets."""
+"""A core loop for the tests over real sockets."""
 
 from collections.abc import Iterator
 

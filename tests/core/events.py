@@ -1,6 +1,6 @@
-"""What a random life of a scheduler is drawn from: options, requests and events.
+"""Tables of options, requests and events from which random scheduler runs are drawn.
 
-The property tests let hypothesis choose from these tables, the soak a seeded generator. Tokens are
+In the property tests hypothesis chooses from them, in the soak a seeded generator. Tokens are
 a pure function of request and position.
 """
 
@@ -19,7 +19,7 @@ MAX_OUTPUTS = 24
 SHARED_HEAD = list(range(10, 10 + MAX_PROMPT))
 
 Values = Mapping[str, Sequence[Any]]
-"""Names, and the values of which one is drawn for each; the first is the plainest."""
+"""Values to draw from for each option; the first is the simplest."""
 
 OPTIONS: Values = {
     "block_size": (4, 1, 2, 16),
@@ -82,12 +82,12 @@ EVENTS: dict[str, tuple[int, Values]] = {
         {"kind": ("resume", "reset", "reset_all", "pause_new", "pause_all", "sleep", "lose")},
     ),
 }
-"""Weight for a driver that draws at random, and what each event takes."""
+"""Weight of each event for a random driver, and the values of its arguments."""
 EVENT_NAMES = [name for name, (weight, _) in EVENTS.items() for _ in range(weight)]
 
 
 def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> SchedulerOptions:
-    """Complete a draw of `OPTIONS` to a consistent whole.
+    """Complete a draw of `OPTIONS` to consistent scheduler options.
 
     `room` is the pool's size in requests of the greatest length.
     """
@@ -110,26 +110,26 @@ def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> Schedule
 
 
 def make_group(window: int | None, chunk: int, block_size: int) -> KVGroup:
-    """Describe a group: at most the window and a chunk lie in its blocks, wherever they begin."""
+    """Describe a group: its blocks hold at most the window and a chunk, at any offset."""
     if window is None:
         return KVGroup()
     return KVGroup(window, 1 - (-(window + chunk - 2) // block_size))
 
 
 def num_blocks_for(num_tokens: int, block_size: int, groups: Sequence[KVGroup]) -> int:
-    """Blocks that a request of so many computed tokens holds at most."""
+    """Return the largest number of blocks that a request with these computed tokens holds."""
     num_blocks = -(-num_tokens // block_size)
     return sum(min(num_blocks, group.max_blocks or num_blocks) for group in groups)
 
 
 def sample(req_id: int, position: int) -> int:
-    """One token in 24 is EOS, one a frequent stop token."""
+    """Return the token of a position: one in 24 is EOS, another a frequent stop token."""
     value = zlib.crc32(b"%d:%d" % (req_id, position)) % 24
     return EOS if value == 0 else STOP_TOKEN if value == 1 else 100 + value
 
 
 def expected(params: SamplingParams, req_id: int, most: int) -> tuple[list[int], FinishReason]:
-    """Work out all outputs of a request that is left alone, and why it ends."""
+    """Return all outputs of an undisturbed request, and its finish reason."""
     tokens: list[int] = []
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     while True:

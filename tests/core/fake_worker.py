@@ -1,9 +1,9 @@
-"""A worker for scheduler tests: follows the deltas to the letter and checks the KV it would read.
+"""A worker for scheduler tests: applies the deltas exactly and checks the KV that it would read.
 
-Each KV slot holds what stands for a KV group and the whole prefix up to its token. A step first
-copies blocks to and from the host, then writes the slots of all tokens it computes, then looks
-whether every slot that a request attends to holds that request's own prefix. So a wrong block
-table, a stale cache hit or a block given away too soon fails here, whatever the scheduler believes.
+Each KV slot holds a value that identifies a KV group and the prefix up to its token. A step first
+copies blocks to and from the host, then writes the slots of all tokens it computes, then checks
+that every slot that a request attends to holds that request's own prefix. So a wrong block
+table, a stale cache hit or a block freed too soon fails here, whatever the scheduler's state is.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +21,24 @@ from protocol.core_worker import (
 from protocol.message import encode, unpack_token_ids
 
 SampleFn = Callable[[int, int], int]
-"""From request id and output position to the token."""
+"""Returns the token of a request id and output position."""
 GuessFn = Callable[[int, int], list[int]]
-"""From request id and output position to the drafts from there on."""
+"""Returns the drafts of a request id from an output position on."""
 
 
 @dataclass
 class MirroredRequest:
-    """What the worker knows of one request."""
+    """The worker's state of one request."""
 
     new: NewRequestData
     token_ids: list[int]
     block_tables: list[list[int]]
-    """One per KV group."""
+    """One block table per KV group."""
     num_computed_tokens: int
     drafts: list[int] = field(default_factory=list)
-    """Guesses of what comes after `token_ids`."""
+    """Drafts of the tokens after `token_ids`."""
     prefixes: list[int] = field(default_factory=list)
-    """Entry i stands for tokens 0 to i."""
+    """Entry i identifies tokens 0 to i."""
 
     def prefix(self, position: int) -> int:
         while len(self.prefixes) <= position:
@@ -70,12 +70,12 @@ class FakeWorker:
         self._windows = windows
         self._num_host_blocks = num_host_blocks
         self._kv: dict[int, list[tuple[int, int] | None]] = {}
-        """By block: (group, prefix) in each slot. A block belongs to any group, one at a time."""
+        """By block: (group, prefix) of each slot. A block belongs to one group at a time."""
         self._host: dict[int, list[tuple[int, int] | None]] = {}
         self._next_step_id: int | None = None
 
     def execute(self, sent: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step and sample for whoever reached the end of its tokens."""
+        """Compute one step, and sample for each request that reached the end of its tokens."""
         step = decode_from_core(encode(sent))
         assert step == sent
         assert isinstance(step, SchedulerOutput)
@@ -96,13 +96,13 @@ class FakeWorker:
         return self._advance(step.step_id, counts)
 
     def sleep(self) -> None:
-        """Obey `Sleep`: lose all KV, here and on the host."""
+        """Execute `Sleep`: lose all KV, on the device and on the host."""
         assert not self.mirror
         self._kv.clear()
         self._host.clear()
 
     def write_from_outside(self, token_ids: list[int], tables: list[list[int]]) -> None:
-        """Somebody else brings the KV of the first tokens of a prompt."""
+        """Write the KV of the first tokens of a prompt, as a remote load does."""
         prefix = 0
         for position, token_id in enumerate(token_ids):
             prefix = hash((prefix, token_id))
@@ -205,7 +205,7 @@ class FakeWorker:
         return len(request.token_ids) - request.new.num_prompt_tokens
 
     def _verify(self, request: MirroredRequest, drafts: list[int]) -> list[int]:
-        """Sample until a draft is wrong; the KV of right ones was written with them."""
+        """Sample until a draft is wrong; the KV of right drafts was written in this step."""
         token_ids = []
         for draft in [*drafts, None]:
             token_id = self._sample(request.new.req_id, self._position(request))

@@ -1,4 +1,4 @@
-"""A scheduler and a fake worker on one bench, with requests called by name."""
+"""A scheduler with a fake worker, and requests by name."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ PLAIN_TOKEN = 7
 def make_worker(
     options: SchedulerOptions, sample: SampleFn, guess: GuessFn | None = None
 ) -> FakeWorker:
-    """Build a worker with the memory that the scheduler was told of.
+    """Build a worker with the memory of the scheduler's options.
 
-    If it is to guess and is not told how, it is now right and now wrong, for more or fewer tokens.
+    With drafts enabled and without `guesses`, drafts of varying length are right or wrong in turn.
     """
 
     def now_and_then(req_id: int, position: int) -> list[int]:
@@ -40,7 +40,7 @@ def make_worker(
 
 
 def preempt_in_flight(bench: "Harness") -> None:
-    """In 8 blocks, at depth 2: run until a has preempted b, to whom a step still owes a token."""
+    """In 8 blocks, at depth 2: run until a has preempted b, whose token is still in flight."""
     bench.add("a", 46, 20)
     bench.add("b", 46, 20)
     bench.fill()
@@ -51,7 +51,7 @@ def preempt_in_flight(bench: "Harness") -> None:
 
 
 class Harness:
-    """Adds requests, runs steps, and keeps what was delivered."""
+    """Adds requests, runs steps, and records the outputs."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Harness:
         guesses: Mapping[str, Mapping[int, Sequence[int]]] | None = None,
         **config: object,
     ) -> None:
-        """Take what the worker is to do.
+        """Take the options of the scheduler and the script of the worker.
 
         `script` holds sampled tokens by name; past its end, and without it, all are equal.
         `guesses` holds drafts by name and number of outputs; there are no others.
@@ -112,7 +112,7 @@ class Harness:
         adapter_id: int = 0,
         blocked: RequestStatus | None = None,
     ) -> Request:
-        """Add a request; a prompt given as a length is unlike all others."""
+        """Add a request; a prompt given as a length differs from all others."""
         req_id = len(self._names)
         ids = (
             [1000 * (req_id + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -138,7 +138,7 @@ class Harness:
         return self.scheduler.abort_request(self.requests[name].req_id) is not None
 
     def schedule(self) -> dict[str, int]:
-        """Schedule one step without its output; returns the tokens granted by name."""
+        """Schedule one step without its output; return the granted tokens by name."""
         message = self.scheduler.schedule()
         check_invariants(self.scheduler)
         if message is None:
@@ -152,7 +152,7 @@ class Harness:
         return {name: num_tokens for name, num_tokens in counts.items() if num_tokens}
 
     def update(self) -> dict[str, int]:
-        """Bring back the oldest step's output; returns the tokens delivered by name."""
+        """Process the output of the oldest step; return the delivered tokens by name."""
         tokens = {}
         output = self.worker.execute(self._pipe.popleft())
         for result in self.scheduler.update_from_output(output):
@@ -166,7 +166,7 @@ class Harness:
         return tokens
 
     def step(self) -> dict[str, int]:
-        """Schedule and bring back one step."""
+        """Schedule one step and process its output."""
         granted = self.schedule()
         if self._pipe:
             self.update()
@@ -176,7 +176,7 @@ class Harness:
         return [self.step() for _ in range(count)]
 
     def fill(self) -> list[dict[str, int]]:
-        """Schedule as many steps as may be in flight; returns the tokens granted in each."""
+        """Schedule as many steps as may be in flight; return the tokens granted in each."""
         grants = []
         for _ in range(self.scheduler.options.max_steps_in_flight - len(self._pipe)):
             num_sent = len(self.sent)
@@ -210,7 +210,7 @@ class Harness:
 
     @property
     def queue(self) -> list[str]:
-        """Who waits, front first."""
+        """Names of the waiting requests, front first."""
         return self.names([request.req_id for request in self.scheduler.waiting.in_order()])
 
     @property
@@ -219,12 +219,12 @@ class Harness:
 
     @property
     def preempted(self) -> list[str]:
-        """Whom the newest step preempted."""
+        """Names of the requests that the newest step preempted."""
         return self.names(self.sent[-1].preempted_req_ids)
 
     @property
     def notices(self) -> list[str]:
-        """Whom the newest step reported as finished."""
+        """Names of the requests that the newest step reported as finished."""
         return self.names(self.sent[-1].finished_req_ids)
 
     @property
@@ -232,7 +232,7 @@ class Harness:
         return self.scheduler.kv.num_free_blocks
 
     def lose_worker(self) -> None:
-        """The worker dies; its successor knows nothing."""
+        """Replace the worker by one without state."""
         self._pipe.clear()
         self.scheduler.recompute_all()
         self.worker = make_worker(self.scheduler.options, self._sample, self._guess)

@@ -1,4 +1,4 @@
-"""A core loop on real sockets in the test's own thread, with clients and workers beside it."""
+"""A core loop on real sockets in the test's thread, with fake clients and workers."""
 
 import subprocess
 import tempfile
@@ -38,7 +38,7 @@ from protocol.message import Message, encode
 from protocol.runtime import SystemProcesses
 from protocol.sampling import SamplingParams
 from tests.core.fake_worker import FakeWorker
-from tests.played_child import PlayedChild
+from tests.unsupervised_child import UnsupervisedChild
 
 CORE_EPOCH = 3
 FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 
 def token_at(req_id: int, position: int) -> int:
-    """What every fake worker samples: a function of the position, so that gaps show."""
+    """The token that every fake worker samples: a function of the position, so that gaps show."""
     return 100 + position
 
 
 class _End:
-    """One connection to the core, and perhaps a process that stands for the one behind it."""
+    """One connection to the core, optionally with a process that represents its peer."""
 
     def __init__(self, bench: "Bench", address: str, hwm: HighWaterMark) -> None:
         self.bench = bench
@@ -63,7 +63,7 @@ class _End:
         bench.until(lambda: LinkEvent.CONNECTED in self.channel.link_events(), turn=False)
 
     def start_process(self) -> int:
-        """Start something that can be killed; returns its pid."""
+        """Start a process that can be killed; return its pid."""
         self.process = subprocess.Popen(["sleep", "600"])
         return self.process.pid
 
@@ -90,21 +90,21 @@ class _End:
 
 
 class FakeClient(_End):
-    """Keeps what it is told, in order."""
+    """A client that records all messages in order."""
 
     def __init__(self, bench: "Bench") -> None:
         super().__init__(bench, bench.child.core_client_address, HighWaterMark.CLIENT_LINK)
-        self.heard: list[CoreToClient] = []
+        self.received: list[CoreToClient] = []
         self.num_welcomes = 0
-        """Answers to Connect; any other status may come at any time."""
+        """Answers to Connect; another status may arrive at any time."""
 
     def read(self) -> None:
         for received in self.channel.drain(10_000):
             self.num_welcomes += Flag.BEGINS in Flag(received.header.flags)
-            self.heard.append(decode_from_core(received.body))
+            self.received.append(decode_from_core(received.body))
 
     def connect(self, pid: int = 0) -> None:
-        """Say Connect and wait for the answer."""
+        """Send Connect and wait for the answer."""
         before = self.num_welcomes
         self.send(0, Connect(pid))
         self.bench.until(lambda: self.num_welcomes > before)
@@ -116,15 +116,15 @@ class FakeClient(_End):
 
     @property
     def statuses(self) -> list[Status]:
-        return [message for message in self.heard if isinstance(message, Status)]
+        return [message for message in self.received if isinstance(message, Status)]
 
     @property
     def refused(self) -> list[Refused]:
-        return [message for message in self.heard if isinstance(message, Refused)]
+        return [message for message in self.received if isinstance(message, Refused)]
 
     @property
     def rows(self) -> list[RequestOutput]:
-        steps = [message for message in self.heard if isinstance(message, StepOutputs)]
+        steps = [message for message in self.received if isinstance(message, StepOutputs)]
         return [row for step in steps for row in step.outputs]
 
     def tokens(self, request_id: int) -> list[int]:
@@ -140,7 +140,7 @@ class FakeClient(_End):
 
 
 class WorkerEnd(_End):
-    """Obeys like a worker, as far and as long as the test lets it."""
+    """A worker that executes and answers steps while the test allows it."""
 
     def __init__(
         self, bench: "Bench", epoch: int, rank: int = 0, facts: ModelFacts = FACTS
@@ -151,18 +151,18 @@ class WorkerEnd(_End):
         self._facts = facts
         self.pid = self.start_process()
         self.adopted: list[int] = []
-        """Epochs of the link under which it was adopted."""
+        """Link epochs of its adoptions."""
         self.unanswered: list[tuple[int, SchedulerOutput]] = []
-        """With the epochs of their headers."""
+        """Steps with the epochs of their headers."""
         self.num_sleeps = 0
         self.answers = True
-        self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
+        self._worker = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
 
     def hello(self) -> None:
         self.send(self.epoch, WorkerHello(self._rank, self.pid, self._facts))
 
     def join(self) -> None:
-        """Say hello and wait for the adoption."""
+        """Send Hello and wait for the adoption."""
         before = len(self.adopted)
         self.hello()
         self.bench.until(lambda: len(self.adopted) > before)
@@ -172,11 +172,11 @@ class WorkerEnd(_End):
             message: CoreToWorker = decode_step(received.body)
             if isinstance(message, Adopt):
                 self.adopted.append(received.header.epoch)
-                self.unanswered.clear()  # a step that was under way belongs to no adoption any more
-                self._obeys = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
+                self.unanswered.clear()  # a step in flight does not belong to the new adoption
+                self._worker = FakeWorker(FACTS.block_size, FACTS.num_gpu_blocks, token_at)
             elif isinstance(message, Sleep):
                 assert not self.unanswered, "steps were still to be answered"
-                assert not self._obeys.mirror, "requests were still in the mirror"
+                assert not self._worker.mirror, "requests were still in the mirror"
                 self.num_sleeps += 1
             else:
                 self.unanswered.append((received.header.epoch, message))
@@ -184,9 +184,9 @@ class WorkerEnd(_End):
             self.answer_all()
 
     def compute(self) -> tuple[int, ModelRunnerOutput]:
-        """Take the oldest step; returns the epoch and the output that belong together."""
+        """Compute the oldest step; return its epoch and its output."""
         epoch, step = self.unanswered.pop(0)
-        return epoch, self._obeys.execute(step)
+        return epoch, self._worker.execute(step)
 
     def answer_all(self) -> None:
         while self.unanswered:
@@ -194,7 +194,7 @@ class WorkerEnd(_End):
 
 
 class Bench:
-    """One core, and everybody around it."""
+    """One core with its clients and workers."""
 
     def __init__(self, **settings: object) -> None:
         self._run_dir = tempfile.TemporaryDirectory(prefix="troika-test-")
@@ -203,7 +203,7 @@ class Bench:
         self._start_core(CORE_EPOCH)
 
     def _start_core(self, epoch: int) -> None:
-        self.child = PlayedChild(Role.CORE, self._run_dir.name, epoch, **self._settings)
+        self.child = UnsupervisedChild(Role.CORE, self._run_dir.name, epoch, **self._settings)
         self.engine = EngineCore(self.child.config)
         self.loop = CoreLoop(
             self.child,
@@ -223,7 +223,7 @@ class Bench:
         self._run_dir.cleanup()
 
     def turn(self, timeout_ms: int = 10) -> None:
-        """One turn of the core's loop, then everybody reads."""
+        """Run one turn of the core's loop, then let all clients and workers read."""
         self.loop.turn(timeout_ms)
         for end in self.ends:
             if end.is_open and isinstance(end, FakeClient | WorkerEnd):
@@ -237,19 +237,19 @@ class Bench:
                 self.turn()
 
     def client(self) -> FakeClient:
-        """A client that has connected."""
+        """Return a connected client."""
         client = FakeClient(self)
         client.connect()
         return client
 
     def worker(self, epoch: int = 5) -> WorkerEnd:
-        """A worker that was adopted."""
+        """Return an adopted worker."""
         worker = WorkerEnd(self, epoch)
         worker.join()
         return worker
 
     def admit_together(self, num_requests: int, add: Callable[[], object]) -> None:
-        """Have requests begin in one step of worker 5, however far apart they arrive."""
+        """Let requests begin in one step of worker 5, however far apart they arrive."""
         self.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
         self.turn()
         add()
@@ -263,5 +263,5 @@ class Bench:
 
 
 def all_tokens(num_tokens: int) -> list[int]:
-    """What the first request gets."""
+    """Return the tokens of the first request."""
     return [token_at(0, position) for position in range(num_tokens)]

@@ -1,7 +1,7 @@
-"""A real scheduler under any sequence of events, with all that must hold checked after each.
+"""A real scheduler under any sequence of events; every invariant is checked after each.
 
-What is drawn stands in `tests/core/events.py`. As tokens are a pure function of request and
-position, one that is lost, repeated or out of order shows at once, whatever happened in between.
+The events are in `tests/core/events.py`. As tokens are a pure function of request and
+position, a lost, repeated or misplaced one is found at once, whatever happened before.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ from tests.core.harness import make_worker
 
 @dataclass
 class Load:
-    """KV that comes from elsewhere, in the order of the steps."""
+    """Remote KV to write, in the order of the steps."""
 
     request: Request
     num_tokens: int
@@ -31,13 +31,13 @@ class Load:
 
 
 class CacheReader:
-    """Follows the KV events as a router would."""
+    """Applies the KV events as a router does."""
 
     def __init__(self) -> None:
         self._known: set[tuple[bytes, int]] = set()
 
     def follow(self, scheduler: Scheduler) -> None:
-        """Apply the news and compare what is known with the scheduler's snapshot."""
+        """Apply new events and compare the contents with the scheduler's snapshot."""
         for event in scheduler.kv.take_events():
             if isinstance(event, AllBlocksCleared):
                 self._known.clear()
@@ -56,14 +56,14 @@ class CacheReader:
 
 
 class Machine:
-    """Takes events by name; every one leaves the scheduler in a state that was checked."""
+    """Executes events by name and checks the scheduler's state after each."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         self.options = options
         self.scheduler = Scheduler(options)
         self.num_steps = 0
         self.num_loads = 0
-        """Of remote KV, begun."""
+        """Remote loads begun."""
         self._worker = make_worker(options, sample)
         self._pipe: deque[SchedulerOutput | Load] = deque()
         self._requests: list[Request] = []
@@ -71,12 +71,12 @@ class Machine:
         self._delivered: list[list[int]] = []
         self._ended: dict[int, FinishReason] = {}
         self._begun: set[int] = set()
-        """Whoever has ever been admitted."""
+        """Requests that were ever admitted."""
         self._loading: dict[int, Request] = {}
-        """Whose blocks somebody else may write, though the request may have ended."""
+        """Requests, possibly ended, whose blocks a remote load may still write."""
         self._arrived: list[Load] = []
         self._owes_copies = False
-        """The next step may copy out what lies in free blocks: no load before it."""
+        """The next step may swap out the contents of free blocks: no load before it."""
         self._cache_reader = CacheReader()
 
     @property
@@ -84,7 +84,7 @@ class Machine:
         return len(self._requests)
 
     def apply(self, event: str, **drawn: Any) -> None:
-        """Let one of `EVENTS` happen and check everything."""
+        """Execute one of `EVENTS` and check every invariant."""
         action: Callable[..., object] = getattr(self, f"_on_{event}")
         action(**drawn)
         self.check()
@@ -121,7 +121,7 @@ class Machine:
             self._delivered.append(list(earlier))
 
     def _prompt(self, length: int, shared: int, source: int, req_id: int) -> list[int]:
-        """Begin like all or like an earlier request, its outputs included, and go on alone."""
+        """Return a prompt with the common prefix or that of an earlier request and its outputs."""
         head = SHARED_HEAD
         if 0 <= source < len(self._requests):
             head = self._requests[source].token_ids.tolist()
@@ -129,7 +129,7 @@ class Machine:
         return head + [1000 * (req_id + 1) + i for i in range(length - len(head))]
 
     def _add(self, request: Request, most: int, is_blocked: bool) -> bool:
-        """Returns whether the request was accepted, which must be where it can ever run."""
+        """Add a request; return whether it was accepted, as it must be if it can ever run."""
         num_computed = request.num_prompt_tokens + most - 1
         size, groups = self.options.block_size, self.options.kv_groups
         num_blocks = num_blocks_for(num_computed, size, groups)
@@ -227,7 +227,7 @@ class Machine:
     # Steps --------------------------------------------------------------------------------------
 
     def _on_schedule(self) -> bool:
-        """Returns whether there was anything to send."""
+        """Schedule a step; return whether there was one."""
         message = self.scheduler.schedule()
         assert self.scheduler.take_failures() == [], "the scheduler raised"
         if message is None:
@@ -239,7 +239,7 @@ class Machine:
         return True
 
     def _on_update(self) -> bool:
-        """Returns whether a step's output was due."""
+        """Process the output of a step; return whether one was in flight."""
         self._bring_loads()
         if not self._pipe:
             return False
@@ -259,7 +259,7 @@ class Machine:
         return True
 
     def _on_work(self, rounds: int) -> None:
-        """Keep the pipe full for a while."""
+        """Run some steps with the largest number in flight."""
         for _ in range(rounds):
             while self._on_schedule():
                 pass
@@ -312,7 +312,7 @@ class Machine:
         assert self._loading or self.scheduler.kv.num_free_blocks == self.options.num_blocks - 1
 
     def _sleep(self) -> None:
-        """The worker gives its memory back once it has been told that everybody left."""
+        """The worker releases its memory once it has been sent the end of every request."""
         assert self.scheduler.sleep() != bool(self._loading)
         if self._loading:
             return
@@ -321,12 +321,12 @@ class Machine:
         self._worker.sleep()
 
     def _lose(self) -> None:
-        """The worker dies with all steps that are under way."""
+        """The worker dies with all steps in flight."""
         self._pipe.clear()
         self.scheduler.recompute_all()
         self._owes_copies = False
         for req_id in self._loading:
-            self.scheduler.end_remote_load(req_id, 0)  # whoever loaded finds out late
+            self.scheduler.end_remote_load(req_id, 0)  # the loader notices late
         self._loading.clear()
         self._arrived.clear()
         self._worker = make_worker(self.options, sample)
@@ -334,7 +334,7 @@ class Machine:
     # Checks -------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare the scheduler's books with themselves, with the tables, and with the events."""
+        """Check the scheduler's state in itself, against the tables and against the events."""
         check_invariants(self.scheduler)
         self._check_owners()
         assert set(self.scheduler.requests) == set(range(len(self._requests))) - set(self._ended)
@@ -342,7 +342,7 @@ class Machine:
             self._cache_reader.follow(self.scheduler)
 
     def _check_owners(self) -> None:
-        """A block lies in two tables only where both have the same tokens up to its end."""
+        """Assert that a block is in two tables only if both have the same tokens up to its end."""
         owners: dict[int, tuple[int, int, Request]] = {}
         for request in self._holders():
             for group, table in enumerate(request.block_tables):
@@ -367,7 +367,7 @@ class Machine:
         assert (one.cache_salt, one.adapter_id) == (other.cache_salt, other.adapter_id)
 
     def finish(self, limit: int = 20_000) -> None:
-        """Let everybody go on and run to the end: all have ended, and nothing is left behind."""
+        """Run all requests to their ends; assert that all have ended and nothing is left."""
         self.scheduler.resume()
         while self._on_update():
             pass

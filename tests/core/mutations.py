@@ -1,8 +1,8 @@
-"""Whether the tests of the core would notice: `python -m tests.core.mutations [NAME...]`.
+"""Mutation tests of the core: `python -m tests.core.mutations [NAME...]`.
 
 Each mutation breaks one line of a copy of the scheduler or of the KV manager, in a temporary
 directory, and some test must fail. The exit status is 1 if any mutation survives, and 2 if the
-check itself is out of date. Whoever changes a line that is named here changes it here too.
+check itself is out of date: a line that is changed in the code must be changed here too.
 """
 
 import argparse
@@ -29,18 +29,18 @@ COPIED = (
     "CONTRIBUTING.md",
 )
 TIME_LIMIT_S = 60
-"""For one test: some faults make a loop endless."""
+"""Time limit of one test: some faults make a loop endless."""
 PYTEST = (
     *("-m", "pytest", "tests/core", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"),
-    "--ignore-glob=*/test_loop*",  # real sockets: slow, and about other things
-    "--ignore-glob=*/test_stateful*",  # slow too, and every run tries something else
+    "--ignore-glob=*/test_loop*",  # real sockets: slow, and they test other properties
+    "--ignore-glob=*/test_stateful*",  # slow too, and random
     f"--timeout={TIME_LIMIT_S}",
     "--timeout-method=signal",
 )
 
 
 class Mutation(NamedTuple):
-    """One deliberate fault: `old` occurs exactly once in `file`, and `new` is there instead."""
+    """One deliberate fault: `old`, which occurs exactly once in `file`, is replaced by `new`."""
 
     name: str
     file: str
@@ -234,7 +234,7 @@ MUTATIONS = (
 
 
 class OutOfDate(Exception):
-    """The check does not fit to the code any more, or the tests fail without any fault."""
+    """A mutation does not match the code any more, or the tests fail without a fault."""
 
 
 def mutated(mutation: Mutation) -> str:
@@ -254,7 +254,7 @@ def mutated(mutation: Mutation) -> str:
 
 
 def copy_to(directory: Path) -> None:
-    """Copy all that the tests of the core need."""
+    """Copy all files that the tests of the core need."""
     ignore = shutil.ignore_patterns("__pycache__")
     for name in COPIED:
         if (ROOT / name).is_dir():
@@ -264,12 +264,12 @@ def copy_to(directory: Path) -> None:
 
 
 def first_failure(directory: Path) -> str | None:
-    """Run the tests of a copy; returns the first that fails.
+    """Run the tests of a copy; return the first that fails.
 
     Raises:
-        OutOfDate: they did not run at all.
+        OutOfDate: they did not run.
     """
-    # Without bytecode on disk: a fault of the same length within one second would go unseen.
+    # Without bytecode on disk: it would hide a fault of the same length within one second.
     environment = os.environ | {"PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(
         [sys.executable, *PYTEST],
@@ -289,7 +289,7 @@ def first_failure(directory: Path) -> str | None:
 
 
 def check(mutations: Sequence[Mutation]) -> int:
-    """Try each; returns the number of those that no test has caught."""
+    """Try each mutation; return the number of survivors."""
     texts = [mutated(mutation) for mutation in mutations]
     num_survivors = 0
     with tempfile.TemporaryDirectory() as name:
@@ -312,7 +312,7 @@ def check(mutations: Sequence[Mutation]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try all mutations, or those whose names contain an argument; returns the exit status."""
+    """Try all mutations, or those whose names contain an argument; return the exit status."""
     parser = argparse.ArgumentParser(prog="mutations", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="part of a mutation's name")
     names = parser.parse_args(argv).names

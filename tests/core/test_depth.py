@@ -1,6 +1,6 @@
-"""However many steps are in flight: what is delivered, what is wasted, what comes late.
+"""Steps in flight, at any depth: what is delivered, wasted and late.
 
-Tokens are scripted, all of them different, so that one that is lost, repeated or out of order
+Scripted tokens are all different, so that a lost, repeated or misplaced one
 shows.
 """
 
@@ -21,7 +21,7 @@ def _script(names: Sequence[str], count: int) -> dict[str, list[int]]:
 
 
 def _assert_delivered(bench: Harness, script: Mapping[str, Sequence[int]]) -> None:
-    """Everybody got the script, and nothing is left behind."""
+    """Assert that every request got its script, and nothing is left."""
     assert bench.outputs == script
     assert set(bench.finished) == set(script)
     assert bench.num_free == bench.scheduler.options.num_blocks - 1
@@ -29,7 +29,7 @@ def _assert_delivered(bench: Harness, script: Mapping[str, Sequence[int]]) -> No
 
 
 @at_every_depth
-def test_so_many_steps_are_scheduled_before_the_first_one_returns(depth: int) -> None:
+def test_depth_steps_are_scheduled_before_the_first_one_returns(depth: int) -> None:
     bench = Harness(depth=depth)
     bench.add("a", 10, 20)
     assert bench.fill() == [{"a": 10}] + [{"a": 1}] * (depth - 1)
@@ -88,12 +88,12 @@ def test_an_abort_frees_at_once_and_its_late_tokens_are_ignored(depth: int) -> N
     assert bench.num_free > free_before
     bench.add("c", 100, 1)
     bench.overlap()
-    assert bench.names(bench.sent[num_sent].finished_req_ids) == ["a"], "the next step tells it"
+    assert bench.names(bench.sent[num_sent].finished_req_ids) == ["a"], "the next step reports it"
     assert bench.outputs["a"] == []
     assert bench.outputs["b"] == script["b"]
     assert bench.outputs["c"] == [PLAIN_TOKEN]
-    told = [name for step in bench.sent for name in bench.names(step.finished_req_ids)]
-    assert sorted(told) == ["a", "b", "c"]
+    reported = [name for step in bench.sent for name in bench.names(step.finished_req_ids)]
+    assert sorted(reported) == ["a", "b", "c"]
 
 
 @at_every_depth
@@ -156,7 +156,7 @@ def test_a_lost_worker_owes_no_late_tokens() -> None:
 
 
 def test_a_preempted_request_is_not_admitted_before_its_late_token() -> None:
-    """Where it continues depends on it; whoever is behind waits too."""
+    """Its position depends on the late token; requests behind it wait too."""
     bench = Harness(blocks=8, depth=3, script={"b": [42, 43]})
     bench.add("a", 46, 20)
     bench.add("b", 46, 20)
@@ -171,7 +171,7 @@ def test_a_preempted_request_is_not_admitted_before_its_late_token() -> None:
     assert request.num_late_tokens == 1
     bench.add("c", 5)
     bench.abort("a")
-    assert bench.schedule() == {}, "b is owed a token"
+    assert bench.schedule() == {}, "a token of b is in flight"
     assert bench.update() == {"b": PLAIN_TOKEN}
     assert request.output_token_ids == [42, 43, PLAIN_TOKEN]
     assert bench.schedule() == {"b": 49, "c": 5}
@@ -204,7 +204,7 @@ def test_a_block_whose_tokens_become_known_at_the_end_is_cached_at_the_end(depth
 @at_every_depth
 @pytest.mark.parametrize("seed", range(20))
 def test_chaos_delivers_every_token_once_and_in_order(seed: int, depth: int) -> None:
-    """S38. Eight requests, few blocks, and at random a preemption, an abort or a reset."""
+    """S38. Eight requests in few blocks, with random preemptions, aborts and resets."""
     rng = random.Random(seed)
     names = "abcdefgh"
     script = _script(names, 24)

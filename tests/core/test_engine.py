@@ -53,7 +53,7 @@ def add(
 
 
 def answer(engine: EngineCore, step: SchedulerOutput, token_id: int = 7) -> ModelRunnerOutput:
-    """What a worker would say: everybody who samples gets the same token."""
+    """Return a worker's output in which every sampling request gets the same token."""
     assert engine.running is not None
     sampling = dict(engine.running.scheduler.in_flight)[step.step_id]
     return ModelRunnerOutput(step.step_id, [token_id] * len(sampling))
@@ -145,7 +145,7 @@ def test_a_full_queue_refuses_new_requests_and_no_accepted_ones() -> None:
 
 
 def test_a_queue_full_of_tokens_refuses_new_requests_and_no_accepted_ones() -> None:
-    """The first is taken whatever its length; the room of whoever leaves can be had again."""
+    """The first is accepted whatever its length; capacity is free again when a request leaves."""
     engine = make_engine(max_waiting_tokens=4)
     assert engine.add(CLIENT, add(1, prompt=[7] * 5)) is None
     refused = engine.add(CLIENT, add(2, prompt=[7]))
@@ -157,7 +157,7 @@ def test_a_queue_full_of_tokens_refuses_new_requests_and_no_accepted_ones() -> N
     assert engine.add(CLIENT, add(5, prompt=[7])) is not None
 
 
-def test_outputs_alone_are_no_proof_that_a_request_was_accepted() -> None:
+def test_outputs_alone_do_not_prove_that_a_request_was_accepted() -> None:
     engine = make_engine(max_num_waiting=1)
     engine.add(CLIENT, add(1))
     refused = engine.add(CLIENT, add(2, outputs=[9]))
@@ -187,7 +187,7 @@ def test_a_core_that_never_had_workers_is_drained_at_once() -> None:
 
 
 def test_a_refused_replacement_ends_the_open_request() -> None:
-    """Refused says that nothing else comes for this id."""
+    """After Refused nothing else is sent for this id."""
     engine = make_engine()
     engine.add(CLIENT, add(1))
     assert engine.add(CLIENT, add(1, [1000])) is not None
@@ -276,7 +276,7 @@ def entries(first: int, end: int) -> list[TokenLogprobs]:
 
 
 def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: int) -> list[int]:
-    """Answer with prompt logprobs of [first, end); returns the positions told to the client.
+    """Answer with prompt logprobs of [first, end); return the positions sent to the client.
 
     Every row but those with tokens must be one piece of the prompt.
     """
@@ -284,7 +284,7 @@ def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: in
     req_id = next(iter(engine.running.scheduler.requests)) if engine.running else 0
     parts = [PromptLogprobs(req_id, first, entries(first, end))]
     output = ModelRunnerOutput(output.step_id, output.sampled_token_ids, prompt_logprobs=parts)
-    told: list[int] = []
+    positions: list[int] = []
     for row in engine.update(output).get(CLIENT, StepOutputs([])).outputs:
         if row.token_ids:
             assert row.prompt_logprobs is None
@@ -296,8 +296,8 @@ def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: in
         assert [entry.token_id for entry in part.entries] == list(
             range(part.first_position, part.first_position + len(part.entries))
         )
-        told += [entry.token_id for entry in part.entries]
-    return told
+        positions += [entry.token_id for entry in part.entries]
+    return positions
 
 
 def scored_engine(prompt_len: int, budget: int) -> EngineCore:
@@ -311,7 +311,7 @@ def scored_engine(prompt_len: int, budget: int) -> EngineCore:
     return engine
 
 
-def test_prompt_logprobs_are_told_step_by_step_before_the_first_token() -> None:
+def test_prompt_logprobs_are_sent_step_by_step_before_the_first_token() -> None:
     engine = scored_engine(20, 8)
     assert answer_scored(engine, scheduled(engine), 1, 9) == list(range(1, 9))
     assert answer_scored(engine, scheduled(engine), 9, 17) == list(range(9, 17))
@@ -323,7 +323,7 @@ def test_many_prompt_logprobs_are_cut_into_pieces_that_a_frame_holds() -> None:
     assert answer_scored(engine, scheduled(engine), 1, 10_000) == list(range(1, 10_000))
 
 
-def test_prompt_logprobs_of_a_prompt_computed_again_are_told_once() -> None:
+def test_prompt_logprobs_of_a_prompt_computed_again_are_sent_once() -> None:
     engine = scored_engine(20, 8)
     assert answer_scored(engine, scheduled(engine), 1, 9) == list(range(1, 9))
     engine.lose_workers()

@@ -1,4 +1,4 @@
-"""What goes wrong with one request ends that request: its client is told, the others go on."""
+"""An error of one request ends that request with an error to its client; others go on."""
 
 import logging
 
@@ -36,7 +36,7 @@ def refusals(engine: EngineCore) -> list[tuple[bytes, int | None, ErrorCode]]:
     ]
 
 
-def test_what_the_scheduler_fails_to_do_for_one_request_is_told_to_its_client(
+def test_a_scheduler_error_for_one_request_is_sent_to_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = KVCacheManager.find_cached_prefix
@@ -80,7 +80,7 @@ def test_an_error_in_one_requests_output_ends_that_request(
     assert engine.stats().kv_cache_usage == 0.0
 
 
-def test_an_error_in_the_last_output_of_a_request_is_told_too(
+def test_an_error_in_the_last_output_of_a_request_is_sent_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> RequestOutput:
@@ -106,10 +106,10 @@ def test_an_error_in_prompt_logprobs_ends_that_request(monkeypatch: pytest.Monke
     assert engine.running is not None
     req_id = min(engine.running.scheduler.requests)
     parts = [PromptLogprobs(req_id, 1, [])]
-    told = engine.update(
+    outputs = engine.update(
         ModelRunnerOutput(step.step_id, output.sampled_token_ids, prompt_logprobs=parts)
     )
-    assert [row.request_id for row in told[CLIENT].outputs] == [2]
+    assert [row.request_id for row in outputs[CLIENT].outputs] == [2]
     assert refusals(engine) == [(CLIENT, 1, ErrorCode.INTERNAL)]
 
 
@@ -123,8 +123,8 @@ def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
     bad = sorted(engine._scheduler.requests)[1]
     output = answer(engine, step)
     failed = msgspec.structs.replace(output, request_errors={bad: "not finite"})
-    told = engine.update(failed)
-    assert [row.request_id for row in told[CLIENT].outputs] == [1, 3]
+    outputs = engine.update(failed)
+    assert [row.request_id for row in outputs[CLIENT].outputs] == [1, 3]
     assert refusals(engine) == [(CLIENT, 2, ErrorCode.COMPUTATION_FAILED)]
     assert bad not in engine._scheduler.requests
     following = scheduled(engine)
@@ -140,7 +140,7 @@ def test_an_error_for_a_request_that_did_not_sample_is_the_workers_fault() -> No
         engine.update(msgspec.structs.replace(output, request_errors={77: "not finite"}))
 
 
-def test_a_request_aborted_in_time_is_not_told_of_its_failure() -> None:
+def test_a_request_aborted_in_time_gets_no_failure() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
     assert engine.running is not None
@@ -164,7 +164,7 @@ def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
 
 
 def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
-    """Each option that has a setting or a fact of its name has its value; none is forgotten."""
+    """Each option with a setting or a fact of its name has that value."""
     settings = {
         "max_num_seqs": 7,
         "max_num_batched_tokens": 300,

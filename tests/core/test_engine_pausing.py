@@ -1,4 +1,4 @@
-"""Pause, sleep and reset through EngineCore: what stands still, what goes on, who is answered."""
+"""Pause, sleep and reset through EngineCore: what stops, what goes on, and the answers."""
 
 import pytest
 
@@ -27,7 +27,7 @@ MODES = [PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL]
 
 
 def ask(engine: EngineCore, action: ControlAction, **fields: object) -> list[ControlDone]:
-    """Ask as CLIENT, under the number 9; returns what it is answered at once."""
+    """Send a control as CLIENT, with number 9; return the immediate answers."""
     engine.control(CLIENT, Control(9, action, **fields))  # type: ignore[arg-type]
     return answers(engine)
 
@@ -37,7 +37,7 @@ def answers(engine: EngineCore) -> list[ControlDone]:
 
 
 def tokens_of(engine: EngineCore) -> dict[int, int]:
-    """Run to the end; returns how many tokens each request got."""
+    """Run to the end; return the number of tokens of each request."""
     counts: dict[int, int] = {}
     for _, row in run_all(engine):
         assert row.first_index == counts.get(row.request_id, row.first_index)
@@ -66,7 +66,7 @@ def test_steps_in_flight_when_the_pause_comes_still_count() -> None:
     assert row.token_ids == [7]
 
 
-def test_paused_new_finishes_what_runs_and_admits_nobody() -> None:
+def test_paused_new_finishes_running_requests_and_admits_none() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1, max_tokens=3))
     run_step(engine)
@@ -82,7 +82,7 @@ def test_paused_new_finishes_what_runs_and_admits_nobody() -> None:
     assert tokens_of(engine) == {2: 8}
 
 
-def test_sleep_is_told_after_the_last_step_in_flight_and_then_answered() -> None:
+def test_sleep_is_sent_after_the_last_step_in_flight_and_then_answered() -> None:
     engine = make_engine(max_steps_in_flight=2)
     engine.add(CLIENT, add(1))
     in_flight = [scheduled(engine), scheduled(engine)]
@@ -93,9 +93,9 @@ def test_sleep_is_told_after_the_last_step_in_flight_and_then_answered() -> None
         for outputs in engine.update(answer(engine, in_flight.pop(0))).values():
             num_tokens += len(outputs.outputs)
         if (step := engine.schedule()) is not None:
-            assert step.total_num_scheduled_tokens == 0, "it tells who has left, and no more"
+            assert step.total_num_scheduled_tokens == 0, "it reports ended requests only"
             in_flight.append(step)
-    assert num_tokens == 2, "what was under way counts"
+    assert num_tokens == 2, "the step in flight counts"
     assert engine.is_sleep_due
     engine.sleep_sent()
     assert answers(engine) == [ControlDone(9, True, PauseMode.PAUSED_ALL)]
@@ -137,7 +137,7 @@ def test_a_pause_does_not_wake_a_sleeper() -> None:
         assert engine.schedule() is None
 
 
-def test_a_resume_before_the_sleep_began_is_told_to_the_sleeper() -> None:
+def test_a_resume_before_the_sleep_began_fails_the_sleep() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
     step = scheduled(engine)
@@ -155,7 +155,7 @@ def test_a_resume_before_the_sleep_began_is_told_to_the_sleeper() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pause_outlives_the_workers(mode: PauseMode) -> None:
-    """A pause of new ones lets those that have run before run again."""
+    """A pause of new requests admits requests that have run before."""
     engine = make_engine()
     if mode is PauseMode.PAUSED_ALL:
         engine.add(CLIENT, add(1))
@@ -171,7 +171,7 @@ def test_a_pause_outlives_the_workers(mode: PauseMode) -> None:
     assert tokens_of(engine) == {1: 8}
 
 
-def test_new_workers_of_a_sleeping_engine_are_told_to_sleep() -> None:
+def test_new_workers_of_a_sleeping_engine_are_put_to_sleep() -> None:
     engine = make_engine()
     fall_asleep(engine)
     engine.lose_workers()
@@ -214,7 +214,7 @@ def test_without_workers_ever_controls_are_answered() -> None:
 
 
 def test_what_is_restored_does_not_undo_what_was_asked_for_since() -> None:
-    """A client asks for more, or for the end, while the core is down; another restores its own."""
+    """A client extends or ends the pause while the core is down; another one restores its own."""
     for asked, mode in ((PauseMode.PAUSED_ALL, PauseMode.PAUSED_ALL), (None, PauseMode.RUNNING)):
         engine = make_engine()
         ask(engine, RESUME) if asked is None else ask(engine, PAUSE, pause_mode=asked)
@@ -226,7 +226,7 @@ def test_what_is_restored_does_not_undo_what_was_asked_for_since() -> None:
 
 @pytest.mark.parametrize("modes", [MODES, MODES[::-1]])
 def test_of_two_pauses_that_are_restored_the_stiller_one_holds(modes: list[PauseMode]) -> None:
-    """Their clients connect in any order; anybody may end it."""
+    """Their clients connect in any order; each of them may end it."""
     engine = make_engine()
     ask(engine, RESET)
     for mode in modes:
@@ -243,7 +243,7 @@ def test_a_pause_outlives_the_client_that_asked() -> None:
     assert engine.pause_mode is PauseMode.PAUSED_ALL
 
 
-def test_a_client_that_begins_anew_is_not_told_what_its_old_connection_had_asked_for() -> None:
+def test_a_client_that_begins_anew_gets_no_answer_to_controls_of_its_old_connection() -> None:
     engine = make_engine()
     for client in (CLIENT, OTHER):
         engine.control(client, Control(9, RESUME))

@@ -1,4 +1,4 @@
-"""What fails for one request ends that request, and nothing else."""
+"""An error of one request ends that request, and nothing else."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.core.harness import PLAIN_TOKEN, Harness
 
 
 def _fail_for(bench: Harness, monkeypatch: pytest.MonkeyPatch, method: str, name: str) -> None:
-    """Make a method of the KV manager raise whenever it is about one request."""
+    """Make a method of the KV manager raise for one request."""
     kv = bench.scheduler.kv
     original = getattr(kv, method)
 
@@ -39,8 +39,8 @@ def test_a_request_that_cannot_be_scheduled_fails_alone(
     assert bench.scheduler.take_failures() == []
 
 
-def test_a_failed_requests_blocks_are_no_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its grant was withdrawn, so nobody computed what its new blocks were to hold."""
+def test_a_failed_requests_blocks_are_not_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its grant was withdrawn, so the contents of its new blocks were never computed."""
     bench = Harness(caching=True, budget=32)
     prompt = list(range(100, 180))
     bench.add("a", prompt, 4)
@@ -51,7 +51,7 @@ def test_a_failed_requests_blocks_are_no_hits(monkeypatch: pytest.MonkeyPatch) -
     assert len(bench.scheduler.take_failures()) == 1
     bench.add("again", prompt, 4)
     assert bench.step() == {"again": 32}
-    assert bench.requests["again"].num_cached_tokens == 32, "only what the first step computed"
+    assert bench.requests["again"].num_cached_tokens == 32, "only the tokens of the first step"
     bench.run()
 
 
@@ -76,7 +76,7 @@ def test_an_external_failure_ends_a_request_in_any_state() -> None:
 def _break_hashing(
     bench: Harness, monkeypatch: pytest.MonkeyPatch, name: str, num_blocks: int
 ) -> None:
-    """Make hashing fail for one request once it has so many full blocks."""
+    """Make hashing fail for one request once it has this number of full blocks."""
     original = bench.scheduler.kv._extend_hashes
 
     def broken(request: Request, num_full: int) -> None:
@@ -92,7 +92,7 @@ def _break_hashing(
 def test_a_fault_that_strikes_at_the_end_spoils_nothing(
     depth: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are given back even if they cannot be hashed any more."""
+    """Blocks are freed even if they cannot be hashed any more."""
     bench = Harness(caching=True, depth=depth, budget=64)
     bench.add("a", 20, 30)
     bench.add("b", 20, max_tokens)
@@ -143,7 +143,7 @@ def test_an_admission_that_fails_leaves_others_their_cached_blocks() -> None:
 
 
 def test_broken_books_end_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request is to blame, and the next core begins with right ones."""
+    """The error is not one of a request, and the next core starts with consistent state."""
     bench = Harness()
     bench.add("a", 20)
 

@@ -1,4 +1,4 @@
-"""Routers that only apply events know exactly what is cached, whatever happens on the way."""
+"""Routers that apply events have exactly the cached contents, whatever was lost."""
 
 import itertools
 import random
@@ -28,11 +28,11 @@ from protocol.settings import configure
 from tests.core.test_engine import CLIENT, add
 
 Contents = set[tuple[bytes, int]]
-"""Hashes, each with its KV group."""
+"""Block hashes with their KV groups."""
 
 
 def events_of(feed: KVEventFeed) -> Iterator[tuple[int | None, KVEvent]]:
-    """All that has arrived; nobody waits."""
+    """Return all batches that are ready."""
     while feed.num_unread:
         try:
             feed.__anext__().send(None)
@@ -41,7 +41,7 @@ def events_of(feed: KVEventFeed) -> Iterator[tuple[int | None, KVEvent]]:
 
 
 class Router:
-    """Knows the cache from events alone. Its connection may break at any moment."""
+    """Builds the contents from events alone. Its connection may break at any moment."""
 
     def __init__(self, core: "Core", name: bytes, next_seq: int | None = None) -> None:
         self.core = core
@@ -64,7 +64,7 @@ class Router:
         self.feed.subscribe()
 
     def receive(self) -> None:
-        """Take what the core sends in one turn."""
+        """Receive the batches of one turn of the core."""
         if self.name in self.core.log.waiting():
             message = decode_from_core(encode(self.core.log.take_batch(self.name)))
             assert isinstance(message, KVEventBatch)
@@ -83,7 +83,7 @@ class Router:
             self.contents |= {(key, event.group) for key in event.block_hashes}
         elif isinstance(event, BlocksRemoved):
             gone = {(key, event.group) for key in event.block_hashes}
-            assert gone <= self.contents, "what was never stored was removed"
+            assert gone <= self.contents, "a block was removed that was never stored"
             self.contents -= gone
         else:
             assert isinstance(event, AllBlocksCleared)
@@ -123,7 +123,7 @@ class Core:
         return {(k[:HASH_BYTES], (k[HASH_BYTES:] or b"\0")[0]) for k in keys if k is not None}
 
     def act(self) -> None:
-        """Do one random thing, then what the loop does in every turn."""
+        """Execute one random event, then the work of each turn of the loop."""
         rng, engine = self.random, self.engine
         dice = rng.random()
         if dice < 0.4:
@@ -156,7 +156,7 @@ class Core:
 
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every bound is reached many times."""
+    """Each bound is reached many times."""
     monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 40)
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 3)
 
@@ -170,7 +170,7 @@ GROUPS = [[KVGroup()], [KVGroup(), KVGroup(8, 4)]]
 def test_a_router_that_applies_events_knows_exactly_what_is_cached(
     seed: int, groups: list[KVGroup]
 ) -> None:
-    """Beginning at any moment, with lost connections, gaps, resets and deaths of the core."""
+    """Routers begin at any moment; connections are lost, and the core is reset or dies."""
     rng = random.Random(seed)
     core = Core(seed, groups, 1)
     routers = [Router(core, b"0")]
@@ -202,14 +202,14 @@ def stored(number: int) -> BlocksStored:
 
 
 def flat(batches: list[KVEventBatch]) -> list[int | None]:
-    """Number of every event, and of an empty batch."""
-    told: list[int | None] = []
+    """Return the number of every event, and of an empty batch."""
+    numbers: list[int | None] = []
     for batch in batches:
         if batch.first_seq is None:
-            told += [None] * len(batch.events)
+            numbers += [None] * len(batch.events)
         else:
-            told += [batch.first_seq + i for i in range(len(batch.events))] or [batch.first_seq]
-    return told
+            numbers += [batch.first_seq + i for i in range(len(batch.events))] or [batch.first_seq]
+    return numbers
 
 
 def drained(log: EventLog, client: bytes) -> list[KVEventBatch]:
@@ -220,7 +220,7 @@ def drained(log: EventLog, client: bytes) -> list[KVEventBatch]:
     return batches
 
 
-def test_what_is_kept_is_told_again_without_a_snapshot() -> None:
+def test_kept_events_are_sent_again_without_a_snapshot() -> None:
     log = EventLog(0, lambda: [stored(99)])
     log.append(map(stored, range(5)))
     log.subscribe(CLIENT, SubscribeKVEvents(0, 3))
@@ -253,10 +253,10 @@ def test_events_that_come_during_a_snapshot_follow_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 2)
     log = EventLog(0, lambda: map(stored, range(4)))
     log.subscribe(CLIENT, SubscribeKVEvents(0, None))
-    told = [log.take_batch(CLIENT)]
+    first = [log.take_batch(CLIENT)]
     log.taken(CLIENT)
     log.append([stored(9)])
-    assert flat(told + drained(log, CLIENT)) == [None] * 5 + [1]
+    assert flat(first + drained(log, CLIENT)) == [None] * 5 + [1]
 
 
 def test_batches_are_bounded_in_events_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +311,10 @@ def test_who_takes_nothing_is_sent_nothing_more_however_often_it_subscribes() ->
     log.forget(CLIENT)
     assert log.waiting() == []
     log.subscribe(CLIENT, SubscribeKVEvents(0, None))
-    assert log.waiting() == [CLIENT], "what an old connection was sent counts no more"
+    assert log.waiting() == [CLIENT], "batches sent to an old connection do not count"
 
 
-def test_events_that_cannot_be_told_take_no_room_from_those_that_can() -> None:
+def test_events_that_cannot_be_sent_take_no_room_from_others() -> None:
     num_bugs = iter(range(3))
 
     def snapshot() -> list[KVEvent]:
@@ -332,10 +332,10 @@ def test_events_that_cannot_be_told_take_no_room_from_those_that_can() -> None:
     assert log.waiting() == [CLIENT]
 
 
-def test_a_snapshot_is_told_to_its_end_although_the_log_has_gone_on_past_its_bound(
+def test_a_snapshot_is_sent_to_its_end_although_the_log_has_passed_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A slow reader would else begin again and again."""
+    """A slow reader would otherwise begin again and again."""
     monkeypatch.setattr(event_log, "MAX_KEPT_EVENTS", 3)
     monkeypatch.setattr(event_log, "MAX_BATCH_EVENTS", 2)
     log = EventLog(0, lambda: map(stored, range(9)))
@@ -354,7 +354,7 @@ def test_a_snapshot_is_told_to_its_end_although_the_log_has_gone_on_past_its_bou
 
 
 @pytest.mark.parametrize("num_missed", [1, 10, 90, 100])
-def test_what_was_missed_is_told_in_order_from_either_end_of_the_log(num_missed: int) -> None:
+def test_missed_events_are_sent_in_order_from_either_end_of_the_log(num_missed: int) -> None:
     log = EventLog(1, lambda: [])
     log.append(BlocksRemoved([bytes([i])], 0) for i in range(100))
     log.subscribe(b"a", SubscribeKVEvents(0, 2**32 + 101 - num_missed))

@@ -1,4 +1,4 @@
-"""KV events: whoever applies them in order always has the set of hashes that the pool has."""
+"""KV events: a reader that applies them in order always has the pool's set of hashes."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ from tests.core.harness import Harness
 
 
 class Router:
-    """Knows what is cached from events alone."""
+    """Builds the contents from events alone."""
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
@@ -45,7 +45,7 @@ def _bench(**options: Any) -> Harness:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_events_tell_exactly_what_is_cached(seed: int) -> None:
+def test_events_describe_exactly_the_cached_blocks(seed: int) -> None:
     rng = random.Random(seed)
     groups = rng.choice([(KVGroup(),), (KVGroup(), KVGroup(window=20, max_blocks=6))])
     bench = _bench(blocks=30, budget=48, kv_groups=groups, depth=rng.choice([1, 2]))
@@ -67,7 +67,7 @@ def test_events_tell_exactly_what_is_cached(seed: int) -> None:
         assert late.keys == router.keys
 
 
-def test_a_prompts_blocks_are_told_together_with_what_a_router_needs() -> None:
+def test_a_prompts_blocks_are_one_event_with_the_fields_a_router_needs() -> None:
     bench = _bench()
     prompt = list(range(100, 140))
     bench.add("a", prompt, 1, salt="pepper", adapter_id=4)
@@ -90,7 +90,7 @@ def test_without_the_option_nothing_is_recorded() -> None:
     assert bench.scheduler.kv.take_events() == list(bench.scheduler.kv.snapshot_events()) == []
 
 
-def test_long_runs_are_told_in_few_events_whatever_the_number_of_groups() -> None:
+def test_long_runs_are_few_events_for_any_number_of_groups() -> None:
     for groups in ((KVGroup(),), (KVGroup(), KVGroup(), KVGroup(window=40, max_blocks=300))):
         bench = _bench(kv_groups=groups)
         bench.add("a", 128 * 16, 1)
@@ -99,7 +99,7 @@ def test_long_runs_are_told_in_few_events_whatever_the_number_of_groups() -> Non
         assert len(events) == len(groups)
 
 
-def test_whoever_takes_nothing_for_long_gets_a_new_beginning(
+def test_a_reader_that_takes_nothing_for_long_gets_a_new_beginning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(event_recorder, "_MAX_UNTAKEN", 50)

@@ -1,4 +1,4 @@
-"""The fake worker finds what it is there to find: KV that is not the one that should be read."""
+"""The fake worker detects a read of wrong KV."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,7 +25,7 @@ def new(
     num_tokens: int = 9,
     first_token: int = 10,
 ) -> NewRequestData:
-    """A request of tokens that count up; requests that begin with the same one are alike."""
+    """A request of ascending tokens; requests with the same first token are equal."""
     tokens = pack_token_ids(range(first_token, first_token + num_tokens))
     return NewRequestData(
         req_id, tokens, num_tokens, SamplingParams(), list(tables), computed, computed
@@ -42,7 +42,7 @@ def step(
     out: BlockCopies | None = None,
     into: BlockCopies | None = None,
 ) -> SchedulerOutput:
-    """A step in which everybody is counted; one token is left out of the message."""
+    """A step in which the message omits counts of one token."""
     cached = CachedRequestData(list(grown or {}), list((grown or {}).values()))
     named = {req_id: count for req_id, count in counts.items() if count != 1}
     copies = (out or BlockCopies(), into or BlockCopies())
@@ -111,7 +111,7 @@ def out_after_in(worker: FakeWorker) -> None:
     worker.execute(step(1, {1: 0}, out=BlockCopies([2], [0])))
     worker.execute(step(2, {1: 0}, into=BlockCopies([9], [0])))
     read_on(worker, 3)
-    # Out before in: host block 0 holds block 3 when it is read for block 2.
+    # Swap-outs come first: host block 0 holds block 3 when it is read for block 2.
     worker.execute(step(4, {1: 1}, out=BlockCopies([3], [0]), into=BlockCopies([2], [0])))
 
 

@@ -1,4 +1,4 @@
-"""Whoever may open the core's sockets, and says anything at all: good traffic does not notice."""
+"""Hostile peers on the core's sockets, with any frames: good traffic is not affected."""
 
 import itertools
 import os
@@ -36,7 +36,7 @@ _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """Whoever does not finish the handshake is given up soon."""
+    """A connection that does not finish the handshake is closed soon."""
     monkeypatch.setattr(loop, "STATUS_INTERVAL_S", 0.1)
     monkeypatch.setattr(channel, "_HANDSHAKE_MS", 200)
     with Bench() as running:
@@ -44,7 +44,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def state(bench: Bench) -> object:
-    """All that a message could change, but for the counters of what was dropped."""
+    """Return all state that a message could change, except counters of dropped frames."""
     stats, group = bench.engine.stats(), bench.loop._workers._group
     return (
         bench.engine.state,
@@ -72,7 +72,7 @@ def num_fds() -> int:
 
 
 def raw(bench: Bench, path: str, *, greets: bool = True) -> socket.socket:
-    """A connection that speaks ZMTP by hand."""
+    """A connection with hand-written ZMTP."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(30.0)
     connection.connect(path.removeprefix("ipc://"))
@@ -82,7 +82,7 @@ def raw(bench: Bench, path: str, *, greets: bool = True) -> socket.socket:
 
 
 def is_closed(bench: Bench, connection: socket.socket) -> bool:
-    """Whether the core has ended a connection; what it says before is read."""
+    """Whether the core has closed a connection; bytes before the end are read."""
     connection.setblocking(False)
     bench.turn()
     try:
@@ -93,13 +93,13 @@ def is_closed(bench: Bench, connection: socket.socket) -> bool:
         return True
 
 
-def strangers_words(
+def hostile_frames(
     index: int, captured: list[list[bytes]], epochs: list[int], rng: random.Random
 ) -> Iterator[list[bytes]]:
-    """Frames for the client link (0) or the worker link (1): anything but a proper introduction.
+    """Yield frames for the client link (0) or the worker link (1), without valid introductions.
 
-    Harmed messages in perfect frames, of any of `epochs`, from nobody who was introduced; and what
-    was captured, under its first sender's name or another.
+    They are damaged messages in valid frames of any of `epochs`, from unknown peers, and captured
+    frames under the identity of their sender or another.
     """
     direction = DIRECTIONS[(0, 3)[index]]
     bodies = [
@@ -126,7 +126,7 @@ def strangers_words(
 @pytest.mark.parametrize(
     "count", [8_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
-def test_nothing_that_strangers_say_changes_anything(
+def test_frames_of_strangers_change_no_state(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     worker, client = bench.worker(), bench.client()
@@ -158,10 +158,10 @@ def test_nothing_that_strangers_say_changes_anything(
     adopted = bench.loop._workers._adopted_epoch
     assert adopted is not None
     epochs = [CORE_EPOCH, CORE_EPOCH - 1, adopted, adopted - 1, 2**32 - 1]
-    words = [strangers_words(index, captured[index][:], epochs, rng) for index in (0, 1)]
+    streams = [hostile_frames(index, captured[index][:], epochs, rng) for index in (0, 1)]
     for _ in range(count // 32):
-        for inbox, said in zip(inboxes, words, strict=True):
-            inbox.extend(itertools.islice(said, 16))
+        for inbox, frames in zip(inboxes, streams, strict=True):
+            inbox.extend(itertools.islice(frames, 16))
         bench.loop.turn(0)
         while any(inboxes):
             bench.loop.turn(0)
@@ -175,7 +175,7 @@ def test_nothing_that_strangers_say_changes_anything(
 
 
 def test_who_captured_an_introduction_cannot_take_the_workers_place(bench: Bench) -> None:
-    """Nor whoever claims to be an earlier incarnation; the worker itself may come again."""
+    """Neither can a peer that claims an earlier incarnation; the worker itself may reconnect."""
     worker, client = bench.worker(5), bench.client()
     before, fenced = state(bench), bench.engine.stats().fenced_frames
     for number, epoch in enumerate((5, 4), start=1):
@@ -191,8 +191,8 @@ def test_who_captured_an_introduction_cannot_take_the_workers_place(bench: Bench
     assert client.tokens(2) == all_tokens(4)
 
 
-def test_nobody_else_answers_for_the_worker(bench: Bench) -> None:
-    """However well informed."""
+def test_no_other_peer_answers_for_the_worker(bench: Bench) -> None:
+    """The stranger knows pid, facts and epoch."""
     worker, client = bench.worker(5), bench.client()
     worker.answers = False
     client.add(1)
@@ -201,7 +201,7 @@ def test_nobody_else_answers_for_the_worker(bench: Bench) -> None:
     epoch, step = worker.unanswered[0]
     stranger = WorkerEnd(bench, 5)
     stranger.send(epoch, ModelRunnerOutput(step.step_id, [99]))
-    stranger.send(epoch, StepFailed(step.step_id, "so they say"))
+    stranger.send(epoch, StepFailed(step.step_id, "forged"))
     bench.until(lambda: bench.engine.stats().fenced_frames == fenced + 2)
     assert state(bench) == before
     worker.answers = True
@@ -210,7 +210,7 @@ def test_nobody_else_answers_for_the_worker(bench: Bench) -> None:
 
 
 def test_connections_without_number_leave_nothing_behind(bench: Bench) -> None:
-    """Silent ones, and such that say something and leave; requests go on beside them."""
+    """Some are silent, some send a few bytes and leave; requests go on meanwhile."""
     bench.worker()
     client = bench.client()
     bench.turn()
@@ -239,10 +239,8 @@ def test_a_handshake_that_is_not_finished_ends(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("size", [MAX_FRAME_BYTES + 1, 2**30, 2**63 - 1])
-def test_a_frame_that_is_too_large_is_refused_when_its_size_is_told(
-    bench: Bench, size: int
-) -> None:
-    """Before there is any room made for it."""
+def test_a_frame_that_is_too_large_is_refused_by_its_size(bench: Bench, size: int) -> None:
+    """No memory is reserved for it."""
     bench.worker()
     client = bench.client()
     rss = resident_bytes()
@@ -256,7 +254,7 @@ def test_a_frame_that_is_too_large_is_refused_when_its_size_is_told(
 
 
 def test_a_message_of_very_many_parts_is_one_damaged_frame(bench: Bench) -> None:
-    """It takes a moment to read over; what came of it is nothing."""
+    """Reading it takes a moment and has no effect."""
     bench.worker()
     client, stranger = bench.client(), FakeClient(bench)
     before, link = state(bench), bench.loop._links[0]

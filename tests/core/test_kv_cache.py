@@ -22,7 +22,7 @@ def _request(tokens: list[int]) -> Request:
 
 
 def _admit(kv: KVCacheManager, request: Request) -> int:
-    """Admit with all tokens and return how many blocks the cache had."""
+    """Admit with all tokens and return the number of cached blocks."""
     hits = kv.find_cached_prefix(request)
     assert kv.admit(request, hits, start=0, num_tokens=request.num_tokens)
     request.num_computed_tokens = request.num_tokens
@@ -50,7 +50,7 @@ def test_reserved_tokens_must_fit_but_take_no_blocks() -> None:
 
 
 def test_a_block_is_cached_only_with_all_tokens_before_it() -> None:
-    """The same second block after another first one is no hit."""
+    """The same second block after a different first one is not a hit."""
     kv = _manager()
     _admit(kv, _request([1] * 16 + [2] * 16))
     assert kv.find_cached_prefix(_request([3] * 16 + [2] * 16)) == [[]]

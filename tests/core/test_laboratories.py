@@ -1,7 +1,7 @@
-"""The laboratories of docs/scheduling.md: small workloads that show one rule each.
+"""The worked examples of docs/scheduling.md: small workloads that show one rule each.
 
-And the five invariants of that page, asserted after every half of every step, with a test for each
-that shows that it can fail.
+The five invariants of that page are asserted after both halves of every step, with a test for each
+of them that it can fail.
 """
 
 import random
@@ -20,10 +20,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "scheduling.md"
 
 
 class Laboratory(Harness):
-    """A harness that samples by context alone and asserts the invariants of the page."""
+    """A harness whose samples depend on the context alone; asserts the invariants of the page."""
 
     def _sample(self, req_id: int, position: int) -> int:
-        """Depend on every token of the worker's mirror: a lost or repeated one changes the rest."""
+        """Return a token that depends on every token in the worker's mirror."""
         ids = self.worker.mirror[req_id].token_ids
         return 3 + zlib.crc32(bytes(token_id % 251 for token_id in ids)) % 30_000
 
@@ -43,12 +43,12 @@ class Laboratory(Harness):
 
 
 def _held(request: Request) -> list[int]:
-    """Blocks of all tables; the null block only fills gaps."""
+    """Return the blocks of all tables, without the null block."""
     return [block_id for table in request.block_tables for block_id in table if block_id]
 
 
 def blocks_are_conserved(lab: Harness) -> None:
-    """Invariant 1: free blocks and held blocks are all blocks, and nobody else holds any."""
+    """Invariant 1: every block is either free or in a table."""
     pool = lab.scheduler.kv.pool
     held = {block_id for request in lab.scheduler.requests.values() for block_id in _held(request)}
     assert held.isdisjoint(pool.free_ids())
@@ -76,7 +76,7 @@ def the_budget_holds(lab: Harness) -> None:
 
 
 def the_slots_hold(lab: Harness) -> None:
-    """Invariant 4: no more requests run than there are slots, and nobody runs twice."""
+    """Invariant 4: at most as many requests run as there are slots, and each runs once."""
     req_ids = [request.req_id for request in lab.scheduler.running]
     assert len(req_ids) == len(set(req_ids)) <= lab.scheduler.options.max_num_seqs
 
@@ -84,15 +84,15 @@ def the_slots_hold(lab: Harness) -> None:
 def all_end_once(lab: Harness) -> None:
     """Invariant 5: every accepted request is open or has ended, never both and never neither.
 
-    That nobody ends a second time is asserted where the harness takes in the results.
+    The harness asserts that a request ends once when it processes results.
     """
     for request in lab.requests.values():
         assert (request.req_id in lab.scheduler.requests) != request.is_finished
-    told = {name for name, request in lab.requests.items() if request.status in TOLD}
-    assert set(lab.finished) == told
+    reported = {name for name, request in lab.requests.items() if request.status in REPORTED}
+    assert set(lab.finished) == reported
 
 
-TOLD = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
+REPORTED = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
 INVARIANTS = (
     blocks_are_conserved,
     no_block_has_two_owners,
@@ -135,7 +135,7 @@ def test_running_requests_are_served_before_waiting_ones() -> None:
     assert lab.steps(3) == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}]
 
 
-def test_exhausted_memory_stops_admission_and_is_no_error() -> None:
+def test_exhausted_memory_stops_admission_and_is_not_an_error() -> None:
     lab = Laboratory(blocks=6)
     lab.add("a", 40, 3)
     lab.step()
@@ -151,7 +151,7 @@ def test_exhausted_memory_stops_admission_and_is_no_error() -> None:
 
 
 def outputs_of(**settings: object) -> tuple[dict[str, list[int]], int]:
-    """Outputs of three prompts, and how often somebody was preempted."""
+    """Return the outputs of three prompts, and the number of preemptions."""
     lab = Laboratory(**settings)  # type: ignore[arg-type]
     for name, length in (("a", 120), ("b", 30), ("c", 50)):
         lab.add(name, length, 24)
@@ -203,7 +203,7 @@ def tokens_while_a_prompt_arrives(threshold: int) -> list[int]:
     lab.step()
     lab.add("p", 256, 20)
     steps = lab.steps(12)
-    assert all(step["d"] == 1 for step in steps), "whoever decodes has its token in every step"
+    assert all(step["d"] == 1 for step in steps), "a decoding request has a token in every step"
     return [sum(step.values()) for step in steps]
 
 

@@ -1,4 +1,4 @@
-"""The core's loop over real sockets: whatever clients and workers do, it goes on."""
+"""The core's loop over real sockets goes on, whatever clients and workers do."""
 
 import logging
 import re
@@ -63,7 +63,7 @@ def test_drain_is_reported_when_the_last_request_is_finished(
 def test_a_core_that_comes_back_is_not_drained_before_its_clients_have_come(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait for workers, whose start may take long; then they have a moment."""
+    """The wait begins when workers are ready, whose start may take long."""
     monkeypatch.setattr(loop, "RETURN_S", 0.2)
     bench.loop._has_predecessor = True
     bench.child.inbox.append(Drain())
@@ -98,7 +98,7 @@ def test_a_first_core_that_was_asked_nothing_is_drained_at_once(bench: Bench) ->
 def test_core_that_leaves_passes_on_what_is_under_way(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its successor would have to compute it again. Nothing new is begun."""
+    """Its successor would have to compute the step again. No new step is begun."""
     monkeypatch.setattr(loop, "LEAVE_S", 60.0)
     client, worker = bench.client(), bench.worker()
     worker.answers = False
@@ -122,7 +122,7 @@ def test_core_that_leaves_waits_for_no_worker_that_hangs(bench: Bench) -> None:
     bench.until(lambda: worker.unanswered)
     began = time.monotonic()
     while not bench.loop._has_left:
-        bench.child.inbox.append(Stop())  # it is said again and again
+        bench.child.inbox.append(Stop())  # it is repeated
         bench.turn()
         assert time.monotonic() - began < 20 * loop.LEAVE_S
 
@@ -139,7 +139,7 @@ def test_no_pid_in_connect_harms_the_core(bench: Bench, pid: int) -> None:
     client.finish(1)
 
 
-def test_a_message_that_the_core_fails_to_obey_costs_only_its_request(
+def test_a_message_that_raises_in_the_core_costs_only_its_request(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = EngineCore.add
@@ -318,7 +318,7 @@ def test_connect_from_a_known_client_drops_its_requests_and_serves_it_anew(bench
     assert client.tokens(1) == []
 
 
-def test_connect_from_a_known_client_drops_what_it_was_still_to_be_told(
+def test_connect_from_a_known_client_drops_its_unsent_messages(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, client = bench.worker(), bench.client()
@@ -337,7 +337,7 @@ def test_connect_from_a_known_client_drops_what_it_was_still_to_be_told(
 
 
 def test_connect_from_a_known_client_watches_the_process_that_it_names(bench: Bench) -> None:
-    """The process that it named before may die: it is nobody's any more."""
+    """The death of the process that it named before has no effect any more."""
     bench.worker().answers = False
     client = FakeClient(bench)
     client.connect(client.start_process())
@@ -395,7 +395,7 @@ def test_outputs_that_exceed_a_frame_are_sent_in_parts(
         client.add(request_id)
     client.finish(*range(60))
     assert all(client.tokens(request_id) == all_tokens(4) for request_id in range(60))
-    steps = [message for message in client.heard if isinstance(message, StepOutputs)]
+    steps = [message for message in client.received if isinstance(message, StepOutputs)]
     assert max(len(step.outputs) for step in steps) > 1
     assert max(len(encode(step)) for step in steps) <= 400
 
@@ -426,7 +426,7 @@ def test_a_single_output_that_exceeds_a_frame_fails_its_request(
 # Workers -------------------------------------------------------------------------------------
 
 
-def test_state_is_told_at_once_when_it_changes(
+def test_state_is_sent_at_once_when_it_changes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = bench.client()

@@ -34,10 +34,10 @@ def ask(client: FakeClient, number: int, action: ControlAction, **fields: object
 
 
 def done(client: FakeClient) -> dict[int, ControlDone]:
-    return {m.number: m for m in client.heard if isinstance(m, ControlDone)}
+    return {m.number: m for m in client.received if isinstance(m, ControlDone)}
 
 
-def test_a_paused_engine_stands_still_and_says_so_and_then_goes_on(bench: Bench) -> None:
+def test_a_paused_engine_stops_and_reports_it_and_then_goes_on(bench: Bench) -> None:
     worker, client, other = bench.worker(), bench.client(), bench.client()
     ask(client, 1, ControlAction.PAUSE)
     bench.until(lambda: 1 in done(client))
@@ -55,7 +55,7 @@ def test_a_paused_engine_stands_still_and_says_so_and_then_goes_on(bench: Bench)
     assert not done(client).keys() - {1}
 
 
-def test_whoever_hears_that_it_is_done_has_heard_it_in_the_status_too(
+def test_the_status_precedes_the_answer_to_a_control(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "STATUS_INTERVAL_S", 1000.0)
@@ -64,13 +64,13 @@ def test_whoever_hears_that_it_is_done_has_heard_it_in_the_status_too(
     for number, action in enumerate((ControlAction.PAUSE, ControlAction.SLEEP)):
         ask(client, number, action)
         bench.until(lambda n=number: n in done(client))
-        before = client.heard[: client.heard.index(done(client)[number])]
+        before = client.received[: client.received.index(done(client)[number])]
         status = [m for m in before if isinstance(m, Status)][-1]
         assert status.pause_mode is PauseMode.PAUSED_ALL
         assert status.is_sleeping == (action is ControlAction.SLEEP)
 
 
-def test_workers_are_told_to_sleep_after_their_last_step_and_new_ones_again(bench: Bench) -> None:
+def test_workers_are_sent_to_sleep_after_their_last_step_and_new_ones_too(bench: Bench) -> None:
     worker, client = bench.worker(), bench.client()
     worker.answers = False
     client.add(1, max_tokens=50)
@@ -94,9 +94,7 @@ def test_workers_are_told_to_sleep_after_their_last_step_and_new_ones_again(benc
 
 
 @pytest.mark.parametrize("action", [ControlAction.PAUSE, ControlAction.SLEEP])
-def test_an_engine_told_to_drain_while_it_stands_still_comes_to_its_end(
-    bench: Bench, action: ControlAction
-) -> None:
+def test_a_paused_engine_that_drains_comes_to_its_end(bench: Bench, action: ControlAction) -> None:
     client = bench.client()
     bench.worker()
     ask(client, 1, action)
@@ -144,7 +142,7 @@ def events_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def batches(client: FakeClient) -> list[KVEventBatch]:
-    return [m for m in client.heard if isinstance(m, KVEventBatch)]
+    return [m for m in client.received if isinstance(m, KVEventBatch)]
 
 
 def num_stored(client: FakeClient) -> int:
@@ -155,8 +153,8 @@ def num_stored(client: FakeClient) -> int:
 def test_without_the_setting_a_subscription_is_refused_with_its_name(bench: Bench) -> None:
     client = bench.client()
     client.send(CORE_EPOCH, SubscribeKVEvents(0))
-    bench.until(lambda: any(isinstance(m, KVEventsRefused) for m in client.heard))
-    assert any("enable_kv_events" in m.message for m in client.heard if hasattr(m, "message"))
+    bench.until(lambda: any(isinstance(m, KVEventsRefused) for m in client.received))
+    assert any("enable_kv_events" in m.message for m in client.received if hasattr(m, "message"))
 
 
 def test_a_subscriber_gets_a_snapshot_and_then_what_happens(events_bench: Bench) -> None:
@@ -180,7 +178,7 @@ def test_a_subscriber_gets_a_snapshot_and_then_what_happens(events_bench: Bench)
             assert following.first_seq == batch.first_seq + len(batch.events)
 
 
-def test_who_unsubscribes_or_connects_anew_or_dies_is_told_nothing_more(
+def test_a_client_that_unsubscribes_or_reconnects_or_dies_gets_no_more_events(
     events_bench: Bench,
 ) -> None:
     bench = events_bench
@@ -202,7 +200,7 @@ def test_who_unsubscribes_or_connects_anew_or_dies_is_told_nothing_more(
     assert (num_stored(quits), num_stored(anew)) == before
 
 
-def test_a_subscriber_that_does_not_read_holds_nobody_up_and_goes_on_where_it_was(
+def test_a_subscriber_that_does_not_read_delays_no_other_and_continues_where_it_was(
     events_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = events_bench
@@ -229,7 +227,7 @@ def test_a_subscriber_that_does_not_read_holds_nobody_up_and_goes_on_where_it_wa
 def test_what_is_on_its_way_to_a_subscriber_that_does_not_read_is_bounded(
     events_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue of its socket would take thousands of messages."""
+    """The queue of its socket would hold thousands of messages."""
     bench = events_bench
     bench.worker()
     stuck, client = bench.client(), bench.client()
@@ -257,7 +255,7 @@ def test_a_message_whose_handling_fails_is_answered(
     monkeypatch.setattr(bench.loop._clients._events, "_snapshot", fail)
     client.send(CORE_EPOCH, message)
     answers = (ControlDone, KVEventsRefused)
-    bench.until(lambda: any(isinstance(heard, answers) for heard in client.heard))
+    bench.until(lambda: any(isinstance(message, answers) for message in client.received))
     client.add(1)
     client.finish(1)
     assert not any(answer.ok for answer in done(client).values())

@@ -1,4 +1,4 @@
-"""The core's loop and its workers over real sockets: deaths, misdeeds, successors."""
+"""The core's loop and its workers over real sockets: deaths, protocol errors, successors."""
 
 import logging
 import os
@@ -81,7 +81,7 @@ def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_goes_on(
     assert client.tokens(1) == all_tokens(6)
 
 
-def test_a_worker_whose_step_failed_is_left_to_say_why(bench: Bench) -> None:
+def test_a_worker_whose_step_failed_may_still_report_why(bench: Bench) -> None:
     worker, client = bench.worker(), bench.client()
     worker.answers = False
     client.add(1)
@@ -95,7 +95,7 @@ def test_a_worker_whose_step_failed_is_left_to_say_why(bench: Bench) -> None:
 def test_results_that_a_worker_sent_before_it_died_count(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have arrived, and are not read yet, when its death is seen."""
+    """They have arrived but are not read when its death is noticed."""
     worker, client = bench.worker(), bench.client()
     worker.answers = False
     client.add(1, max_tokens=1)
@@ -116,7 +116,7 @@ def test_results_that_a_worker_sent_before_it_died_count(
 
 
 def test_a_worker_and_a_client_may_die_together(bench: Bench) -> None:
-    """The worker's last results meet a client whose death is in the same poll."""
+    """The worker's last results are for a client whose death is in the same poll."""
     worker, client, other = bench.worker(5), FakeClient(bench), bench.client()
     client.connect(client.start_process())
     worker.answers = False
@@ -152,7 +152,7 @@ def test_a_successor_may_report_while_its_predecessor_and_a_client_are_mourned(
 
 
 def test_a_predecessor_that_dies_late_is_nobodys_death(bench: Bench) -> None:
-    """And no poll is woken by it, again and again."""
+    """It does not wake every later poll either."""
     old = bench.worker(5)
     bench.worker(6)
     old.close()
@@ -196,7 +196,7 @@ def test_a_core_that_has_received_a_step_says_so_on_its_page() -> None:
         os.close(fd)
 
 
-def test_a_worker_that_is_gone_before_its_adoption_is_no_worker(bench: Bench) -> None:
+def test_a_worker_that_is_gone_before_its_adoption_does_not_count(bench: Bench) -> None:
     worker = WorkerEnd(bench, 5)
     worker.kill_process()
     worker.hello()
@@ -207,7 +207,7 @@ def test_a_worker_that_is_gone_before_its_adoption_is_no_worker(bench: Bench) ->
     bench.worker(6)
 
 
-def test_an_adoption_that_cannot_be_sent_is_no_adoption(
+def test_an_adoption_that_cannot_be_sent_does_not_count(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "troika.core")
@@ -243,7 +243,7 @@ def test_a_worker_that_reads_nothing_is_killed(
 
 
 def test_a_suspected_worker_gets_no_steps_until_it_is_cleared(bench: Bench) -> None:
-    """Whoever comes meanwhile is in no step that may be its last."""
+    """A request that arrives meanwhile is not put into a step that may kill the worker."""
     worker, client = bench.worker(5), bench.client()
     worker.answers = False
     client.add(1)
@@ -263,7 +263,7 @@ def test_a_suspected_worker_gets_no_steps_until_it_is_cleared(bench: Bench) -> N
     assert client.tokens(1) == client.tokens(2) == all_tokens(4)
 
 
-def test_suspicion_ends_by_itself_where_its_end_is_not_heard(bench: Bench) -> None:
+def test_suspicion_expires_if_its_end_is_not_received(bench: Bench) -> None:
     bench.worker(5)
     client = bench.client()
     bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 0.2))
@@ -275,7 +275,7 @@ def test_suspicion_ends_by_itself_where_its_end_is_not_heard(bench: Bench) -> No
 
 
 def test_suspicion_ends_with_its_incarnation(bench: Bench) -> None:
-    """Also where the message comes when the successor has been adopted already."""
+    """This holds if the message arrives after the successor was adopted, too."""
     bench.worker(5)
     client = bench.client()
     bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
@@ -338,7 +338,7 @@ def test_the_error_of_any_rank_is_logged_and_ends_the_adoption(
 def test_death_of_a_worker_is_logged_with_its_cause(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(3):  # it is said again and again
+    for _ in range(3):  # it is repeated
         bench.child.inbox.append(WorkerDied(0, 5, DeathCause.SIGNAL, 17))
         bench.turn()
     assert caplog.text.count("worker 0 of epoch 5 died in step 17: signal") == 1
@@ -354,9 +354,9 @@ class RecordingEngine:
 
 @pytest.mark.parametrize(("died", "is_blamed"), [(4, True), (6, False)])
 def test_a_dead_core_is_blamed_for_its_own_steps_only(died: int, is_blamed: bool) -> None:
-    """One that never computed has inherited those of a core that somebody killed."""
+    """A core that never computed has inherited the steps of one that was killed."""
     engine = RecordingEngine()
-    nobody: Any = None
-    link = WorkerLink(nobody, nobody, nobody, cast(EngineCore, engine), nobody, core_epoch=7)
+    unused: Any = None
+    link = WorkerLink(unused, unused, unused, cast(EngineCore, engine), unused, core_epoch=7)
     link.on_core_death(Death(died, DeathCause.DEADLINE, None), CoreMarks(4, [1, 11, 12]))
     assert engine.inherited == ([[1, 11, 12]] if is_blamed else [])

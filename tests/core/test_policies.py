@@ -1,4 +1,4 @@
-"""The policies that go beyond arrival and priority, and the switches that change who gives way."""
+"""The policies beyond arrival and priority, and the options that choose the victim."""
 
 import pytest
 
@@ -33,12 +33,12 @@ def test_ageing_lets_a_long_prompt_through_an_endless_stream_of_short_ones() -> 
         if "long" in bench.finished:
             break
         served += 100
-    # Overtaking ends once the newcomer's advantage, 700 tokens, is aged away.
+    # Overtaking ends once the newcomer's advantage of 700 tokens is aged away.
     assert served == pytest.approx(700 / ShortestPrefill.AGEING, abs=200)
 
 
 def _tenants(weights: dict[str, float], tokens: dict[str, int], **options: object) -> Harness:
-    """A long queue for each tenant, all of it there from the beginning."""
+    """Return a harness with a long queue for each tenant."""
     bench = Harness(seqs=1, policy="fair", tenant_weights=weights, **options)  # type: ignore[arg-type]
     for tenant, length in tokens.items():
         for index in range(60):
@@ -47,7 +47,7 @@ def _tenants(weights: dict[str, float], tokens: dict[str, int], **options: objec
 
 
 def _share(bench: Harness, num_tokens: int) -> dict[str, float]:
-    """Each tenant's share of the first `num_tokens` prompt tokens."""
+    """Return each tenant's share of the first `num_tokens` prompt tokens."""
     served: dict[str, int] = {}
     while sum(served.values()) < num_tokens:
         for name, count in bench.step().items():
@@ -85,7 +85,7 @@ def test_outputs_are_charged_too() -> None:
         bench.add(f"ask{index}", 10, 2, tenant="ask")
     for _ in range(400):
         bench.step()
-        # Newcomers are placed by what their tenants have consumed until now.
+        # Newcomers are ordered by what their tenants have consumed until now.
     for index in range(40, 80):
         bench.add(f"talk{index}", 10, 60, tenant="talk")
         bench.add(f"ask{index}", 10, 2, tenant="ask")
@@ -134,7 +134,7 @@ def test_a_waiter_may_take_the_blocks_of_less_important_requests() -> None:
     assert len(bench.finished) == 4
 
 
-def test_nobody_is_preempted_where_it_would_not_help_or_is_not_less_important() -> None:
+def test_no_request_is_preempted_in_vain_or_for_one_of_equal_priority() -> None:
     bench = Harness(blocks=9, policy="priority", preempt_for_priority=True)
     bench.add("vital", 60, 12, priority=0)
     bench.add("low", 30, 12, priority=9)
@@ -145,7 +145,7 @@ def test_nobody_is_preempted_where_it_would_not_help_or_is_not_less_important() 
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_priority_takes_no_place_unless_it_is_told_to() -> None:
+def test_priority_does_not_preempt_by_default() -> None:
     bench = Harness(seqs=1, policy="priority")
     bench.add("low", 20, 9, priority=5)
     bench.step()
@@ -177,7 +177,7 @@ def test_importance_comes_before_cost() -> None:
     assert bench.preempted == ["large"]
 
 
-def test_blocks_that_others_share_are_no_loss_and_no_gain() -> None:
+def test_blocks_that_others_share_count_neither_as_loss_nor_as_gain() -> None:
     """The long prompt is nearly all shared: computing it again is cheap, and frees little."""
     shared = list(range(500, 564))
     bench = Harness(blocks=10, caching=True, victim_choice="cheapest")
@@ -191,7 +191,7 @@ def test_blocks_that_others_share_are_no_loss_and_no_gain() -> None:
     assert len(bench.finished) == 3
 
 
-def test_nobody_gives_way_for_a_waiter_that_the_watermark_keeps_out() -> None:
+def test_no_request_is_preempted_for_a_waiter_that_the_watermark_keeps_out() -> None:
     bench = Harness(blocks=11, policy="priority", preempt_for_priority=True, watermark=0.3)
     bench.add("keep", 66, 9, priority=0)
     bench.add("low", 20, 9, priority=1)
@@ -200,7 +200,7 @@ def test_nobody_gives_way_for_a_waiter_that_the_watermark_keeps_out() -> None:
     assert bench.steps(2) == [{"keep": 1, "low": 1}] * 2
 
 
-def test_nobody_gives_way_for_a_waiter_that_no_token_is_left_for() -> None:
+def test_no_request_is_preempted_for_a_waiter_without_budget() -> None:
     bench = Harness(
         seqs=2,
         budget=40,
@@ -227,8 +227,8 @@ def test_a_waiter_takes_the_budget_of_a_less_important_prompt() -> None:
     assert set(bench.finished) == {"long", "high"}
 
 
-def test_blocks_that_the_waiter_itself_hits_are_no_gain() -> None:
-    """The victim's blocks would be free, and taken at once as hits: that makes no room."""
+def test_blocks_that_the_waiter_itself_hits_do_not_count_as_gain() -> None:
+    """The victim's blocks would be freed and reused at once as hits, which frees nothing."""
     shared = list(range(500, 548))
     bench = Harness(blocks=9, caching=True, policy="priority", preempt_for_priority=True)
     bench.add("keep", 60, 4, priority=0)
@@ -241,7 +241,7 @@ def test_blocks_that_the_waiter_itself_hits_are_no_gain() -> None:
 
 
 def test_no_more_give_way_than_are_needed() -> None:
-    """One slot is wanted; the budget of all the others would only make the first chunk longer."""
+    """One slot is needed; the budget of the others would only make the first chunk longer."""
     bench = Harness(seqs=64, budget=256, policy="priority", preempt_for_priority=True)
     for index in range(64):
         bench.add(f"low{index}", 4, 50, priority=5)
@@ -272,7 +272,7 @@ def test_victims_that_share_their_blocks_free_them_together() -> None:
     assert sorted(bench.preempted) == ["a", "b"]
 
 
-def test_whoever_was_preempted_often_is_spared() -> None:
+def test_a_request_that_was_preempted_often_is_spared() -> None:
     bench = Harness(victim_choice="cheapest")
     small, large = bench.add("small", 4, 50), bench.add("large", 40, 50)
     bench.step()

@@ -1,4 +1,4 @@
-"""docs/scheduling.md keeps its promises: its policy runs as printed, its switches exist."""
+"""docs/scheduling.md is right: its policy runs as printed, and its options exist."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ VLLM_HAS = {
     "scheduler_reserve_full_isl",
     "watermark",
 }
-"""Under this name or another; facts of the model are nobody's switches."""
+"""Options of the scheduler that are not settings: facts of the model, or other names."""
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ def test_the_policy_of_the_page_preempts_the_oldest_and_all_end() -> None:
 def test_the_page_names_every_policy_and_every_switch_that_vllm_lacks() -> None:
     names = {item.name for item in msgspec.structs.fields(SchedulerOptions)}
     assert names >= VLLM_HAS
-    told = set(re.findall(r"`([a-z_]+)`", TEXT)) | {
+    on_page = set(re.findall(r"`([a-z_]+)`", TEXT)) | {
         flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", TEXT)
     }
-    assert names - VLLM_HAS <= told
-    assert set(POLICIES) <= told
+    assert names - VLLM_HAS <= on_page
+    assert set(POLICIES) <= on_page
 
 
 def test_every_flag_and_file_on_the_page_exists() -> None:

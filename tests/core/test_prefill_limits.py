@@ -1,4 +1,4 @@
-"""Limits on prompts that are computed over several steps, and the budget that stretches."""
+"""Limits on prompts that are computed over several steps, and the elastic budget."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.core.harness import Harness
 
 
 def _mean_ttft(num_prompts: int, length: int, **options: object) -> float:
-    """Mean number of tokens computed, by anybody, before a prompt's first token."""
+    """Return the mean number of tokens computed before a prompt's first token."""
     bench = Harness(budget=64, **options)  # type: ignore[arg-type]
     names = [f"p{i}" for i in range(num_prompts)]
     for name in names:
@@ -76,7 +76,7 @@ def test_a_limit_on_long_ones_needs_to_know_what_is_long() -> None:
         SchedulerOptions(max_long_partial_prefills=1)
 
 
-def test_an_elastic_budget_ignores_the_threshold_while_nobody_waits() -> None:
+def test_an_elastic_budget_ignores_the_threshold_while_no_request_waits() -> None:
     bench = Harness(budget=64, long_prefill_token_threshold=16, elastic_token_budget=True, seqs=2)
     bench.add("a", 150, 20)
     assert bench.step() == {"a": 64}
@@ -92,7 +92,7 @@ def test_an_elastic_budget_ignores_the_threshold_while_nobody_waits() -> None:
     }
 
 
-def test_an_elastic_budget_grows_to_what_the_worker_can_take_while_nobody_waits() -> None:
+def test_an_elastic_budget_grows_to_the_workers_limit_while_no_request_waits() -> None:
     bench = Harness(budget=64, max_num_scheduled_tokens=16, elastic_token_budget=True)
     bench.add("a", 90, 2)
     assert bench.step() == {"a": 64}
@@ -117,7 +117,7 @@ def test_a_stretched_step_never_preempts() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_samples_stay_in_the_mirrors_order_when_a_step_is_stretched(depth: int) -> None:
-    """A prompt that ends by being stretched samples before those admitted after it."""
+    """A prompt completed by the elastic budget samples before those admitted after it."""
     bench = Harness(
         budget=64, depth=depth, long_prefill_token_threshold=16, elastic_token_budget=True,
         script={name: [ord(name)] * 4 for name in "abc"},
@@ -129,7 +129,7 @@ def test_samples_stay_in_the_mirrors_order_when_a_step_is_stretched(depth: int) 
 
 
 def test_a_request_stays_as_long_as_its_prompt_is() -> None:
-    """Outputs that come late do not make a short prompt a long one."""
+    """Late outputs do not make a short prompt a long one."""
     bench = Harness(
         depth=3, budget=20, long_prefill_token_threshold=12, max_long_partial_prefills=1
     )

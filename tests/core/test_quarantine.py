@@ -1,4 +1,4 @@
-"""One request that kills workers is found and refused; all others get every token, exactly."""
+"""A request that kills workers is found and refused; all others get every token exactly."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +20,7 @@ CLIENT = b"client"
 FACTS = ModelFacts("fake", 100_000, 512, 16, 2000, [2])
 NUM_TOKENS = 12
 POISON = 9_999
-"""First token of prompts that kill."""
+"""The first token of prompts that kill."""
 
 
 def sample(req_id: int, position: int) -> int:
@@ -28,7 +28,10 @@ def sample(req_id: int, position: int) -> int:
 
 
 class Patient:
-    """An engine whose workers die of what `kills` says of a step: (request id, length) of each."""
+    """An engine whose workers die in steps for which `kills` is true.
+
+    It gets the (request id, length) of each request of the step.
+    """
 
     def __init__(
         self, kills: Callable[[list[tuple[int, int]]], bool], depth: int = 2, **settings: object
@@ -38,7 +41,7 @@ class Patient:
         self.refused: dict[int, ErrorCode] = {}
         self.num_deaths = 0
         self.kills_core = False
-        """Whether the core dies too, with all that it knows."""
+        """Whether the core dies too, with all its state."""
         self._settings = settings | {"max_steps_in_flight": depth}
         self._kills = kills
         self._marks: list[int] = []
@@ -68,7 +71,7 @@ class Patient:
         self.engine.adopt_workers(FACTS)
 
     def _client_id(self, req_id: int) -> int:
-        """The core's numbers begin anew with each core; prompts tell who is who."""
+        """Map the core's ids, which restart with each core, to requests by their prompts."""
         token_ids = self._worker.mirror[req_id].token_ids
         return token_ids[1] if token_ids[0] in (1, POISON) else CANARY_ID
 
@@ -142,7 +145,7 @@ class Patient:
         raise AssertionError(f"not done after {limit} turns and {self.num_deaths} deaths")
 
     def check_innocents(self, num: int, guilty: set[int]) -> None:
-        """Engine ids are counted from the same 1 as the client's."""
+        """Engine ids and client ids both begin at 1."""
         assert set(self.refused) == guilty
         assert set(self.refused.values()) <= {ErrorCode.QUARANTINED}
         assert self.ended == set(range(1, num + 1)) - guilty
@@ -152,7 +155,7 @@ class Patient:
 
 
 def poisoned(*culprits: int, at: int = 1) -> Callable[[list[tuple[int, int]]], bool]:
-    """Steps that compute one of these past so many tokens."""
+    """Return a predicate for steps that compute one of these requests past a number of tokens."""
     return lambda computing: any(i in culprits and length >= at for i, length in computing)
 
 
@@ -210,7 +213,7 @@ def test_the_same_request_is_refused_for_ten_minutes() -> None:
     assert patient.add(1) is None
 
 
-def test_whoever_comes_during_a_search_is_served_too() -> None:
+def test_a_request_that_arrives_during_a_search_is_served_too() -> None:
     patient = Patient(poisoned(5))
     for request_id in range(1, 9):
         patient.add(request_id)
@@ -251,7 +254,7 @@ def test_a_death_from_outside_does_not_disturb_a_search() -> None:
 
 @pytest.mark.parametrize("in_step", [1, 2, 3, 5])
 def test_a_fault_of_the_workers_is_attributed_to_no_request(in_step: int) -> None:
-    """They die in their first step, or later: in whatever they compute then."""
+    """They die in their first step or later, whatever they compute then."""
     is_broken, num_steps = [True], [0, 0]
 
     def kills(computing: list[tuple[int, int]]) -> bool:
@@ -271,7 +274,7 @@ def test_a_fault_of_the_workers_is_attributed_to_no_request(in_step: int) -> Non
 
 
 def test_a_search_begins_again_after_a_fault_of_the_workers() -> None:
-    """One death by chance while the canary runs must not protect the culprit for ever."""
+    """A chance death while the canary runs must not protect the poison request for ever."""
     num_canary_deaths = [0]
 
     def kills(computing: list[tuple[int, int]]) -> bool:
@@ -303,8 +306,8 @@ def test_a_pause_of_new_requests_does_not_hold_those_that_run() -> None:
     patient.check_innocents(2, {1})
 
 
-def test_late_tokens_may_end_whoever_was_held() -> None:
-    """Held while a step still owes it its last token, and released before that comes."""
+def test_late_tokens_may_end_a_held_request() -> None:
+    """It is held while its last token is in flight, and released before the token arrives."""
     for num_turns in range(40):
         patient = Patient(poisoned(1, at=27))
         for request_id in range(1, 5):
@@ -347,8 +350,8 @@ def test_a_suspect_that_is_aborted_ends_its_trial() -> None:
     assert patient.ended == {1, 3, 4}
 
 
-def test_all_suspects_wait_or_run_and_nobody_is_forgotten() -> None:
-    """Whatever the order of deaths, all end: here every third step kills, for a while."""
+def test_all_suspects_wait_or_run_and_none_is_forgotten() -> None:
+    """All requests end in any order of deaths: here every third step kills, for a while."""
     num_steps = [0]
 
     def kills(computing: list[tuple[int, int]]) -> bool:
@@ -362,7 +365,7 @@ def test_all_suspects_wait_or_run_and_nobody_is_forgotten() -> None:
     assert patient.ended | set(patient.refused) == set(range(1, 13))
 
 
-def test_the_canary_is_told_to_nobody() -> None:
+def test_no_client_receives_the_canarys_outputs() -> None:
     seen: list[int] = []
 
     def kills(computing: list[tuple[int, int]]) -> bool:

@@ -1,4 +1,4 @@
-"""KV that somebody else brings: it lands in the prefix cache, and its request waits for it."""
+"""Remote KV: it is stored in the prefix cache, and its request waits for it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def _bench(**options: object) -> Harness:
 
 
 def _load(bench: Harness, name: str, num_tokens: int) -> list[int]:
-    """Begin a load, and let the fake worker's memory hold what it brings."""
+    """Begin a load, and write its KV into the fake worker's memory."""
     request = bench.requests[name]
     tables = bench.scheduler.begin_remote_load(request.req_id, num_tokens)
     assert tables is not None

@@ -1,4 +1,4 @@
-"""What the scheduler refuses: values, ids, transitions and outputs that cannot be."""
+"""Invalid values, ids, transitions and outputs are refused by the scheduler."""
 
 import pytest
 

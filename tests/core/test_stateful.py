@@ -1,6 +1,6 @@
 """Any sequence of events leaves the scheduler consistent, and every request ends as it should.
 
-The events are in `tests/core/events.py`, and all that is checked after each in
+The events are in `tests/core/events.py`, and the checks after each in
 `tests/core/machine.py`; here hypothesis chooses them and shrinks what fails.
 TROIKA_STATEFUL_EXAMPLES sets the number of sequences.
 """
@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from scripts.soak.scheduler import run_sequence
 from tests.core.events import EVENTS, OPTIONS, Values, make_options
 from tests.core.machine import Machine
-from tests.core.soak import run_sequence
 
 NUM_EXAMPLES = int(os.environ.get("TROIKA_STATEFUL_EXAMPLES", "1000"))
 DEPTHS = (1, 2, 3, 4)
@@ -35,7 +35,7 @@ def _event(name: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Feeds what hypothesis draws to a `Machine`."""
+    """Executes the events that hypothesis draws on a `Machine`."""
 
     depth = 1
 
@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.machine = machine
 
     def _apply(self, event: str, **drawn: Any) -> None:
-        """Whatever has failed once is not taken to its end."""
+        """A run that has failed is not finished."""
         machine, self.machine = self.machine, None
         assert machine is not None
         machine.apply(event, **drawn)
@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.machine.finish()
 
 
-@pytest.mark.timeout(600)  # to shrink a failure takes longer than to find it
+@pytest.mark.timeout(600)  # shrinking a failure takes longer than finding it
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_any_sequence_of_events_keeps_every_promise(depth: int) -> None:
     machine = type(f"SchedulerMachineOfDepth{depth}", (SchedulerMachine,), {"depth": depth})
@@ -108,5 +108,5 @@ def test_any_sequence_of_events_keeps_every_promise(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(8))
 def test_long_sequences_keep_every_promise(seed: int, depth: int) -> None:
-    """Sequences longer than what hypothesis tries, in which memory fills and queues build up."""
+    """Longer sequences than those of hypothesis, in which memory fills and queues grow."""
     run_sequence(seed, 400, depth)

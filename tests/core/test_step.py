@@ -1,4 +1,4 @@
-"""What one step may say: every message that a scheduler can send fits into a frame."""
+"""Every step that the scheduler can send fits into a frame."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 
 WIDE_ID = 2**31 - 1
-"""Five bytes, the most that an id takes."""
+"""An id of the largest encoded size, five bytes."""
 WIDE_PARAMS = SamplingParams(
     max_tokens=2**31 - 1,
     temperature=0.1,
@@ -82,7 +82,7 @@ def test_newcomers_wait_for_the_next_step_when_a_frame_holds_no_more() -> None:
 
 
 def test_prompt_logprobs_of_one_step_fit_into_its_answer() -> None:
-    """However large the budget, and however many requests want them."""
+    """This holds for any budget and any number of requests."""
     num_seqs = 256
     scheduler = make_scheduler(2**18, 16, max_num_batched_tokens=2**20, max_num_seqs=num_seqs)
     params = SamplingParams(max_tokens=8, prompt_logprobs=20, logprobs=20)

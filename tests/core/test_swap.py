@@ -1,4 +1,4 @@
-"""Preemption by swap: KV goes to the host and comes back, and nobody notices by the tokens."""
+"""Preemption by swap: KV is copied to the host and back, and no token changes."""
 
 import pytest
 
@@ -13,7 +13,7 @@ BLOCK = 16
 
 
 def _three(**options: object) -> Harness:
-    """Three requests in a memory that holds two of them to their ends."""
+    """Three requests in memory that holds two of them to their ends."""
     bench = Harness(blocks=7, num_host_blocks=8, **options)  # type: ignore[arg-type]
     for name in "abc":
         bench.add(name, 30, 8)
@@ -126,7 +126,7 @@ def test_only_what_the_windows_still_see_is_copied() -> None:
 
 
 def test_a_host_block_that_is_read_in_this_step_is_written_in_the_next() -> None:
-    """Out comes before in, so a block that a swap-in reads must not be overwritten before."""
+    """Swap-outs come first, and must not overwrite host blocks that the step swaps in."""
     swapper = Swapper(SchedulerOptions(num_host_blocks=1))
     first, second = (Request(i, [1], SamplingParams()) for i in range(2))
     first.block_tables, first.num_computed_tokens = [[5]], 1

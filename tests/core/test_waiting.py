@@ -1,4 +1,4 @@
-"""The waiting queue by itself: order, removal, blocked and long requests."""
+"""The waiting queue alone: order, removal, blocked and long requests."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The group of workers and its epochs, and the watch over processes."""
+"""The group of workers and its epochs, and the watch for deaths of processes."""
 
 import os
 import select
@@ -61,7 +61,7 @@ def test_a_group_resumes_exactly_only_if_all_ranks_do() -> None:
 def test_strange_ranks_older_incarnations_and_absurd_epochs_stay_outside(
     rank: int, epoch: int
 ) -> None:
-    """And a second one that claims to be an incarnation that is there."""
+    """Also refused is a second one that claims the epoch of a present incarnation."""
     group = WorkerGroup(1, core_epoch=1)
     assert group.enter(b"a", 3, hello())
     assert not group.enter(b"b", epoch, hello(rank))
@@ -114,7 +114,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 30.0) -> bool:
-    """Whether the process ends in time; it is not reaped, so its pid stays its own."""
+    """Whether the process ends in time; it is not reaped, so its pid is not reused."""
     pidfd = os.pidfd_open(process.pid)
     try:
         return bool(select.select([pidfd], [], [], timeout_s)[0])
@@ -149,8 +149,8 @@ def test_a_peer_watched_anew_is_not_taken_for_what_it_was(
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**31 - 1, 2**31, 2**64, os.getpid()])
-def test_a_process_that_cannot_be_watched_is_said_to_be_so(pid: int) -> None:
-    """No number is an error: it comes from the wire. The core itself is nobody's process."""
+def test_a_process_that_cannot_be_watched_is_reported(pid: int) -> None:
+    """No pid raises an error, because it comes from the wire. The core's own pid is refused."""
     poller = zmq.Poller()
     assert not PidfdMonitor(poller, SystemProcesses()).add(b"peer", pid)
     assert poller.sockets == []

@@ -1,1 +1,1 @@
-"""What needs CUDA: skipped without it."""
+"""Tests that need CUDA; skipped without it."""

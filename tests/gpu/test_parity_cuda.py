@@ -14,7 +14,7 @@ from worker_proc.model_runner import ModelRunner, load_model_runner
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 MIN_EQUAL_OUTPUTS = 0.5
-"""In bfloat16 two tokens are often equally likely; which one wins may depend on the batch."""
+"""In bfloat16 two tokens are often equally likely; the choice may depend on the batch."""
 MODES: tuple[dict[str, object], ...] = (
     {"enable_prefix_caching": False},
     {"max_num_batched_tokens": 16},

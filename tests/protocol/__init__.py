@@ -1,1 +1,1 @@
-"""The wire, the settings, the ledger."""
+"""Tests of the wire, the settings and the client."""

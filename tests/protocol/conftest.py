@@ -1,4 +1,4 @@
-"""A fake core for each test, and time that passes quickly."""
+"""A fake core for each test, and shortened periods."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ def core(tmp_path: Path) -> Iterator[FakeCore]:
 
 @pytest.fixture
 def fast_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds pass in a fiftieth of their time."""
+    """Shorten the client's periods to a fiftieth."""
     monkeypatch.setattr(core_link, "TICK_S", FAST_TICK_S)
     monkeypatch.setattr(client, "TICK_S", FAST_TICK_S)
     monkeypatch.setattr(core_link, "STATUS_TIMEOUT_S", 5 * FAST_TICK_S)

@@ -1,4 +1,4 @@
-"""A core without an engine: it records what clients send, and says what a test has it say."""
+"""A core without an engine: it records what clients send, and sends what a test asks for."""
 
 import asyncio
 import threading
@@ -31,14 +31,14 @@ from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import Message, encode
 
 FAST_TICK_S = 0.02
-"""A second under the fixture `fast_ticks`."""
+"""Period of the status reports under the fixture `fast_ticks`."""
 FACTS = ModelFacts("fake", 1000, 4096, 16, 1000, [2])
 READY = Status(EngineState.READY, FACTS, EngineStats())
 RECOVERING = Status(EngineState.RECOVERING, FACTS, EngineStats())
 
 
 class FakeCore:
-    """Works only while somebody calls `pump`: a test by `until`, or a thread by `serving`."""
+    """Works only while `pump` is called: by `until` in a test, or by the thread of `serving`."""
 
     def __init__(self, run_dir: str, epoch: int = 1) -> None:
         self.address = client_address(run_dir)
@@ -48,13 +48,13 @@ class FakeCore:
         """Whether Connect is answered."""
         self.on_add: Callable[[FakeCore, AddRequest], None] = lambda core, add: None
         self.connects: list[bytes] = []
-        """Peers, as often as they said Connect."""
+        """The peer of each Connect, in order."""
         self.adds: list[AddRequest] = []
         self.aborted: list[int] = []
         self.controls: list[Control] = []
         self.subscriptions: list[SubscribeKVEvents | UnsubscribeKVEvents] = []
-        self.heard: list[Message] = []
-        """All that came under the right epoch, in order."""
+        self.received: list[Message] = []
+        """All messages of the right epoch, in order."""
         self.num_fenced = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.link = RouterChannel(self._context, self.address, HighWaterMark.CLIENT_LINK)
@@ -79,14 +79,14 @@ class FakeCore:
         if isinstance(message, Connect):
             self.connects.append(received.peer)
             if self.answers:
-                self.say(self.status)
+                self.send(self.status)
         elif received.header.epoch != self.epoch:
             self.num_fenced += 1
         else:
-            self._obey(message)
+            self._handle(message)
 
-    def _obey(self, message: Message) -> None:
-        self.heard.append(message)
+    def _handle(self, message: Message) -> None:
+        self.received.append(message)
         if isinstance(message, AddRequest):
             self.adds.append(message)
             self.on_add(self, message)
@@ -99,27 +99,27 @@ class FakeCore:
 
     def done(self, pause_mode: PauseMode, *, ok: bool = True) -> None:
         """Answer the newest control."""
-        self.say(ControlDone(self.controls[-1].number, ok, pause_mode))
+        self.send(ControlDone(self.controls[-1].number, ok, pause_mode))
 
-    def say(self, message: CoreToClient, epoch: int | None = None) -> None:
-        self.say_raw(encode(message), epoch)
+    def send(self, message: CoreToClient, epoch: int | None = None) -> None:
+        self.send_raw(encode(message), epoch)
 
-    def say_raw(self, body: bytes, epoch: int | None = None) -> None:
+    def send_raw(self, body: bytes, epoch: int | None = None) -> None:
         assert self.link.send(self.connects[-1], self.epoch if epoch is None else epoch, body)
 
     def emit(self, *outputs: RequestOutput) -> None:
-        self.say(StepOutputs(list(outputs)))
+        self.send(StepOutputs(list(outputs)))
 
     async def restart(self, num_adds: int) -> None:
-        """Come back on the same socket under a new epoch, and be sent so many requests."""
+        """Restart on the same socket under a new epoch, and wait for this number of requests."""
         self.epoch += 1
-        for kept in (self.adds, self.controls, self.subscriptions, self.heard):
+        for kept in (self.adds, self.controls, self.subscriptions, self.received):
             kept.clear()
-        self.say(READY)
+        self.send(READY)
         await self.until(lambda: self.num_added >= num_adds)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Let everybody work until `condition` holds; not as long as the client's own patience."""
+        """Pump until `condition` holds, for less time than the client waits for a core."""
         async with asyncio.timeout(STATUS_TIMEOUT_S - 1.5):
             while not condition():
                 self.pump()
@@ -127,7 +127,7 @@ class FakeCore:
 
 
 class ServingThread:
-    """Pumps a core in a thread, and reports each second, as long as the `with` lasts."""
+    """Pumps a core in a thread, with periodic reports, while the context is open."""
 
     def __init__(self, core: FakeCore) -> None:
         self._core = core
@@ -150,7 +150,7 @@ class ServingThread:
             if self._core.connects and time.monotonic() > next_status:
                 next_status += 1.0
                 try:
-                    self._core.say(self._core.status)
+                    self._core.send(self._core.status)
                 except PeerGone:
                     return
 
@@ -158,7 +158,7 @@ class ServingThread:
 def run_connected(
     core: FakeCore, play: Callable[[AsyncEngineClient], Awaitable[None]], **options: Any
 ) -> None:
-    """Play a scene with a client that has agreed with the core."""
+    """Run a test with a client that is connected to the core."""
 
     async def main() -> None:
         async with asyncio.timeout(20), AsyncEngineClient(core.address, **options) as client:

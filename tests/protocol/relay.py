@@ -1,4 +1,4 @@
-"""Stands in the middle of a link, and can break its connections as no test's own socket can."""
+"""A relay in the middle of a link that can break connections, unlike a test's own socket."""
 
 import contextlib
 import selectors
@@ -11,10 +11,10 @@ _CHUNK_BYTES = 2**16
 
 
 class Relay:
-    """Listens at one path and passes everything on to another, both ways, as long as it lives."""
+    """Listens at one path and forwards all bytes to another, both ways, until it is closed."""
 
     def __init__(self, front: str, back: str) -> None:
-        """Listen at the path `front`; whoever connects is connected with the path `back`."""
+        """Listen at the path `front`; each connection is forwarded to the path `back`."""
         self._back = back
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(front)
@@ -41,7 +41,7 @@ class Relay:
         assert not self._thread.is_alive()
 
     def cut(self) -> None:
-        """Break all connections, soon; new ones may be made at once."""
+        """Break all connections soon; new ones may be made at once."""
         self._is_cut.set()
 
     def _run(self) -> None:

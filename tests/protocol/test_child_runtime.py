@@ -1,4 +1,4 @@
-"""A child's lifecycle link inside an event loop: no command of the supervisor stays unread."""
+"""A child's lifecycle link in an event loop: every command of the supervisor is read."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ EPOCH = 4
 
 
 class Bench:
-    """A child in this process, and its supervisor's socket."""
+    """A child in this process, and the socket of its supervisor."""
 
     def __init__(self, run_dir: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,9 +64,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop that is never told of a readable descriptor: as if each sign had been swallowed.
+    """A loop without notifications of readable descriptors, as if each edge had been lost.
 
-    Nor does the child look by itself, but once.
+    The child's own periodic check runs only once.
     """
     made = asyncio.new_event_loop()
     monkeypatch.setattr(child_runtime, "REPEAT_S", 3600.0)
@@ -75,10 +75,10 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]
     made.close()
 
 
-async def until_told(heard: Sequence[object], count: int) -> None:
+async def until_received(received: Sequence[object], count: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while len(heard) < count:
-        assert time.monotonic() < deadline, f"{len(heard)} of {count} commands were delivered"
+    while len(received) < count:
+        assert time.monotonic() < deadline, f"{len(received)} of {count} commands were delivered"
         await asyncio.sleep(0)
 
 
@@ -87,8 +87,8 @@ def wait_for_commands(child: ChildProcess) -> None:
     assert child.lifecycle_socket.poll(int(TIMEOUT_S * 1000))
 
 
-def test_whoever_says_that_it_is_ready_is_watched_from_then_on(tmp_path: Path) -> None:
-    """Stopped before the first turn of its loop it would otherwise be taken for its former self."""
+def test_a_process_is_watched_once_it_reports_ready(tmp_path: Path) -> None:
+    """If it is stopped before its loop's first turn, its mark must not be that of the old epoch."""
     page, fd = ProgressPage.create("test")
     arguments = argparse.Namespace(
         parent_fd=None, epoch=EPOCH, rank=0, listen_fd=None, progress_fd=os.dup(fd)
@@ -108,44 +108,44 @@ def test_whoever_says_that_it_is_ready_is_watched_from_then_on(tmp_path: Path) -
     os.close(fd)
 
 
-def test_whatever_is_said_looks_for_commands_too(
+def test_every_report_checks_for_commands_too(
     bench: Bench, loop: asyncio.AbstractEventLoop
 ) -> None:
-    heard: list[Drain | Stop] = []
+    received: list[Drain | Stop] = []
 
     async def main() -> None:
-        bench.child.attach_asyncio(loop, heard.append)
-        await asyncio.sleep(0)  # the look at the start finds nothing
+        bench.child.attach_asyncio(loop, received.append)
+        await asyncio.sleep(0)  # the check at the start finds nothing
         bench.send(Drain())
         wait_for_commands(bench.child)
         bench.child.ready()
-        await until_told(heard, 1)
+        await until_received(received, 1)
 
     loop.run_until_complete(main())
-    assert isinstance(heard[0], Drain)
+    assert isinstance(received[0], Drain)
     assert isinstance(bench.receive(), Ready)
 
 
-def test_a_child_looks_by_itself_and_says_again_what_holds(
+def test_a_child_checks_periodically_and_repeats_its_state(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Now and then, whatever its loop is told of the descriptor, and after an exception too."""
     monkeypatch.setattr(child_runtime, "REPEAT_S", 0.01)
     monkeypatch.setattr(supervisor_link, "REPEAT_S", 0.01)
     loop.set_exception_handler(lambda loop, context: None)
-    heard: list[object] = []
+    received: list[object] = []
 
-    def hear(message: object) -> None:
-        heard.append(message)
-        if len(heard) == 1:
+    def receive(message: object) -> None:
+        received.append(message)
+        if len(received) == 1:
             raise ValueError("it was not expected")
 
     async def main() -> None:
-        bench.child.attach_asyncio(loop, hear)
+        bench.child.attach_asyncio(loop, receive)
         bench.child.ready()
         for count in (1, 2):
             bench.send(Drain())
-            await until_told(heard, count)
+            await until_received(received, count)
 
     loop.run_until_complete(main())
     assert [type(bench.receive()) for _ in range(2)] == [Ready, Ready]
@@ -154,13 +154,13 @@ def test_a_child_looks_by_itself_and_says_again_what_holds(
 def test_more_commands_than_one_look_takes_are_all_delivered(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[Drain | Stop] = []
+    received: list[Drain | Stop] = []
     arrived: list[Drain | Stop] = [Drain(), Stop(), Drain()]
     monkeypatch.setattr(bench.child, "messages", lambda: [arrived.pop()] if arrived else [])
 
     async def main() -> None:
-        bench.child.attach_asyncio(loop, heard.append)
-        await until_told(heard, 3)
+        bench.child.attach_asyncio(loop, received.append)
+        await until_received(received, 3)
 
     loop.run_until_complete(main())
 
@@ -168,7 +168,7 @@ def test_more_commands_than_one_look_takes_are_all_delivered(
 def test_commands_behind_many_that_were_meant_for_another_are_delivered(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of those than one look takes, and all of them are there when the first is seen."""
+    """More commands than one check reads are there when the first is seen."""
     link = bench.child._lifecycle
     assert link is not None
     for _ in range(40):
@@ -185,10 +185,10 @@ def test_commands_behind_many_that_were_meant_for_another_are_delivered(
             yield arrived.pop(0)
 
     monkeypatch.setattr(link, "drain", drain)
-    heard: list[Drain | Stop] = []
-    bench.child.attach_asyncio(loop, heard.append)
-    loop.run_until_complete(until_told(heard, 1))
-    assert heard == [Drain()]
+    received: list[Drain | Stop] = []
+    bench.child.attach_asyncio(loop, received.append)
+    loop.run_until_complete(until_received(received, 1))
+    assert received == [Drain()]
     assert bench.child.num_fenced_frames == 40
 
 
@@ -202,17 +202,17 @@ def test_a_child_can_speak_after_its_loop_has_ended(
 
 
 def test_commands_to_another_incarnation_are_dropped_and_counted(bench: Bench) -> None:
-    """What was meant for a predecessor says nothing to this one."""
-    heard: list[object] = []
+    """A command for a predecessor is ignored."""
+    received: list[object] = []
     bench.send(Stop(), EPOCH - 1)
     bench.send(Stop(), EPOCH + 1)
     bench.send(Drain())
     deadline = time.monotonic() + TIMEOUT_S
-    while not heard:
+    while not received:
         assert time.monotonic() < deadline
         wait_for_commands(bench.child)
-        heard += bench.child.messages()
-    assert heard == [Drain()]
+        received += bench.child.messages()
+    assert received == [Drain()]
     assert bench.child.num_fenced_frames == 2
 
 
@@ -234,7 +234,7 @@ ChildProcess.leave(types.SimpleNamespace(context=context))
 
 
 def test_what_was_sent_last_arrives_although_its_sender_leaves(tmp_path: Path) -> None:
-    """And nobody waits for long where nobody reads."""
+    """The wait is short if no peer reads."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     address = lifecycle_address(str(tmp_path))
     link = RouterChannel(context, address, HighWaterMark.WORKER_LINK)

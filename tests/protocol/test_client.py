@@ -1,4 +1,4 @@
-"""AsyncEngineClient over a real socket: what it accepts, what it resends, what it gives up."""
+"""AsyncEngineClient over a real socket: accepting, resending and giving up requests."""
 
 import asyncio
 from typing import Any
@@ -90,18 +90,18 @@ def test_accepted_request_does_not_change_with_the_callers_list(core: FakeCore) 
 
 
 def test_ready_means_ready(core: FakeCore) -> None:
-    """Recovering and draining engines are not ready, though they are connected."""
+    """Recovering and draining engines are connected but not ready."""
 
     async def play(client: AsyncEngineClient) -> None:
         for state in (EngineState.RECOVERING, EngineState.DRAINING):
             status = Status(state, FACTS, EngineStats())
-            core.say(status)
+            core.send(status)
             await core.until(lambda expected=status: client.status == expected)
             with pytest.raises(TimeoutError):
                 await client.wait_ready(timeout_s=0.02)
             assert client.connected
         waiting = asyncio.create_task(client.wait_ready(timeout_s=5))
-        core.say(READY)
+        core.send(READY)
         await core.until(waiting.done)
         assert waiting.result() == FACTS
 
@@ -109,8 +109,8 @@ def test_ready_means_ready(core: FakeCore) -> None:
     run_connected(core, play)
 
 
-def test_who_waits_for_an_engine_is_told_when_the_client_closes(core: FakeCore) -> None:
-    """And whoever begins to wait afterwards."""
+def test_waiting_for_an_engine_fails_when_the_client_closes(core: FakeCore) -> None:
+    """A later wait fails as well."""
 
     async def play(client: AsyncEngineClient) -> None:
         waiting = asyncio.create_task(client.wait_ready(timeout_s=600))
@@ -182,7 +182,7 @@ def test_gap_that_stays_is_asked_for_again_with_the_next_status(core: FakeCore) 
         for num_added in (2, 3):
             core.emit(RequestOutput(stream.request_id, 4, [10]))
             await core.until(lambda expected=num_added: core.num_added == expected)
-            core.say(READY)
+            core.send(READY)
 
     run_connected(core, play)
 
@@ -207,14 +207,14 @@ def test_refusal_fails_its_request_and_a_nameless_one_has_all_sent_again(core: F
         streams = [client.submit([5], PARAMS) for _ in range(3)]
         await core.until(lambda: core.num_added == 3)
         full = RequestError(ErrorCode.OVERLOADED, "full")
-        core.say(Refused(streams[1].request_id, full))
+        core.send(Refused(streams[1].request_id, full))
         assert await failure_of(streams[1]) == full
         unreadable = RequestError(ErrorCode.INVALID, "cannot be read")
         for _ in range(2):
-            core.say(Refused(None, unreadable, seq=1))
+            core.send(Refused(None, unreadable, seq=1))
             await core.until(lambda: core.num_added == 5)
         await asyncio.sleep(5 * FAST_TICK_S)
-        core.say(READY)
+        core.send(READY)
         assert [add.request_id for add in core.adds[3:]] == [s.request_id for s in streams[::2]]
         core.emit(*(RequestOutput(s.request_id, 0, [9], FinishReason.STOP) for s in streams[::2]))
         for stream in streams[::2]:
@@ -234,7 +234,7 @@ def test_an_output_that_cannot_be_read_is_asked_for_again_alone(core: FakeCore) 
         broken, whole = (client.submit([5], PARAMS) for _ in range(2))
         await core.until(lambda: core.num_added == 2)
         good = RequestOutput(whole.request_id, 0, [8], FinishReason.STOP)
-        core.say_raw(encode(["StepOutputs", [unreadable_row(broken.request_id), good]]))
+        core.send_raw(encode(["StepOutputs", [unreadable_row(broken.request_id), good]]))
         assert [output.token_ids async for output in whole] == [[8]]
         await core.until(lambda: core.num_added == 3)
         assert core.adds[2].request_id == broken.request_id
@@ -252,7 +252,7 @@ def test_a_request_whose_outputs_can_never_be_read_fails_alone(core: FakeCore) -
         num_added = 2
         while not failing.done():
             await core.until(lambda: core.num_added == num_added or core.aborted)  # noqa: B023
-            core.say_raw(encode(["StepOutputs", [unreadable_row(broken.request_id)]]))
+            core.send_raw(encode(["StepOutputs", [unreadable_row(broken.request_id)]]))
             num_added += 1
             await asyncio.wait([failing], timeout=0.01)
         assert failing.result().code is ErrorCode.INTERNAL
@@ -267,9 +267,9 @@ def test_another_message_that_cannot_be_read_has_all_sent_again(core: FakeCore) 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
-        core.say_raw(encode(["Refused", "nobody"]))
+        core.send_raw(encode(["Refused", "nobody"]))
         while core.num_added < 2:
-            core.say(READY)  # a silent core would be asked again for that alone
+            core.send(READY)  # a silent core would be asked again for that alone
             core.pump()
             await asyncio.sleep(FAST_TICK_S / 4)
         core.emit(RequestOutput(stream.request_id, 0, [9], FinishReason.STOP))
@@ -283,7 +283,7 @@ def test_a_long_prompt_crosses_packed(core: FakeCore) -> None:
     long_facts = msgspec.structs.replace(FACTS, max_model_len=2 * PACKED_FROM_TOKENS)
 
     async def play(client: AsyncEngineClient) -> None:
-        core.say(msgspec.structs.replace(READY, facts=long_facts))
+        core.send(msgspec.structs.replace(READY, facts=long_facts))
         await core.until(lambda: client.facts == long_facts)
         client.submit(prompt, PARAMS)
         await core.until(lambda: core.num_added == 1)
@@ -297,13 +297,13 @@ def test_a_long_prompt_crosses_packed(core: FakeCore) -> None:
 
 @pytest.mark.usefixtures("fast_ticks")
 def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> None:
-    """Reports alone are no progress: the time without READY counts."""
+    """Reports alone do not count as service: the time without READY counts."""
 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         failing = asyncio.create_task(failure_of(stream))
         while not failing.done():
-            core.say(RECOVERING)
+            core.send(RECOVERING)
             await core.until(lambda: True)
             await asyncio.wait([failing], timeout=FAST_TICK_S)
         assert "no engine has served" in failing.result().message
@@ -311,7 +311,7 @@ def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> No
         with pytest.raises(RequestFailed) as caught:
             client.submit([5], PARAMS)
         assert caught.value.error.code is ErrorCode.ENGINE_FAILED
-        core.say(READY)
+        core.send(READY)
         await core.until(lambda: client.status == READY)
         client.submit([5], PARAMS)
 

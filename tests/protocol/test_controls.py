@@ -1,4 +1,4 @@
-"""Whose pause it is, and what a new core is asked again: the rules, then the client that obeys."""
+"""Which client owns a pause, and what it repeats to a new core: the rules, then the client."""
 
 import asyncio
 
@@ -33,14 +33,14 @@ def status(mode: PauseMode = RUNNING, *, is_sleeping: bool = False) -> Status:
     return Status(EngineState.READY, FACTS, EngineStats(), mode, is_sleeping)
 
 
-def obeyed(controls: Controls, action: ControlAction, mode: PauseMode = ALL) -> None:
+def applied(controls: Controls, action: ControlAction, mode: PauseMode = ALL) -> None:
     control = controls.ask(action, mode)
     in_force = {PAUSE: mode, SLEEP: ALL, RESUME: RUNNING}.get(action, RUNNING)
     controls.take(ControlDone(control.number, True, in_force))
 
 
 def asked_again(controls: Controls, epoch: int = 2) -> list[tuple[ControlAction, PauseMode]]:
-    """What is in force comes first, and only that gives way to what others have asked for."""
+    """The control in force is repeated first, and only it yields to those of other clients."""
     controls_ = controls.begin(epoch, status())
     assert [c.restores for c in controls_] == sorted([c.restores for c in controls_], reverse=True)
     return [(c.action, c.pause_mode) for c in controls_]
@@ -57,40 +57,40 @@ def controls() -> Controls:
 def test_what_is_in_force_is_asked_of_every_new_core(
     controls: Controls, action: ControlAction, mode: PauseMode
 ) -> None:
-    obeyed(controls, action, mode)
+    applied(controls, action, mode)
     for epoch in (2, 3):
         assert asked_again(controls, epoch) == [(action, mode)]
     assert [control.restores for control in controls.begin(4, status())] == [True]
 
 
 def test_after_a_resume_nothing_is_asked_again(controls: Controls) -> None:
-    obeyed(controls, PAUSE)
-    obeyed(controls, RESUME)
+    applied(controls, PAUSE)
+    applied(controls, RESUME)
     assert asked_again(controls) == []
 
 
 def test_a_reset_is_asked_once_and_leaves_a_pause_in_force(controls: Controls) -> None:
-    obeyed(controls, PAUSE)
+    applied(controls, PAUSE)
     done = controls.ask(RESET, reset_running_requests=True)
     controls.take(ControlDone(done.number, True, ALL))
     assert asked_again(controls) == [(PAUSE, ALL)]
 
 
-def test_what_was_not_obeyed_is_not_in_force(controls: Controls) -> None:
+def test_a_refused_control_is_not_in_force(controls: Controls) -> None:
     control = controls.ask(PAUSE)
     controls.take(ControlDone(control.number, False, RUNNING))
     assert asked_again(controls) == []
 
 
 def test_what_has_no_answer_yet_is_asked_again_after_what_is_in_force(controls: Controls) -> None:
-    obeyed(controls, PAUSE, NEW)
+    applied(controls, PAUSE, NEW)
     controls.ask(RESET)
     controls.ask(SLEEP)
     assert [action for action, _ in asked_again(controls)] == [PAUSE, RESET, SLEEP]
     assert [action for action, _ in asked_again(controls, 3)].count(SLEEP) == 1
 
 
-def test_what_nobody_waits_for_any_more_is_not_asked_again(controls: Controls) -> None:
+def test_a_control_without_a_waiting_caller_is_not_repeated(controls: Controls) -> None:
     controls.give_up(controls.ask(PAUSE).number)
     assert asked_again(controls) == []
 
@@ -107,7 +107,7 @@ def test_what_nobody_waits_for_any_more_is_not_asked_again(controls: Controls) -
 def test_a_pause_that_another_client_has_ended_or_changed_is_its_own_no_more(
     controls: Controls, action: ControlAction, word: Status
 ) -> None:
-    obeyed(controls, action)
+    applied(controls, action)
     controls.follow(word)
     assert asked_again(controls) == []
 
@@ -116,23 +116,23 @@ def test_a_pause_that_another_client_has_ended_or_changed_is_its_own_no_more(
 def test_the_same_is_learned_from_the_same_core_after_a_lost_connection(
     controls: Controls, mode: PauseMode, again: list[tuple[ControlAction, PauseMode]]
 ) -> None:
-    obeyed(controls, PAUSE)
+    applied(controls, PAUSE)
     assert controls.begin(1, status(mode)) == []
     assert asked_again(controls) == again
 
 
-def test_a_word_from_before_the_answer_says_nothing(controls: Controls) -> None:
+def test_a_status_from_before_the_answer_is_ignored(controls: Controls) -> None:
     control = controls.ask(PAUSE)
     controls.follow(status(RUNNING))
     controls.take(ControlDone(control.number, True, ALL))
     controls.follow(status(ALL))
     assert asked_again(controls) == [(PAUSE, ALL)]
-    controls.follow(status(RUNNING))  # of a new core that has not come to the control yet
+    controls.follow(status(RUNNING))  # of a new core that has not read the control yet
     assert asked_again(controls, 3) == [(PAUSE, ALL)]
 
 
 def test_a_sleep_of_another_client_leaves_a_pause_in_force(controls: Controls) -> None:
-    obeyed(controls, PAUSE, NEW)
+    applied(controls, PAUSE, NEW)
     controls.follow(status(ALL, is_sleeping=True))
     assert asked_again(controls) == [(PAUSE, NEW)]
 
@@ -169,10 +169,10 @@ def test_a_new_core_is_paused_before_it_is_sent_any_request(
         await core.until(lambda: core.controls)
         core.done(ALL)
         assert await task
-        if is_starting:  # its first word comes before it has workers
-            core.say(Status(EngineState.STARTING, None, EngineStats()), core.epoch + 1)
+        if is_starting:  # its first status comes before it has workers
+            core.send(Status(EngineState.STARTING, None, EngineStats()), core.epoch + 1)
         await core.restart(1)
-        first, second = core.heard
+        first, second = core.received
         assert isinstance(first, Control)
         assert (first.action, first.pause_mode) == (PAUSE, ALL)
         assert isinstance(second, AddRequest)
@@ -224,7 +224,7 @@ def test_closing_the_client_ends_the_wait_for_an_answer(core: FakeCore) -> None:
 
 
 @pytest.mark.parametrize("mode", ["new", RUNNING, None])
-def test_a_mode_that_is_no_pause_is_refused_at_the_call(core: FakeCore, mode: PauseMode) -> None:
+def test_a_mode_that_is_not_a_pause_is_refused_at_the_call(core: FakeCore, mode: PauseMode) -> None:
     async def play(client: AsyncEngineClient) -> None:
         with pytest.raises(ValueError, match="mode"):
             await client.pause(mode)
@@ -235,7 +235,7 @@ def test_a_mode_that_is_no_pause_is_refused_at_the_call(core: FakeCore, mode: Pa
 
 
 def test_an_odd_truth_value_is_sent_as_a_bool(core: FakeCore) -> None:
-    """What could not be encoded would stand in the way of every later recovery."""
+    """A control that cannot be encoded would block every later recovery."""
 
     async def play(client: AsyncEngineClient) -> None:
         odd: bool = [1]  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The client's link to the core: connecting, repeating, replacing, queues, and time."""
+"""The client's link to the core: connection, repetition, replacement, queues and timeouts."""
 
 import asyncio
 import errno
@@ -43,7 +43,7 @@ def test_connect_is_repeated_until_it_is_answered(
 
 @pytest.mark.usefixtures("fast_ticks")
 def test_silence_of_the_core_is_answered_with_a_new_beginning(core: FakeCore) -> None:
-    """A core that dropped this client as too slow tells it nothing, under the same epoch."""
+    """A core that dropped this client as too slow sends it nothing, under the same epoch."""
 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
@@ -74,7 +74,7 @@ def test_reporting_core_is_not_bothered_again(
         num_connects = len(core.connects)
         for _ in range(10):
             before = client.last_status_time
-            core.say(READY)
+            core.send(READY)
             await core.until(lambda before=before: client.last_status_time > before)
             ticked = asyncio.get_running_loop().time() + 3 * FAST_TICK_S
             await core.until(lambda at=ticked: asyncio.get_running_loop().time() > at)
@@ -85,7 +85,7 @@ def test_reporting_core_is_not_bothered_again(
 
 @pytest.mark.usefixtures("fast_ticks")
 def test_socket_that_never_reconnects_is_replaced(core: FakeCore) -> None:
-    """A frame above the largest size makes libzmq disconnect for ever."""
+    """A frame above the largest size makes libzmq disconnect again and again."""
 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
@@ -132,7 +132,7 @@ def test_connection_that_breaks_while_the_core_is_busy_costs_nothing_else(
 def test_socket_is_replaced_as_soon_as_there_are_descriptors_again(
     core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the old one stays, and nothing is done to descriptors that are others' by now."""
+    """Until then the old socket stays open, and reused descriptor numbers are left alone."""
     tries: list[str] = []
 
     def refuse(*_: object) -> DealerChannel:
@@ -172,9 +172,9 @@ def test_frames_of_other_epochs_are_dropped_and_counted(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
-        core.say(StepOutputs([RequestOutput(stream.request_id, 0, [99])]), epoch=4)
-        core.say(RECOVERING, epoch=4)
-        core.say_raw(b"\xc1")
+        core.send(StepOutputs([RequestOutput(stream.request_id, 0, [99])]), epoch=4)
+        core.send(RECOVERING, epoch=4)
+        core.send_raw(b"\xc1")
         core.emit(RequestOutput(stream.request_id, 0, [10]))
         assert (await anext(stream)).token_ids == [10]
         assert (client.num_fenced_frames, client.num_bad_frames) == (2, 1)
@@ -186,7 +186,7 @@ def test_frames_of_other_epochs_are_dropped_and_counted(core: FakeCore) -> None:
 
 
 def fill_queue(client: AsyncEngineClient) -> list[RequestStream]:
-    """Submit until the socket takes no more; the core reads nothing meanwhile."""
+    """Submit until the socket is full; the core reads nothing meanwhile."""
     streams = []
     while not client._link._outbox:
         streams.append(client.submit([5] * 200, PARAMS))
@@ -205,7 +205,7 @@ def test_everything_arrives_once_the_core_reads_again(core: FakeCore) -> None:
 
 
 def test_output_is_read_though_a_failed_send_swallowed_its_sign(core: FakeCore) -> None:
-    """The descriptor is edge-triggered; trying to send resets it."""
+    """The descriptor is edge-triggered; an attempt to send resets it."""
 
     async def play(client: AsyncEngineClient) -> None:
         stream = fill_queue(client)[0]
@@ -217,7 +217,9 @@ def test_output_is_read_though_a_failed_send_swallowed_its_sign(core: FakeCore) 
         while select.select([descriptor], [], [], 0.05)[0]:
             client._link._flush()
         assert client._link._outbox
-        async with asyncio.timeout(0.8 * core_link.STATUS_TIMEOUT_S):  # then it begins anew
+        async with asyncio.timeout(
+            0.8 * core_link.STATUS_TIMEOUT_S
+        ):  # after it the client reconnects
             assert (await anext(stream)).token_ids == [10]
 
     run_connected(core, play)
@@ -248,8 +250,10 @@ def test_time_in_which_the_client_stood_still_does_not_count(core: FakeCore) -> 
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
         before = client.last_status_time
-        core.say(READY)
-        await core.until(lambda: client.last_status_time > before)  # it counts from here
+        core.send(READY)
+        await core.until(
+            lambda: client.last_status_time > before
+        )  # the silence is measured from here
         core.connects.clear()
         core.answers = False
         time.sleep(15 * FAST_TICK_S)

@@ -1,4 +1,4 @@
-"""The numbers of frames: what is next, comes again or is missing, and who is out of step."""
+"""Sequence numbers of frames: next, repeated, missing, or of a sender out of step."""
 
 from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import Header

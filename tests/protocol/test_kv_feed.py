@@ -1,4 +1,4 @@
-"""The feed of KV events: in order, each once, and a new beginning after whatever was missed."""
+"""The feed of KV events: in order, each once, and a new snapshot after any loss."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ def snapshot(*numbers: int, subscription: int = 0) -> KVEventBatch:
 
 
 def num_taken(core: FakeCore) -> int:
-    return sum(isinstance(message, KVEventsTaken) for message in core.heard)
+    return sum(isinstance(message, KVEventsTaken) for message in core.received)
 
 
 async def take(feed: KVEventFeed, count: int) -> list[tuple[int | None, KVEvent]]:
@@ -50,7 +50,7 @@ def test_a_snapshot_and_what_follows_it_come_in_order(core: FakeCore) -> None:
         feed = client.kv_events()
         await core.until(lambda: core.subscriptions == [SubscribeKVEvents(0, None)])
         for message in (snapshot(1), batch(None, 2), batch(40), batch(40, 3, 4), batch(42, 5)):
-            core.say(message)
+            core.send(message)
         numbers = [(None, CLEARED), (None, removed(1)), (None, removed(2))]
         numbers += [(40, removed(3)), (41, removed(4)), (42, removed(5))]
         assert await take(feed, 6) == numbers
@@ -59,7 +59,7 @@ def test_a_snapshot_and_what_follows_it_come_in_order(core: FakeCore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "next_seq"),
+    ("received", "next_seq"),
     [
         ([snapshot(1)], None),
         ([snapshot(1), batch(None, 2)], None),
@@ -68,15 +68,15 @@ def test_a_snapshot_and_what_follows_it_come_in_order(core: FakeCore) -> None:
     ],
 )
 def test_a_new_connection_goes_on_after_what_was_complete(
-    core: FakeCore, heard: list[KVEventBatch], next_seq: int | None
+    core: FakeCore, received: list[KVEventBatch], next_seq: int | None
 ) -> None:
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events(5)
         await core.until(lambda: core.subscriptions)
-        for message in heard:
-            core.say(message)
-        await take(feed, sum(len(message.events) for message in heard))
-        if next_seq == 40:  # an empty batch is no event: wait for what it says
+        for message in received:
+            core.send(message)
+        await take(feed, sum(len(message.events) for message in received))
+        if next_seq == 40:  # an empty batch has no event: wait for its number
             await core.until(lambda: feed._next_seq == 40)
         await core.restart(0)
         await core.until(lambda: core.subscriptions)
@@ -85,17 +85,17 @@ def test_a_new_connection_goes_on_after_what_was_complete(
     run_connected(core, play)
 
 
-def test_a_gap_is_asked_for_once_and_nothing_is_told_twice(core: FakeCore) -> None:
+def test_a_gap_is_asked_for_once_and_no_event_is_delivered_twice(core: FakeCore) -> None:
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events(5)
         await core.until(lambda: core.subscriptions)
-        core.say(batch(5, 1))
+        core.send(batch(5, 1))
         await take(feed, 1)
-        core.say(batch(8, 4))
-        core.say(batch(9, 5))
+        core.send(batch(8, 4))
+        core.send(batch(9, 5))
         await core.until(lambda: len(core.subscriptions) == 2)
         assert core.subscriptions[-1] == SubscribeKVEvents(1, 6)
-        core.say(batch(6, 2, 3, 4, 5, subscription=1))
+        core.send(batch(6, 2, 3, 4, 5, subscription=1))
         assert await take(feed, 4) == [(6 + i, removed(2 + i)) for i in range(4)]
         core.pump()
         assert len(core.subscriptions) == 2
@@ -107,16 +107,16 @@ def test_the_core_is_asked_for_more_only_when_all_that_came_was_read(core: FakeC
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events(1)
         await core.until(lambda: core.subscriptions)
-        core.say(batch(1, 1, 2))
-        core.say(batch(3, 3))
+        core.send(batch(1, 1, 2))
+        core.send(batch(3, 3))
         await core.until(lambda: feed.num_unread == 3)
         await take(feed, 2)
         client.submit([7], SamplingParams()).cancel()
-        await core.until(lambda: core.aborted)  # whatever was said before has come too
+        await core.until(lambda: core.aborted)  # all earlier messages have arrived too
         assert num_taken(core) == 0
         await take(feed, 1)
         await core.until(lambda: num_taken(core) == 2)
-        core.say(batch(9, 9))  # a gap: not kept, so there is room at once
+        core.send(batch(9, 9))  # a gap: the batch is not kept, so there is room at once
         await core.until(lambda: num_taken(core) == 3)
 
     run_connected(core, play)
@@ -127,30 +127,30 @@ def test_a_feed_that_ends_unread_leaves_room_for_the_next(core: FakeCore, ending
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events(1)
         await core.until(lambda: core.subscriptions)
-        core.say(batch(1, 1))
+        core.send(batch(1, 1))
         await core.until(lambda: feed.num_unread)
         if ending == "cancelled":
             feed.cancel()
         else:
-            core.say(KVEventsRefused(0, "a bug"))
+            core.send(KVEventsRefused(0, "a bug"))
         await core.until(lambda: num_taken(core) == 1)
-        core.say(batch(2, 2))  # was on its way
+        core.send(batch(2, 2))  # sent before the refusal arrived
         await core.until(lambda: num_taken(core) == 2)
 
     run_connected(core, play)
 
 
 def test_what_was_on_its_way_to_another_feed_is_none_of_this_one(core: FakeCore) -> None:
-    """Though it begins with the very number that is due here, or refuses, or is a snapshot."""
+    """It is ignored even if it begins with the expected number, or is a refusal or a snapshot."""
 
     async def play(client: AsyncEngineClient) -> None:
         client.kv_events(5).cancel()
         feed = client.kv_events(5)
         await core.until(lambda: len(core.subscriptions) == 3)
-        core.say(KVEventsRefused(0, "a bug"))
-        core.say(batch(5, 1))
-        core.say(snapshot(2))
-        core.say(batch(5, 3, subscription=1))
+        core.send(KVEventsRefused(0, "a bug"))
+        core.send(batch(5, 1))
+        core.send(snapshot(2))
+        core.send(batch(5, 3, subscription=1))
         assert await take(feed, 1) == [(5, removed(3))]
         await core.until(lambda: num_taken(core) == 3)
         assert len(core.subscriptions) == 3
@@ -174,7 +174,7 @@ def test_a_refusal_is_raised_and_a_new_feed_may_be_tried(core: FakeCore) -> None
     async def play(client: AsyncEngineClient) -> None:
         feed = client.kv_events()
         await core.until(lambda: core.subscriptions)
-        core.say(KVEventsRefused(0, "not without enable_kv_events"))
+        core.send(KVEventsRefused(0, "not without enable_kv_events"))
         with pytest.raises(ValueError, match="enable_kv_events"):
             await take(feed, 1)
         client.kv_events().cancel()

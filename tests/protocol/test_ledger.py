@@ -1,4 +1,4 @@
-"""The ledger: exactly once by index, whatever is repeated, missing or contradictory."""
+"""The ledger delivers exactly once by index, if outputs are repeated, missing or contradictory."""
 
 import random
 
@@ -68,7 +68,7 @@ def test_gap_asks_for_the_request_again_with_what_is_known() -> None:
     assert again.resent
 
 
-def test_outputs_already_under_way_after_a_gap_are_no_further_gaps() -> None:
+def test_outputs_already_in_flight_after_a_gap_are_not_further_gaps() -> None:
     ledger = ledger_with()
     assert isinstance(ledger.take(RequestOutput(1, 1, [11])), AddRequest)
     for index in range(2, 20):
@@ -88,7 +88,7 @@ def test_gap_that_stays_is_asked_for_again_and_then_fails_the_request() -> None:
 
 
 def test_repairs_that_help_are_not_counted() -> None:
-    """Progress makes the next gap the first one, without waiting for `allow_repairs`."""
+    """After progress the next gap counts as the first, without waiting for `allow_repairs`."""
     ledger = ledger_with()
     for known in range(3 * REPAIR_MESSAGES_MAX):
         assert isinstance(ledger.take(RequestOutput(1, known + 1, [0])), AddRequest)
@@ -119,7 +119,7 @@ def test_prompt_logprobs_come_once_by_position_though_the_prompt_is_computed_aga
     assert [add.output_token_ids for add in resumed(ledger)] == [[20]]
 
 
-def test_output_with_nothing_but_known_prompt_logprobs_is_no_news() -> None:
+def test_output_with_only_known_prompt_logprobs_is_dropped() -> None:
     ledger = ledger_with()
     assert ledger.take(prompt_output(1, 5, [])) is not None
     assert ledger.take(prompt_output(1, 5, [])) is None
@@ -140,7 +140,7 @@ def test_bound_on_open_requests() -> None:
 
 
 def test_any_mix_of_repetitions_and_losses_delivers_every_token_once() -> None:
-    """A core that resends, forgets and repeats at random: the reader sees the true sequence."""
+    """A core resends, forgets and repeats at random, and the reader gets the true sequence."""
     rng = random.Random(1)
     for _ in range(300):
         truth = [rng.randrange(1000) for _ in range(rng.randint(1, 30))]

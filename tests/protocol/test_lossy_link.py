@@ -1,4 +1,4 @@
-"""Links that lose, harm and repeat frames: it shows at once, and beginning anew repairs it."""
+"""Links that lose, damage and repeat frames: it is noticed at once and repaired by a new start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def greet_both_ways(link: Link) -> bytes:
     return peer
 
 
-def hears_of_loss(link: Link) -> bool:
+def notices_loss(link: Link) -> bool:
     assert list(link.router.drain(10)) == []
     assert list(link.dealer.drain(10)) == []
     return link.dealer.take_loss()
@@ -48,9 +48,9 @@ def test_a_frame_lost_on_its_way_to_the_binding_end_makes_the_other_begin_anew(
     peer = greet_both_ways(link)
     link.dealer._frames.next_seq += 1
     assert link.dealer.send(1, b"after the gap")
-    eventually(lambda: hears_of_loss(link))
+    eventually(lambda: notices_loss(link))
     assert link.dealer.send(1, b"still after it")
-    eventually(lambda: hears_of_loss(link))
+    eventually(lambda: notices_loss(link))
     begin_anew(link, peer)
     assert link.dealer.send(1, b"good")
     assert link.receive(link.router).body == b"good"
@@ -60,7 +60,7 @@ def test_a_frame_lost_on_its_way_to_the_connecting_end_makes_it_begin_anew(link:
     peer = greet_both_ways(link)
     link.router._sequences[peer].next_seq += 1
     assert link.router.send(peer, 1, b"after the gap")
-    eventually(lambda: hears_of_loss(link))
+    eventually(lambda: notices_loss(link))
     begin_anew(link, peer)
 
 
@@ -70,14 +70,14 @@ def test_a_lost_frame_after_which_nothing_comes_shows_with_the_next_beat(
 ) -> None:
     peer = greet_both_ways(link)
     sequence = link.dealer._frames if is_upwards else link.router._sequences[peer]
-    assert not hears_of_loss(link)
+    assert not notices_loss(link)
     sequence.next_seq += 1
     link.router.beat()
-    eventually(lambda: hears_of_loss(link))
+    eventually(lambda: notices_loss(link))
     begin_anew(link, peer)
     link.router.beat()
     eventually(lambda: link.router.num_read and link.router._sequences[peer])
-    assert not hears_of_loss(link)
+    assert not notices_loss(link)
 
 
 def test_frames_that_come_again_are_dropped(link: Link) -> None:
@@ -90,7 +90,7 @@ def test_frames_that_come_again_are_dropped(link: Link) -> None:
     for end in (link.router, link.dealer):
         assert link.receive(end).body == b"new"
         assert end.num_dropped_frames == 1
-    assert not hears_of_loss(link)
+    assert not notices_loss(link)
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ def test_frames_that_come_again_are_dropped(link: Link) -> None:
         [pack_header(1, 1, b"body"), b"bod"],
     ],
 )
-def test_harmed_frames_are_dropped_and_repaired_and_nobody_is_blamed(
+def test_damaged_frames_are_dropped_and_repaired_without_an_error(
     link: Link, parts: list[bytes]
 ) -> None:
     peer = greet_both_ways(link)
     link.dealer.socket.send_multipart(parts)
-    eventually(lambda: hears_of_loss(link))
+    eventually(lambda: notices_loss(link))
     begin_anew(link, peer)
     link.router.socket.send_multipart([peer, *parts])
-    eventually(lambda: hears_of_loss(link))
+    eventually(lambda: notices_loss(link))
     begin_anew(link, peer)
     assert link.router.num_bad_frames == link.dealer.num_bad_frames == 0
     assert link.router.num_dropped_frames == link.dealer.num_dropped_frames == 1
 
 
-def test_losses_before_a_beginning_are_no_reason_for_another_one(link: Link) -> None:
-    """Each frame after the gap is answered by a mark of its own; all but the first come late."""
+def test_losses_before_a_beginning_do_not_cause_another_one(link: Link) -> None:
+    """Each frame after the gap is answered by a mark; all but the first arrive late."""
     peer = greet_both_ways(link)
     link.dealer._frames.next_seq += 1
     for _ in range(5):
@@ -134,15 +134,15 @@ def test_messages_of_the_lifecycle_stand_for_themselves(tmp_path: Path) -> None:
     link.dealer._frames.next_seq += 1
     assert link.dealer.send(1, b"after the gap")
     assert link.receive(link.router).body == b"after the gap"
-    assert not hears_of_loss(link)
+    assert not notices_loss(link)
     link.close()
 
 
 def test_a_forgotten_peer_that_goes_on_is_made_to_begin_anew(link: Link) -> None:
     peer = greet_both_ways(link)
     link.router.forget(peer)
-    assert link.dealer.send(1, b"to whom?")
-    eventually(lambda: hears_of_loss(link))
+    assert link.dealer.send(1, b"unread")
+    eventually(lambda: notices_loss(link))
     begin_anew(link, peer)
 
 
@@ -153,7 +153,7 @@ def test_a_forgotten_peer_that_goes_on_is_made_to_begin_anew(link: Link) -> None
 def test_what_is_taken_is_a_run_without_gaps_from_the_last_beginning_on(
     fates: list[str], begins_at: int
 ) -> None:
-    """Whatever becomes of each frame on its way."""
+    """Each frame is lost, damaged, repeated or delivered."""
     frames = [Header(1, i, Flag.BEGINS if i == begins_at else 0) for i in range(len(fates))]
     arriving: list[Header] = []
     late: list[Header] = []

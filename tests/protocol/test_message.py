@@ -1,4 +1,4 @@
-"""Headers and bodies: what was sent is what is read, and everything else is refused by name."""
+"""Headers and bodies: valid frames are decoded as sent, others are refused with the reason."""
 
 import pytest
 from hypothesis import given
@@ -50,7 +50,7 @@ def test_frame_of_an_older_version_is_refused() -> None:
 
 
 def test_steady_step_is_tiny() -> None:
-    """A decode step in which nothing changes names no request, whatever runs."""
+    """A decode step without changes names no request, however many run."""
     step = SchedulerOutput(10**6, [], CachedRequestData(), {}, 256, [], [])
     assert len(encode(step)) <= 66
 
@@ -71,7 +71,7 @@ def test_message_round_trip() -> None:
     ],
 )
 def test_bounds_hold_on_the_wire(params: SamplingParams, place: str) -> None:
-    """The core refuses what a client that skips the API's checks sends."""
+    """The core refuses bad values of clients that skip the API's checks."""
     with pytest.raises(ProtocolError, match=place):
         api_core.decode_from_client(encode(AddRequest(1, [1], params)))
 

@@ -1,4 +1,4 @@
-"""The progress page: what one process writes another reads, whole or not at all."""
+"""The progress page: another process reads complete entries or none."""
 
 import os
 import random
@@ -23,7 +23,7 @@ from protocol.progress_page import (
     ProgressRecord,
 )
 from tests.system.conftest import ROOT
-from tests.timing import any_of
+from tests.timing import within
 
 RECOVERY = RecoveryConfig(hang_timeout_s=2.0, startup_timeout_s=100.0)
 EPOCH = 7
@@ -75,9 +75,9 @@ def test_what_is_written_is_read_on_the_other_side(shared: tuple[ProgressPage, i
 
 
 def test_torn_write_is_not_read_and_the_next_writer_repairs_it(page: ProgressPage) -> None:
-    """Its writer died between two of its words."""
+    """The writer died between two words."""
     page.write(EPOCH, Phase.TURN, None, 1, 2)
-    page._words[8] += 1  # as at the beginning of a write
+    page._words[8] += 1  # the state at the beginning of a write
     page._words[11] = 12345
     assert page.read() is None
     page.write(EPOCH + 1, Phase.NONE, None, 0, 0)
@@ -87,7 +87,7 @@ def test_torn_write_is_not_read_and_the_next_writer_repairs_it(page: ProgressPag
 def test_nonsense_in_a_page_is_not_read_and_harms_no_reader(
     page: ProgressPage,
 ) -> None:
-    """A process whose memory is harmed may write anything anywhere, also there."""
+    """A process with corrupted memory may write anything into the page."""
     rng = random.Random(0)
     for number in range(2000):
         for _ in range(rng.randint(1, 8)):
@@ -102,7 +102,7 @@ def test_nonsense_in_a_page_is_not_read_and_harms_no_reader(
 
 
 def test_reader_never_sees_two_writes_mixed() -> None:
-    """Another process writes as fast as it can marks whose fields are all the same number."""
+    """Another process writes marks at full speed, each with equal fields."""
     page, fd = ProgressPage.create("test")
     script = (
         "import sys\nfrom protocol.progress_page import *\npage = ProgressPage(int(sys.argv[1]))\n"
@@ -153,7 +153,7 @@ def test_word_about_a_death(page: ProgressPage, step_id: int | None) -> None:
 
 
 def test_page_cannot_be_taken_from_under_its_readers(shared: tuple[ProgressPage, int]) -> None:
-    """A shorter file would kill whoever reads it with SIGBUS."""
+    """A shorter file would kill its reader with SIGBUS."""
     with pytest.raises(PermissionError):
         os.ftruncate(shared[1], 0)
 
@@ -167,7 +167,7 @@ def test_descriptor_of_something_else_is_refused() -> None:
 
 
 def test_each_phase_has_its_time(shared: tuple[ProgressPage, int]) -> None:
-    """A step its own, a turn the setting's, a load half of the start's."""
+    """A step has its own, a turn that of the setting, a load half of the start's."""
     page, fd = shared
     reporter = ProgressReporter(fd, EPOCH, RECOVERY)
 
@@ -214,16 +214,18 @@ def test_without_a_page_nothing_is_written_and_polls_may_last() -> None:
     assert reporter.tick_ms is None
 
 
-@any_of(5)
 def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int]) -> None:
     reporter = ProgressReporter(shared[1], EPOCH, RECOVERY)
-    began = time.thread_time()
-    for step_id in range(20_000):
-        reporter.step(step_id, 2.0)
-    cost_s = (time.thread_time() - began) / 20_000
+
+    def measure() -> dict[str, float]:
+        began = time.thread_time()
+        for step_id in range(20_000):
+            reporter.step(step_id, 2.0)
+        return {"mark_s": (time.thread_time() - began) / 20_000}
+
+    within(5, measure, mark_s=2e-6)
     assert reporter.page is not None
     reporter.page.close()
-    assert cost_s < 2e-6, cost_s
 
 
 def test_successor_with_another_page_inherits_what_was_left(

@@ -1,4 +1,4 @@
-"""What comes while nobody reads is kept whole, and small."""
+"""Outputs that arrive while no task reads are merged into one."""
 
 import asyncio
 import tracemalloc
@@ -20,7 +20,7 @@ _decode: Decoder[_Wire] = Decoder(_Wire)
 
 
 def arriving(first: int, token_ids: list[int], **rest: object) -> RequestOutput:
-    """An output as it comes from a socket: its numbers are nobody else's."""
+    """An output as decoded from a socket: its lists are not shared."""
     output = RequestOutput(1, first, token_ids, **rest)  # type: ignore[arg-type]
     return _decode(encode(_Wire(output))).output
 

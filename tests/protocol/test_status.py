@@ -1,4 +1,4 @@
-"""Asking a supervisor from several threads: nobody waits for long, and no socket has two users."""
+"""Queries to a supervisor from several threads: bounded waits, one thread per socket."""
 
 import threading
 import time
@@ -16,12 +16,12 @@ from protocol.status import StatusLink
 
 REPLY = StatusReply([], True, None)
 PATIENCE_S = 10.0
-"""Much less than the timeouts of the questions that are cut short."""
+"""Much less than the timeouts of the queries that are cut short."""
 
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[RouterChannel]:
-    """Somebody who listens, and answers only where the test says so."""
+    """A socket that listens, and answers only when the test asks for it."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     address = lifecycle_address(str(tmp_path))
     link = RouterChannel(context, address, HighWaterMark.LIFECYCLE_LINK)
@@ -68,7 +68,7 @@ def test_threads_that_ask_at_once_are_all_answered(
 
 
 @pytest.mark.usefixtures("supervisor")
-def test_who_asks_behind_another_waits_no_longer_than_it_says(tmp_path: Path) -> None:
+def test_a_query_behind_another_waits_no_longer_than_its_timeout(tmp_path: Path) -> None:
     link = StatusLink(str(tmp_path))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(link.query, 6 * PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A child's words to its supervisor, over a channel that is played: what is said again."""
+"""A child's messages to its supervisor over a fake channel: which of them are repeated."""
 
 import logging
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from protocol.supervisor_link import SupervisorLink
 EPOCH = 7
 
 
-class PlayedChannel:
-    """Keeps what is sent, each with its epoch, and delivers what is put into it."""
+class FakeChannel:
+    """Records sent messages with their epochs, and delivers what the test puts into it."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
@@ -57,19 +57,19 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def channel() -> PlayedChannel:
-    return PlayedChannel()
+def channel() -> FakeChannel:
+    return FakeChannel()
 
 
 @pytest.fixture
-def link(channel: PlayedChannel, clock: Clock) -> SupervisorLink:
+def link(channel: FakeChannel, clock: Clock) -> SupervisorLink:
     return SupervisorLink(cast(DealerChannel, channel), EPOCH, clock)
 
 
-def test_what_holds_is_said_again_and_nothing_else(
-    link: SupervisorLink, channel: PlayedChannel, clock: Clock
+def test_only_the_current_state_is_repeated(
+    link: SupervisorLink, channel: FakeChannel, clock: Clock
 ) -> None:
-    """At its time only, however often it is read; the latest word counts."""
+    """It is repeated at its time only, however often the link is read; the latest report counts."""
     link.read()
     assert channel.sent == []
     link.hold(Ready("cpu"))
@@ -84,10 +84,10 @@ def test_what_holds_is_said_again_and_nothing_else(
     assert channel.sent == [(EPOCH, Drained())] * 2
 
 
-def test_a_promotion_takes_back_what_was_said_before(
-    link: SupervisorLink, channel: PlayedChannel, clock: Clock
+def test_a_promotion_revokes_earlier_reports(
+    link: SupervisorLink, channel: FakeChannel, clock: Clock
 ) -> None:
-    """Under its new epoch it is not ready yet."""
+    """Under the new epoch it is not ready yet."""
     link.hold(Ready())
     channel.deliver(Promote(9))
     assert link.read() == [Promote(9)]
@@ -104,11 +104,11 @@ def test_a_promotion_takes_back_what_was_said_before(
 
 def test_a_restart_is_asked_for_until_there_is_an_answer(
     link: SupervisorLink,
-    channel: PlayedChannel,
+    channel: FakeChannel,
     clock: Clock,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The supervisor answers under no epoch; a refusal is logged with its reason."""
+    """The supervisor's answer has no epoch; a refusal is logged with its reason."""
     link.ask_for_restart(RestartQuery(Role.WORKER))
     clock.now += REPEAT_S
     link.read()

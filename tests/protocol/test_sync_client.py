@@ -1,4 +1,4 @@
-"""EngineClient: what threads may rely on, above all that nobody is left waiting."""
+"""EngineClient in threads: above all, no thread is left waiting."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=1000)
 
 @pytest.fixture
 def core(tmp_path: Path) -> Iterator[FakeCore]:
-    """A core that answers an odd first token of the prompt with [10, 11], an even one with all."""
+    """A core that answers an odd first prompt token with [10, 11], an even one with all tokens."""
 
     def on_add(core: FakeCore, add: AddRequest) -> None:
         core.emit(RequestOutput(add.request_id, 0, [10, 11]))
@@ -42,7 +42,7 @@ def client(core: FakeCore) -> Iterator[EngineClient]:
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call it in a thread of its own, which does not hold up the end of the tests."""
+    """Call a function in a daemon thread, which does not delay the end of the tests."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -124,7 +124,7 @@ def test_client_that_cannot_start_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_client_for_whom_there_is_no_thread_leaves_no_descriptor(
+def test_client_whose_thread_cannot_start_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(thread: threading.Thread) -> None:

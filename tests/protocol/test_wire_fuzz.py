@@ -1,4 +1,4 @@
-"""Harmed frames: whatever comes over the wire is a message or is refused, cheaply, and no more."""
+"""Damaged frames: bytes from the wire are decoded or refused, at little cost."""
 
 import gc
 import itertools
@@ -18,10 +18,10 @@ from protocol.channel import HighWaterMark, RouterChannel, client_address
 from protocol.frame_sequence import Flag
 from protocol.message import Message, ProtocolError, encode, pack_header
 from tests.protocol.wire_corpus import DIRECTIONS, Direction, harmed
-from tests.timing import any_of
+from tests.timing import within
 
 MAX_REJECT_NS = 50_000
-"""99 of 100 refusals are cheaper, in time of the processor."""
+"""99 of 100 refusals take less CPU time."""
 MAX_GROWTH_BYTES = 8 * 2**20
 COUNTS = [
     20_000,
@@ -39,34 +39,38 @@ def test_corpus_has_every_message(direction: Direction) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("direction", DIRECTIONS, ids=lambda direction: direction.name)
-@any_of(3)
 def test_harmed_bodies_are_messages_or_refused_and_refusing_is_cheap(
     direction: Direction, count: int
 ) -> None:
     bodies = [encode(message) for message in direction.messages]
-    costs, num_taken = [], 0
-    gc.collect()
-    before = resident_bytes()
-    for body in itertools.islice(harmed(bodies, random.Random(count)), count):
-        began = time.thread_time_ns()
-        try:
-            message = direction.decode(body)
-        except ProtocolError:
-            costs.append(time.thread_time_ns() - began)
-        else:
-            num_taken += 1
-            assert isinstance(message, Message)
-            assert same(direction.decode(encode(message)), message)
-    assert len(costs) > count / 3, "most are refused"
-    assert num_taken > 0, "some are not: what is harmed is nearly right"
-    costs.sort()
-    assert costs[len(costs) * 99 // 100] <= MAX_REJECT_NS
-    del costs, message
-    assert resident_bytes() - before <= MAX_GROWTH_BYTES
+
+    def measure() -> dict[str, float]:
+        costs, num_taken = [], 0
+        gc.collect()
+        before = resident_bytes()
+        for body in itertools.islice(harmed(bodies, random.Random(count)), count):
+            began = time.thread_time_ns()
+            try:
+                message = direction.decode(body)
+            except ProtocolError:
+                costs.append(time.thread_time_ns() - began)
+            else:
+                num_taken += 1
+                assert isinstance(message, Message)
+                assert same(direction.decode(encode(message)), message)
+        assert len(costs) > count / 3, "most are refused"
+        assert num_taken > 0, "some are not: most damaged bodies are nearly valid"
+        costs.sort()
+        reject_ns = costs[len(costs) * 99 // 100]
+        del costs, message
+        assert resident_bytes() - before <= MAX_GROWTH_BYTES
+        return {"reject_ns": reject_ns}
+
+    within(3, measure, reject_ns=MAX_REJECT_NS)
 
 
 def same(one: object, other: object) -> bool:
-    """Equal, where a NaN equals itself."""
+    """Whether two messages are equal, with NaN equal to itself."""
     return one == other or repr(one) == repr(other)
 
 
@@ -76,7 +80,7 @@ def resident_bytes() -> int:
 
 
 class Inbox:
-    """What a router reads in place of what comes over its socket."""
+    """Replaces the frames that a router reads from its socket."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frames: Iterator[list[bytes]] = iter(())
@@ -84,7 +88,7 @@ class Inbox:
 
 
 def stream(peer: bytes, count: int, first: int = 0) -> list[list[bytes]]:
-    """Good frames, numbered on."""
+    """Return good frames with consecutive numbers."""
     bodies = [b"%s %d" % (peer, number) for number in range(first, first + count)]
     flags = [Flag.BEGINS if number == 0 else Flag(0) for number in range(first, first + count)]
     return [
@@ -96,14 +100,14 @@ def stream(peer: bytes, count: int, first: int = 0) -> list[list[bytes]]:
 def disturbances(
     good: list[list[bytes]], strangers: list[bytes], rng: random.Random
 ) -> Iterator[list[bytes]]:
-    """What a bad line, and somebody else on the same socket, may put between good frames.
+    """Yield frames that a bad line or another peer may put between good frames.
 
-    Nothing of it is taken: it is damaged, was there before, or says nothing new under other names.
+    None may be delivered: they are damaged, repeated, or replayed under other identities.
     """
     while True:
         peer, header, body = rng.choice(good)
         kind = rng.randrange(6)
-        if kind == 0:  # damaged: the checksum says so
+        if kind == 0:  # damaged: the checksum is wrong
             harm = bytearray(header + body)
             harm[rng.randrange(len(harm))] ^= 1 << rng.randrange(8)
             yield [peer, bytes(harm[: len(header)]), bytes(harm[len(header) :])]
@@ -111,9 +115,9 @@ def disturbances(
             yield [peer, header[: rng.randrange(len(header))], body]
         elif kind == 2:
             yield [peer, *([b""] * rng.choice([0, 1, 3]))]
-        elif kind == 3:  # replayed under a name of the replayer's own, which has not begun
+        elif kind == 3:  # replayed under the replayer's own identity, which has not begun
             yield [rng.choice(strangers), pack_header(2, rng.randint(1, 2**63), body), body]
-        elif kind == 4:  # all is as it should be but for magic, or version, or both
+        elif kind == 4:  # all is right but magic, version, or both
             foreign = rng.randbytes(4) + header[4:20]
             yield [rng.choice(strangers), foreign + checksum(foreign, body), body]
         else:
@@ -121,7 +125,7 @@ def disturbances(
 
 
 def checksum(fields: bytes, body: bytes) -> bytes:
-    """As a forger would compute it."""
+    """Return the checksum that a forger would compute."""
     return crc32(body, crc32(fields)).to_bytes(4, "little")
 
 
@@ -129,7 +133,7 @@ def checksum(fields: bytes, body: bytes) -> bytes:
 def test_good_frames_between_bad_ones_are_all_taken_and_nothing_else_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Each hundredth frame is good; replayed ones come after their time."""
+    """Each hundredth frame is good; replayed frames are late."""
     rng = random.Random(count)
     peers = [b"T" + rng.randbytes(15) for _ in range(2)]
     strangers = [b"T" + rng.randbytes(15) for _ in range(20)]
@@ -154,7 +158,7 @@ def test_good_frames_between_bad_ones_are_all_taken_and_nothing_else_is(
         assert [item.body for item in taken if item.peer == peer] == [
             body for _, _, body in streams[peer]
         ]
-    assert len(taken) == 2 * (count // 200), "nothing came of strangers"
+    assert len(taken) == 2 * (count // 200), "no frame of a stranger was delivered"
     assert router.num_read == router.num_dropped_frames + router.num_bad_frames + len(taken)
     assert router.num_bad_frames > 0
     assert set(router._sequences) <= {*peers, *strangers}

@@ -1,4 +1,4 @@
-"""Messages of every kind in every direction, and ways to harm them."""
+"""Messages of every type in every direction, and ways to damage them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -269,7 +269,7 @@ _ODD_VALUES: list[Any] = [
 
 
 def harmed(bodies: list[bytes], rng: random.Random) -> Iterator[bytes]:
-    """Harmed messages without end, most of them nearly right."""
+    """Yield damaged messages without end, most of them nearly valid."""
     trees = [msgspec.msgpack.decode(body) for body in bodies]
     kinds: list[Callable[[], bytes]] = [
         lambda: _edited(rng.choice(bodies), rng),
@@ -284,7 +284,7 @@ def harmed(bodies: list[bytes], rng: random.Random) -> Iterator[bytes]:
 
 
 def _edited(body: bytes, rng: random.Random) -> bytes:
-    """Some bytes are others."""
+    """Change some bytes."""
     edited = bytearray(body)
     for _ in range(rng.randint(1, 4)):
         edited[rng.randrange(len(edited))] = rng.randrange(256)
@@ -292,17 +292,17 @@ def _edited(body: bytes, rng: random.Random) -> bytes:
 
 
 def _cut(body: bytes, rng: random.Random) -> bytes:
-    """The end is missing, or there is more."""
+    """Cut off the end, or append bytes."""
     return body[: rng.randrange(len(body))] if rng.random() < 0.7 else body + rng.randbytes(3)
 
 
 def _spliced(one: bytes, other: bytes, rng: random.Random) -> bytes:
-    """The head of one message, the tail of another."""
+    """Join the head of one message and the tail of another."""
     return one[: rng.randrange(len(one) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def _regrown(tree: Any, trees: list[Any], rng: random.Random) -> Any:
-    """Well-formed, and in one place an odd value, more, less, or another branch."""
+    """Change one place of a well-formed message: an odd value, more, less, or another branch."""
     if isinstance(tree, list) and tree and rng.random() < 0.85:
         grown = list(tree)
         place = rng.randrange(len(grown))

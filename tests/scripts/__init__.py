@@ -1,1 +1,1 @@
-"""Commands around the processes."""
+"""Tests of the commands and of the supervisor."""

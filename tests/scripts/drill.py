@@ -72,13 +72,13 @@ class Drill:
         self.take(self.policy.begin(self.now))
 
     def take(self, actions: list[Action]) -> list[Action]:
-        """Carry out what a process table would.
+        """Execute actions as a process table would.
 
-        Notes, and what is said again, are left out of the result; words about deaths are kept
-        apart.
+        Notes and repeated messages are left out of the result; records of deaths are kept
+        in `words`.
         """
         news: list[Action] = []
-        assert self.exit_status is None or not actions, "something happens after the end"
+        assert self.exit_status is None or not actions, "an action after the end"
         for action in actions:
             match action:
                 case Start(slot, epoch, origin):
@@ -101,14 +101,14 @@ class Drill:
                     self.words.append(action)
                 case Send(slot, message):
                     assert slot in self.living
-                    said = (self.living[slot], message)
-                    is_again = said in self.said
-                    self.said.append(said)
+                    message_to = (self.living[slot], message)
+                    is_again = message_to in self.sent
+                    self.sent.append(message_to)
                     if is_again:
                         continue
                     if isinstance(message, WorkerDied):
                         assert slot == CORE
-                        self.told_deaths.append(message)
+                        self.reported_deaths.append(message)
                 case Exit(status):
                     self.exit_status = status
             if not _is_word(action):
@@ -116,7 +116,7 @@ class Drill:
         return news
 
     def _promote(self, standby: Slot) -> None:
-        assert standby not in self.doomed, "who was killed cannot be promoted"
+        assert standby not in self.doomed, "a killed process cannot be promoted"
         del self.living[standby]
 
     def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
@@ -134,7 +134,7 @@ class Drill:
         return self.take(self.policy.on_signal(self.now))
 
     def wait(self, seconds: float) -> list[Action]:
-        """Let time pass, waking at every deadline."""
+        """Advance the clock, waking at every deadline."""
         end, actions = self.now + seconds, []
         while (due := self.policy.next_deadline()) <= end:
             self.now = max(self.now, due)
@@ -145,7 +145,7 @@ class Drill:
 
     def all_ready(self) -> "Drill":
         for slot in list(self.living):
-            self.say(slot, Ready())
+            self.receive(slot, Ready())
         return self
 
     def state(self, slot: Slot) -> ProcessState:
@@ -161,9 +161,9 @@ def standing() -> Drill:
     """An engine whose processes are all ready, zygote and standby included."""
     drill = Drill(standby=True).all_ready()
     drill.wait(0.0)
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Ready())
+    drill.receive(STANDBY, Ready())
     return drill
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's benchmark on tiny sizes: the shape of what it prints, and what it refuses."""
+"""The scheduler's benchmark with tiny sizes: the form of its output, and what it refuses."""
 
 import json
 

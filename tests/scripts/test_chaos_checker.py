@@ -67,11 +67,11 @@ def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None =
 
 def ids_of(messages: list[Message]) -> list[str]:
     """Event ids in Troika's format: the token counts of each choice."""
-    told, names = [0, 0], []
+    counts, names = [0, 0], []
     for message in messages:
         for choice in message["choices"]:
-            told[choice["index"]] += len(choice["token_ids"])
-        names.append(f"req.1.{told[0]}-{told[1]}" + ("" if message["choices"] else "u"))
+            counts[choice["index"]] += len(choice["token_ids"])
+        names.append(f"req.1.{counts[0]}-{counts[1]}" + ("" if message["choices"] else "u"))
     return names
 
 
@@ -205,7 +205,9 @@ def test_resumed_stream_must_have_been_broken_by_a_death() -> None:
     assert not found(recording, golden, Excuse([0.9]))
     assert found(recording, golden, Excuse()) == {Harm.LOST}
     recording.openings, recording.breaks = [0.0, 1.0], [0.95, 1.2]
-    assert found(recording, golden, Excuse([0.9])) == {Harm.LOST}, "the second was not there for it"
+    assert found(recording, golden, Excuse([0.9])) == {Harm.LOST}, (
+        "the second connection had no death"
+    )
     assert not found(recording, golden, Excuse([0.9, 1.1]))
     recording.openings, recording.breaks, recording.refusals = [], [], [1.0]
     assert found(recording, golden, Excuse([0.9])) == {Harm.FAILED}
@@ -335,13 +337,13 @@ def finish_at_length(messages: list[Message]) -> list[Message]:
 BAD_REFERENCES: dict[str, Callable[[list[Message]], Any]] = {
     "an error": lambda m: m.insert(9, {"error": {"message": "no"}}),
     "no tokens": lambda m: m.__delitem__(slice(0, -1)),
-    "a token less than the usage tells": lambda m: m.__delitem__(slice(0, 2)),
+    "a token less than in the usage": lambda m: m.__delitem__(slice(0, 2)),
     "one choice instead of two": lambda m: m.__delitem__(slice(0, -1, 2)),
     "no logprobs": lambda m: [x["choices"][0].update(logprobs=None) for x in m[:-1]],
     "no usage": lambda m: m.pop(),
     "no token ids": lambda m: [x["choices"][0].update(token_ids=[]) for x in m[:-1]],
     "ended by the engine": lambda m: m[-2]["choices"][0].update(finish_reason="abort"),
-    "shorter than it says": lambda m: m.__setitem__(slice(0, None), [*m[4:-1], usage(36)]),
+    "shorter than its usage": lambda m: m.__setitem__(slice(0, None), [*m[4:-1], usage(36)]),
 }
 
 

@@ -19,12 +19,13 @@ from scripts.chaos.rounds import RoundResult
 from scripts.chaos.stalls import detections_s, stall_s, wait_s
 from scripts.chaos.timing import phase_problem
 from scripts.chaos.workload import make_requests
+from scripts.testing import is_alive
 
 PAIRS = cells(Fault, Phase)
 
 
 def test_requests_are_a_function_of_the_seed_and_of_every_kind() -> None:
-    """The salt changes nothing else."""
+    """Only the salt differs."""
     one, again, other = (make_requests(seed, 32, "m") for seed in (1, 1, 2))
     assert one == again
     assert one != other
@@ -220,10 +221,10 @@ def test_processes_are_found_and_killed_from_outside() -> None:
         assert processes.living_with("CHAOS_MARK", str(os.getpid())) == {child.pid}
         assert processes.kill(child.pid) is not None
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert processes.kill(child.pid) is None, "who waits to be reaped is dead already"
+        assert processes.kill(child.pid) is None, "a zombie is already dead"
     finally:
         child.kill()
         child.communicate(timeout=10.0)
-    assert not processes.is_alive(child.pid)
+    assert not is_alive(child.pid)
     assert processes.kill(child.pid) is None
     assert not processes.living_with("CHAOS_MARK", str(os.getpid()))

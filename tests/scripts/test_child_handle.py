@@ -1,4 +1,4 @@
-"""Processes that cannot be started leave nothing behind; those that do not end stop nobody."""
+"""A failed start leaves nothing behind, and a process that does not end blocks no caller."""
 
 import os
 import signal
@@ -12,14 +12,13 @@ import pytest
 from protocol import child_handle
 from protocol.child_handle import Child
 from protocol.settings import configure
-from scripts.chaos.processes import is_alive
-from tests.system.conftest import eventually
+from scripts.testing import eventually, is_alive
 
 CONFIG = configure(model="null")
 
 
 def open_fds() -> set[str]:
-    """Descriptors of this process, with what they are."""
+    """Return the descriptors of this process, with their targets."""
     found = set()
     for fd in Path("/proc/self/fd").iterdir():
         try:
@@ -31,10 +30,10 @@ def open_fds() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def no_descriptors_left() -> Iterator[None]:
-    """Every test here closes what it opens."""
+    """Assert that every test closes the descriptors that it opens."""
     before = open_fds()
     yield
-    assert not open_fds() - before, "others may close theirs meanwhile"
+    assert not open_fds() - before, "descriptors are left open"
 
 
 @pytest.fixture
@@ -52,14 +51,14 @@ def refuse(*_: object, **__: object) -> int:
 
 @pytest.mark.parametrize("step", ["pipe", "write", "Popen"])
 def test_failed_start_closes_its_descriptors(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Whichever step fails."""
+    """Nothing is left, whichever step fails."""
     monkeypatch.setattr(subprocess if step == "Popen" else os, step, refuse)
     with pytest.raises(OSError, match="Too many open files"):
         Child("sleeper", CONFIG, epoch=1)
 
 
 def test_second_pipe_that_fails_closes_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one with the configuration."""
+    """The pipe of the configuration."""
     pipe, calls = os.pipe, []
 
     def second_fails() -> tuple[int, int]:
@@ -74,7 +73,7 @@ def test_second_pipe_that_fails_closes_the_first(monkeypatch: pytest.MonkeyPatch
 def test_process_that_cannot_be_watched_is_ended(
     monkeypatch: pytest.MonkeyPatch, sleeper: str
 ) -> None:
-    """Without a pidfd nobody would notice its death."""
+    """Without a pidfd its death would not be noticed."""
     started: list[int] = []
 
     def no_pidfd(pid: int) -> int:
@@ -88,7 +87,7 @@ def test_process_that_cannot_be_watched_is_ended(
 
 
 def test_stop_kills_what_does_not_leave(sleeper: str) -> None:
-    """The parent pipe says nothing to this one."""
+    """This process ignores EOF of the parent pipe."""
     process = Child(sleeper, CONFIG, epoch=1)
     assert process.stop(grace_s=0.0) == -signal.SIGKILL
     assert not is_alive(process.pid)
@@ -97,7 +96,7 @@ def test_stop_kills_what_does_not_leave(sleeper: str) -> None:
 def test_stop_returns_although_the_process_cannot_be_killed(
     monkeypatch: pytest.MonkeyPatch, sleeper: str
 ) -> None:
-    """As in uninterruptible sleep: no wait is without a deadline."""
+    """As in uninterruptible sleep: every wait has a deadline."""
     process = Child(sleeper, CONFIG, epoch=1)
     monkeypatch.setattr(process, "kill", lambda: None)
     monkeypatch.setattr(child_handle, "_DEATH_TIMEOUT_S", 0.05)
@@ -111,7 +110,7 @@ def test_stop_returns_although_the_process_cannot_be_killed(
 def test_configuration_arrives_although_the_child_reads_it_late(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It waits in the pipe, whose write end nobody has any more."""
+    """It stays in the pipe although every writing end is closed."""
     (tmp_path / "late.py").write_text(
         "import os, sys\n"
         "fd = int(sys.argv[sys.argv.index('--config-fd') + 1])\n"

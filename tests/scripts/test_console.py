@@ -1,4 +1,4 @@
-"""What a person at the terminal reads."""
+"""The output for a terminal and for a log file."""
 
 import io
 import logging
@@ -28,14 +28,14 @@ def test_phases_add_up_to_the_whole() -> None:
 
 
 def test_process_without_phases_has_only_a_total() -> None:
-    """Its one phase would say the same again."""
+    """Its only phase would repeat the total."""
     assert render_row("core", PhaseClock(0.0), "", 0.2) == "  core         0.2 s"
     brief = PhaseClock(0.0, [("tokenizer", 0.19)])
     assert render_row("api", brief, "", 0.2) == "  api          0.2 s"
 
 
 def test_long_row_goes_on_below_itself() -> None:
-    """No line is wider than the terminal, and no phase is torn from its seconds."""
+    """No line is wider than the terminal, and a phase stays with its seconds."""
     clock = PhaseClock(0.0, [("import", 0.2), ("load weights", 2.0), ("allocate cache", 3.0)])
     assert render_row("worker", clock, "cpu", 3.5, columns=60) == (
         "  worker       3.5 s   start 0.2 s, import 1.8 s,\n"
@@ -45,7 +45,7 @@ def test_long_row_goes_on_below_itself() -> None:
 
 
 def test_phases_read_well() -> None:
-    """Whatever a worker calls them."""
+    """Underscores become spaces in the name of any phase."""
     assert phase_name("load_weights") == "load weights"
 
 
@@ -61,7 +61,7 @@ def test_phases_read_well() -> None:
     ],
 )
 def test_bar_shows_the_share_done(done: int, total: int, bar: str) -> None:
-    """Never more than the whole, none for a single step; the time is that of the whole start."""
+    """It never exceeds 100 %, and is left out for a single step; the time is that of the start."""
     row = render_bar("worker", PhaseClock(1.0), Progress("load_weights", done, total), 2.5)
     assert row == f"  worker       1.5 s   load weights{bar}"
 
@@ -75,7 +75,7 @@ def test_without_terminal_only_whole_lines_are_written() -> None:
 
 
 def test_bar_is_drawn_below_the_cursor_and_cleared_before_lines() -> None:
-    """So that a log line of another process does not mix with it."""
+    """A log line of another process then does not mix with it."""
     stream = io.StringIO()
     play(Console(stream, is_terminal=True))
     before, after = stream.getvalue().split("  worker       1.0 s ", maxsplit=1)
@@ -87,7 +87,7 @@ def test_bar_is_drawn_below_the_cursor_and_cleared_before_lines() -> None:
 
 
 def test_time_goes_on_while_nothing_is_reported_and_stops_with_the_start() -> None:
-    """Importing takes seconds without a word; a dead or ready worker needs no ticks."""
+    """Importing takes seconds without a report; a dead or ready worker needs no ticks."""
     for end in (lambda c: c.ready(WORKER, Ready(), 3.0), lambda c: c.ended(WORKER)):
         stream = io.StringIO()
         console = Console(stream, is_terminal=True)
@@ -105,7 +105,7 @@ def test_time_goes_on_while_nothing_is_reported_and_stops_with_the_start() -> No
 
 
 def test_note_wipes_the_echo_of_ctrl_c(caplog: pytest.LogCaptureFixture) -> None:
-    """On a terminal; elsewhere nothing but the log is written."""
+    """On a terminal only; otherwise just the log is written."""
     for is_terminal, expected in ((True, "\r\x1b[K"), (False, "")):
         stream = io.StringIO()
         Console(stream, is_terminal=is_terminal).note(logging.WARNING, "finishing")
@@ -114,7 +114,7 @@ def test_note_wipes_the_echo_of_ctrl_c(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_quiet_console_prints_nothing_but_errors() -> None:
-    """An embedding program decides what its terminal shows."""
+    """The terminal belongs to the embedding program."""
     stream = io.StringIO()
     console = Console(stream, is_terminal=True, is_quiet=True)
     play(console)
@@ -123,8 +123,8 @@ def test_quiet_console_prints_nothing_but_errors() -> None:
     assert stream.getvalue() == "troika: no such model\n"
 
 
-def test_terminal_that_goes_away_is_no_error() -> None:
-    """The engine outlives the window in which it was started."""
+def test_terminal_that_goes_away_is_not_an_error() -> None:
+    """The engine outlives the terminal in which it was started."""
 
     class Gone(io.StringIO):
         def write(self, _: str) -> int:

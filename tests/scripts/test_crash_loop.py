@@ -1,4 +1,4 @@
-"""When the engine counts as failing, and when it is given up."""
+"""When the engine is reported as failing, and when the supervisor gives up."""
 
 from protocol.lifecycle import DeathCause, Health, ProcessState, Role
 from scripts.supervisor.actions import Send
@@ -18,14 +18,14 @@ def make(give_up_after_s: float | None = None) -> tuple[CrashLoop, dict[Role, Gr
 
 
 def die(loop: CrashLoop, times: int, start: float = 0.0, step: float = 1.0) -> float:
-    """Returns the time of the last death."""
+    """Let the worker die repeatedly; return the time of the last death."""
     for number in range(times):
         loop.death(Role.WORKER, DeathCause.EXCEPTION, start + number * step)
     return start + (times - 1) * step
 
 
 def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
-    """The API is told now and again, with the time to the next start, and once that it is over."""
+    """The API gets repeated reports with the time to the next start, and one at the end."""
     loop, groups = make()
     now = die(loop, DEATHS_IN_WINDOW - 1)
     assert loop.news(now) == []
@@ -40,7 +40,7 @@ def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
 
 
 def serve_and_die(loop: CrashLoop, groups: dict[Role, Group], times: int, served_s: float) -> float:
-    """A minute of loading before each time of service; returns the time of the last death."""
+    """Let the worker load for a minute, serve and die; return the time of the last death."""
     now = 0.0
     for _ in range(times):
         for group in groups.values():
@@ -51,7 +51,7 @@ def serve_and_die(loop: CrashLoop, groups: dict[Role, Group], times: int, served
 
 
 def test_time_in_which_nothing_was_served_does_not_count() -> None:
-    """What takes a minute to load and dies at once is a loop; what serves for a while is none."""
+    """Deaths right after a minute of loading are a loop; deaths after some service are not."""
     for served_s, is_loop in ((0.0, True), (1.0, True), (20.0, False)):
         loop, groups = make(1.0)
         now = serve_and_die(loop, groups, 20, served_s)
@@ -93,7 +93,7 @@ def test_a_quiet_time_begins_the_count_anew() -> None:
 
 
 def test_time_served_before_a_planned_restart_counts() -> None:
-    """A death a day is no loop, even where the worker is restarted each night."""
+    """One death a day is not a loop, even if the worker is restarted each night."""
     loop, groups = make(give_up_after_s=600.0)
     groups[Role.WORKER].processes[0].state = ProcessState.READY
     now = 0.0

@@ -1,4 +1,4 @@
-"""The kernel's count of processes killed for want of memory, in both versions of control groups."""
+"""The kernel's counter of OOM kills, in both versions of control groups."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Standby and zygote in virtual time: who follows whom, and when."""
+"""Standby and zygote in virtual time: which process follows which, and when."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,31 +28,31 @@ from tests.scripts.drill import (
 
 
 def test_first_worker_waits_for_the_zygote_and_the_standby_for_the_worker() -> None:
-    """What is loaded once serves both; the engine is announced without the standby."""
+    """One load serves both; the engine is announced before its standby is ready."""
     drill = Drill(standby=True)
     assert set(drill.living) == {ZYGOTE, CORE, API}
     assert drill.state(WORKER) is ProcessState.STARTING
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
-    drill.say(ZYGOTE, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
+    drill.receive(ZYGOTE, Ready())
     assert starts(drill.wait(0.0)) == [(WORKER, Origin.FORKED)]
-    assert Announce() in drill.say(WORKER, Ready())
+    assert Announce() in drill.receive(WORKER, Ready())
     assert drill.policy.is_ready
     assert drill.wait(STANDBY_DELAY_S * 0.9) == []
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY, Origin.FORKED)]
 
 
 def test_standby_takes_over_at_once_and_is_followed_by_another() -> None:
-    """The death of the worker is answered in the same call; the next fork waits a little."""
+    """The standby is promoted in the same call; the next fork waits a little."""
     drill = standing()
     assert starts(drill.die(WORKER)) == [(WORKER, Origin.PROMOTED)]
     assert drill.wait(STANDBY_DELAY_S) == [], "not before the worker serves"
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     assert starts(drill.wait(STANDBY_DELAY_S)) == [(STANDBY, Origin.FORKED)]
 
 
 def test_without_a_standby_the_zygote_forks_and_without_both_the_worker_loads() -> None:
-    """In this order; who is nearly ready is waited for, but not for long."""
+    """It prefers a standby, a fork, a start, and waits for a starting process only briefly."""
     drill = standing()
     drill.die(ZYGOTE)
     drill.die(STANDBY)
@@ -63,23 +63,23 @@ def test_without_a_standby_the_zygote_forks_and_without_both_the_worker_loads() 
     drill.die(ZYGOTE)
     assert starts(drill.wait(0.0)) == [(WORKER, Origin.STARTED)]
     assert ZYGOTE not in drill.living, "not while the worker loads"
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     assert starts(drill.wait(2.0)) == [(ZYGOTE, Origin.STARTED)]
 
 
 def test_standby_that_does_not_get_ready_is_not_waited_for() -> None:
-    """Another is forked after two seconds."""
+    """Another standby is forked after two seconds."""
     drill = standing()
     drill.die(STANDBY)
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Hello(Role.WORKER, 0, 1))
+    drill.receive(STANDBY, Hello(Role.WORKER, 0, 1))
     assert starts(drill.die(WORKER)) == []
     assert starts(drill.wait(PATIENCE_S * 0.9)) == []
     assert starts(drill.wait(PATIENCE_S)) == [(WORKER, Origin.FORKED)]
 
 
 def test_who_was_asked_to_take_over_and_does_not_is_killed() -> None:
-    """So is a worker that was to be forked and does not come."""
+    """A worker whose fork does not appear is replaced too."""
     drill = standing()
     drill.die(WORKER)
     assert Kill(WORKER) in drill.wait(HANDOVER_TIMEOUT_S)
@@ -87,7 +87,7 @@ def test_who_was_asked_to_take_over_and_does_not_is_killed() -> None:
     assert Kill(WORKER) in drill.wait(HANDOVER_TIMEOUT_S)
 
 
-def test_death_of_a_helper_touches_nobody_else() -> None:
+def test_death_of_a_helper_touches_no_other_process() -> None:
     """The engine stays ready."""
     for helper in (ZYGOTE, STANDBY):
         drill = standing()
@@ -100,26 +100,26 @@ def test_death_of_a_helper_touches_nobody_else() -> None:
 
 
 def test_model_that_cannot_be_loaded_ends_the_first_start() -> None:
-    """The zygote says so, as a worker would."""
+    """The zygote reports it, as a worker would."""
     drill = Drill(standby=True)
-    drill.say(ZYGOTE, Fatal("loading the model", "CheckpointError: no", retry=False))
+    drill.receive(ZYGOTE, Fatal("loading the model", "CheckpointError: no", retry=False))
     drill.die(ZYGOTE, 1)
     assert drill.policy.failure == "zygote failed (loading the model): CheckpointError: no"
 
 
 def test_standby_that_finds_no_memory_ends_nothing() -> None:
-    """Even before the engine was ready for the first time."""
+    """This holds before the engine was first ready too."""
     drill = Drill(standby=True)
-    drill.say(ZYGOTE, Ready())
+    drill.receive(ZYGOTE, Ready())
     drill.wait(0.0)
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Fatal("loading the model", "InsufficientMemory: no", retry=False))
+    drill.receive(STANDBY, Fatal("loading the model", "InsufficientMemory: no", retry=False))
     drill.die(STANDBY, 1)
     assert drill.policy.failure is None
 
 
-def test_end_kills_helpers_and_tells_the_others() -> None:
+def test_end_kills_helpers_and_stops_the_others() -> None:
     """Nothing is lost with them."""
     drill = standing()
     drill.signal()
@@ -139,16 +139,16 @@ def test_end_kills_helpers_and_tells_the_others() -> None:
 
 @settings(max_examples=150)
 @given(st.data(), st.sampled_from([(True, False), (False, True), (True, True)]))
-def test_whatever_dies_and_whoever_leaves_all_come_back(
+def test_all_processes_come_back_after_any_deaths_and_restarts(
     data: st.DataObject, standbys: tuple[bool, bool]
 ) -> None:
-    """Deaths, words and restarts in random order; then, left in peace, everything is there."""
+    """After deaths, messages and restarts in random order, all processes come back."""
     drill = Drill(standby=standbys[0], standby_core=standbys[1])
-    everybody = {API, CORE, WORKER}
-    everybody |= {ZYGOTE, STANDBY} if standbys[0] else set()
-    everybody |= {STANDBY_CORE} if standbys[1] else set()
+    expected = {API, CORE, WORKER}
+    expected |= {ZYGOTE, STANDBY} if standbys[0] else set()
+    expected |= {STANDBY_CORE} if standbys[1] else set()
     settle(drill)
-    assert drill.living.keys() == everybody
+    assert drill.living.keys() == expected
     for _ in range(data.draw(st.integers(1, 30))):
         slots = sorted(drill.living)
         slot = data.draw(st.sampled_from(slots)) if slots else None
@@ -156,9 +156,9 @@ def test_whatever_dies_and_whoever_leaves_all_come_back(
             case "die" if slot is not None:
                 drill.die(slot)
             case "ready" if slot is not None:
-                drill.say(slot, Ready())
+                drill.receive(slot, Ready())
             case "progress" if slot is not None:
-                drill.say(slot, Progress("load", data.draw(st.integers(0, 9)), 10))
+                drill.receive(slot, Progress("load", data.draw(st.integers(0, 9)), 10))
             case "restart":
                 role = data.draw(st.sampled_from([Role.CORE, Role.WORKER, Role.API]))
                 drill.take(drill.policy.on_restart(role, drill.now)[1])
@@ -167,16 +167,16 @@ def test_whatever_dies_and_whoever_leaves_all_come_back(
         for doomed in list(drill.doomed):
             drill.die(doomed)
     settle(drill)
-    assert drill.living.keys() == everybody
+    assert drill.living.keys() == expected
     assert drill.policy.is_ready
 
 
 def settle(drill: Drill) -> None:
-    """A minute in which everybody does at once what is asked of them."""
+    """Let a minute pass in which every process does at once what it is asked."""
     for _ in range(60):
         for slot in sorted(drill.living):
             if slot in drill.doomed or drill.state(slot) is ProcessState.DRAINING:
                 drill.die(slot, 0)
             elif slot in drill.living:
-                drill.say(slot, Ready())
+                drill.receive(slot, Ready())
         drill.wait(1.0)

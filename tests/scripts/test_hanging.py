@@ -26,7 +26,7 @@ LIMIT_S = 2.0
 def mark(
     drill: Drill, slot: Slot, began: float, step_id: int | None = 7
 ) -> dict[Slot, ProgressRecord]:
-    """A step that began then."""
+    """A mark of a step that began at this time."""
     began_ns = int(began * 1e9)
     phase = Phase.IDLE if step_id is None else Phase.STEP
     deadline_ns = began_ns + int(LIMIT_S * 1e9)
@@ -34,7 +34,7 @@ def mark(
 
 
 def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Action]:
-    """Let time pass until then, looking whenever it is due."""
+    """Advance the clock, and check the marks at each deadline."""
     actions: list[Action] = []
     while True:
         due = drill.policy.next_look
@@ -44,8 +44,8 @@ def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Ac
             return actions
 
 
-def test_hanging_worker_is_suspected_then_killed_and_the_core_is_told() -> None:
-    """At once its time: stacks and no more work. At twice: SIGKILL, and the cause is known."""
+def test_hanging_worker_is_suspected_then_killed_and_the_core_is_notified() -> None:
+    """At its deadline: stacks and no more work. At twice that: SIGKILL, with the cause recorded."""
     drill = Drill().all_ready()
     epoch, began = drill.living[WORKER], drill.now
     marks = mark(drill, WORKER, began)
@@ -56,7 +56,7 @@ def test_hanging_worker_is_suspected_then_killed_and_the_core_is_told() -> None:
     assert look(drill, marks, began + 4.01) == [Kill(WORKER)]
     assert look(drill, marks, began + 60.0) == [], "killed once"
     assert drill.die(WORKER, evidence=Evidence(7)) == [Start(WORKER, 4)]
-    assert drill.told_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
+    assert drill.reported_deaths == [WorkerDied(0, epoch, DeathCause.DEADLINE, 7)]
     assert drill.words == [RecordDeath(WORKER, epoch, DeathCause.DEADLINE, 7)]
 
 
@@ -70,8 +70,8 @@ def test_worker_that_goes_on_gets_work_again() -> None:
     assert WORKER not in drill.doomed
 
 
-def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
-    """There is nobody else to be told."""
+def test_hanging_core_is_killed_and_its_successor_gets_the_cause() -> None:
+    """No other process needs a report."""
     drill = Drill().all_ready()
     epoch, began = drill.living[CORE], drill.now
     marks = mark(drill, CORE, began, step_id=None)
@@ -81,20 +81,20 @@ def test_hanging_core_is_killed_and_its_successor_told_why() -> None:
 
 
 def test_hanging_api_is_killed_even_while_it_leaves() -> None:
-    """Nobody else is told: it computes nothing."""
+    """No report is sent: it computes nothing."""
     drill = Drill().all_ready()
     marks = mark(drill, API, drill.now, step_id=None)
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(API), Kill(API)]
     drill = Drill().all_ready()
     drill.take(drill.policy.on_restart(Role.API, drill.now)[1])
     leaving = Slot(Role.API, 1)
-    drill.say(leaving, Ready())
+    drill.receive(leaving, Ready())
     marks = mark(drill, leaving, drill.now, step_id=None)
     assert look(drill, marks, drill.now + 5.0) == [DumpStacks(leaving), Kill(leaving)]
 
 
-def test_marks_of_the_dead_say_nothing() -> None:
-    """A successor writes the same page; until it does, its predecessor's mark stays there."""
+def test_marks_of_the_dead_are_ignored() -> None:
+    """A successor writes the same page; until then its predecessor's mark stays there."""
     drill = Drill().all_ready()
     marks = mark(drill, WORKER, drill.now)
     drill.die(WORKER)
@@ -102,30 +102,30 @@ def test_marks_of_the_dead_say_nothing() -> None:
 
 
 def test_deaths_of_workers_are_kept_for_a_core_that_is_not_there() -> None:
-    """Both die: for five seconds a successor hears of the worker's death when it is ready."""
+    """Both die: for five seconds a successor that gets ready receives the worker's death."""
     drill = Drill().all_ready()
     epoch = drill.living[WORKER]
     drill.die(CORE)
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
-    assert drill.told_deaths == []
-    drill.say(CORE, Ready())
-    told = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9)]
-    assert drill.told_deaths == told
-    drill.say(WORKER, Ready())
+    assert drill.reported_deaths == []
+    drill.receive(CORE, Ready())
+    deaths = [WorkerDied(0, epoch, DeathCause.SIGNAL, 9)]
+    assert drill.reported_deaths == deaths
+    drill.receive(WORKER, Ready())
     drill.die(CORE)
     drill.wait(6.0)
-    drill.say(CORE, Ready())
-    assert drill.told_deaths == told
+    drill.receive(CORE, Ready())
+    assert drill.reported_deaths == deaths
 
 
-def test_of_a_group_only_the_first_death_is_told() -> None:
-    """The others were killed with it."""
+def test_of_a_group_only_the_first_death_is_reported() -> None:
+    """The supervisor killed the others itself."""
     drill = Drill(num_workers=3).all_ready()
     ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
     epoch = drill.living[ranks[1]]
     for rank in (1, 0, 2):
         drill.die(ranks[rank], -signal.SIGABRT if rank == 1 else -signal.SIGKILL)
-    assert drill.told_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None)]
+    assert drill.reported_deaths == [WorkerDied(1, epoch, DeathCause.SIGNAL, None)]
 
 
 def test_start_without_progress_counts_as_hanging() -> None:
@@ -154,23 +154,23 @@ def test_every_death_has_a_cause(
 ) -> None:
     drill = Drill().all_ready()
     if fatal:
-        drill.say(WORKER, Fatal("computing", "RuntimeError: no memory"))
+        drill.receive(WORKER, Fatal("computing", "RuntimeError: no memory"))
     drill.die(WORKER, status, evidence)
-    assert [death.cause for death in drill.told_deaths] == [cause]
+    assert [death.cause for death in drill.reported_deaths] == [cause]
 
 
-def test_the_log_tells_step_and_reason() -> None:
+def test_the_log_has_step_and_reason() -> None:
     drill = Drill().all_ready()
     actions = drill.policy.on_death(WORKER, -signal.SIGSEGV, drill.now, Evidence(12))
     assert Note(logging.WARNING, "worker died of SIGSEGV in step 12") in actions
 
 
-def test_nobody_is_told_anything_at_the_end() -> None:
-    """Processes that were asked to stop do not die of anything."""
+def test_no_death_is_reported_at_the_end() -> None:
+    """The death of a process that was asked to stop needs no cause."""
     drill = Drill().all_ready()
     drill.signal()
     drill.signal()
     for slot in (API, CORE, WORKER):
         drill.die(slot, 0)
-    assert (drill.words, drill.told_deaths) == ([], [])
+    assert (drill.words, drill.reported_deaths) == ([], [])
     assert drill.state(WORKER) is ProcessState.STOPPED

@@ -1,4 +1,4 @@
-"""The engine in one process: its bounds, its refusals, and more prompts than its queue takes."""
+"""The engine in one process: bounds, refusals, and more prompts than its queue holds."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def collect(engine: InprocEngine, prompt: list[int], params: SamplingParams) -> 
 
 
 @pytest.mark.parametrize("mode", [PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL])
-def test_generate_on_a_paused_engine_says_so_instead_of_waiting_for_ever(mode: PauseMode) -> None:
+def test_generate_on_a_paused_engine_raises_instead_of_waiting(mode: PauseMode) -> None:
     engine = small_engine()
     engine.pause(mode)
     with pytest.raises(RuntimeError, match=mode):
@@ -111,7 +111,7 @@ def test_a_request_that_fails_on_its_own_ends_with_an_error(
     assert len(engine._ledger) == 0
 
 
-def test_kv_events_tell_what_the_cache_got() -> None:
+def test_kv_events_list_what_the_cache_stored() -> None:
     engine = InprocEngine(configure(model="null", enable_kv_events=True))
     collect(engine, list(range(5, 45)), SamplingParams(max_tokens=1))
     stored = [e for e in engine.take_kv_events() if isinstance(e, BlocksStored)]

@@ -1,4 +1,4 @@
-"""The supervisor without any process, and with real ones that are harmed."""
+"""The supervisor without processes, and with real ones under faults."""
 
 import contextlib
 import io
@@ -28,14 +28,14 @@ from scripts.supervisor.pages import Pages
 from scripts.supervisor.policy import CRASH_LOOP_DEATHS
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.system import System
-from tests.system.conftest import eventually
+from scripts.testing import eventually
 
 CONFIG = configure(model="null", tensor_parallel_size=2)
 
 
 @pytest.fixture
 def run_dir() -> Iterator[RunDir]:
-    """A directory short enough for sockets."""
+    """A directory whose name is short enough for sockets."""
     path = tempfile.mkdtemp(prefix="troika-")
     held = RunDir(path)
     yield held
@@ -46,7 +46,7 @@ def run_dir() -> Iterator[RunDir]:
 def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
     run_dir: RunDir,
 ) -> None:
-    """One rank's failure is to kill the other, which has no process either; tries are counted."""
+    """A rank that fails to start kills the other, which has no process either."""
     tries: list[str] = []
 
     def refuse(module: str, *_: object, **__: object) -> None:
@@ -84,7 +84,7 @@ class StillChild:
 
 
 def test_the_dead_are_found_where_they_are_by_then() -> None:
-    """The last words of one may move another, as when an API's successor is ready."""
+    """The last message of a process may move another, as when an API's successor is ready."""
     pages = Pages([])
     table = process_table.ProcessTable(CONFIG, zmq.Poller(), pages, None, System())
     old, new, core = StillChild(3), StillChild(4), StillChild(5)
@@ -96,7 +96,7 @@ def test_the_dead_are_found_where_they_are_by_then() -> None:
 
 
 class MournedChild(Child):
-    """Starts nobody before its predecessors are dead and reaped."""
+    """Asserts that predecessors are dead and reaped before a start."""
 
     predecessors: ClassVar[dict[str, list[Child]]] = {}
 
@@ -112,7 +112,7 @@ class MournedChild(Child):
 def test_successor_is_started_when_its_predecessor_is_reaped(
     run_dir: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed, stopped and hanging alike: a zombie could still send what nobody expects."""
+    """Killed, stopped or hanging: a process that is not reaped could still send messages."""
     MournedChild.predecessors.clear()
     recovery = msgspec.structs.replace(CONFIG.recovery, hang_timeout_s=1.0, standby_cores=0)
     config: EngineConfig = msgspec.structs.replace(
@@ -143,14 +143,14 @@ def test_successor_is_started_when_its_predecessor_is_reaped(
 
 
 def _harm(running: Supervisor, write_fd: int) -> None:
-    """Kill each process, then stop each, then ask for the end."""
+    """Kill each process, then stop each, then end the engine."""
     try:
         for number in (signal.SIGKILL, signal.SIGSTOP):
             for role in (Role.WORKER, Role.CORE):
                 eventually(lambda: running.policy.is_ready, "all are ready")
                 child = running._table.find(Slot(role))
                 assert child is not None
-                with contextlib.suppress(ProcessLookupError):  # it was taken for hanging
+                with contextlib.suppress(ProcessLookupError):  # it was killed as hanging
                     os.kill(child.pid, number)
                 module = process_table.MODULES[role]
                 heirs = MournedChild.predecessors[module]

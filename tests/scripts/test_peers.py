@@ -1,4 +1,4 @@
-"""Where processes can be reached: what their Hello says, and what is learned without it."""
+"""Addresses of processes: from their Hello, and from other messages before it."""
 
 from typing import cast
 
@@ -10,13 +10,13 @@ from scripts.supervisor.peers import Peers
 CORE, STANDBY_CORE = Slot(Role.CORE), Slot(Role.STANDBY_CORE)
 
 
-class PlayedLink:
+class FakeLink:
     def __init__(self) -> None:
-        self.told: list[tuple[bytes, int]] = []
+        self.sent: list[tuple[bytes, int]] = []
         self.forgotten: list[bytes] = []
 
     def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
-        self.told.append((peer, epoch))
+        self.sent.append((peer, epoch))
         return True
 
     def forget(self, peer: bytes) -> None:
@@ -24,26 +24,26 @@ class PlayedLink:
 
 
 def test_whose_hello_was_lost_is_reached_after_its_next_word() -> None:
-    """What a Hello has said counts more than that: it names the process."""
-    link = PlayedLink()
+    """A Hello takes precedence, because it names the process."""
+    link = FakeLink()
     peers = Peers(cast(RouterChannel, link))
     peers.send(CORE, 5, Stop())
-    assert link.told == []
+    assert link.sent == []
     peers.meet(CORE, b"one")
     peers.send(CORE, 5, Stop())
     peers.learn(CORE, b"two")
     peers.meet(CORE, b"one")
     peers.send(CORE, 5, Stop())
-    assert link.told == [(b"one", 5), (b"two", 5)]
+    assert link.sent == [(b"one", 5), (b"two", 5)]
 
 
-def test_places_are_exchanged_with_those_who_take_them() -> None:
-    link = PlayedLink()
+def test_exchanged_slots_exchange_their_peers() -> None:
+    link = FakeLink()
     peers = Peers(cast(RouterChannel, link))
     peers.learn(STANDBY_CORE, b"heir")
     peers.exchange(STANDBY_CORE, CORE)
     peers.send(STANDBY_CORE, 6, Stop())
     peers.send(CORE, 6, Stop())
-    assert link.told == [(b"heir", 6)]
+    assert link.sent == [(b"heir", 6)]
     peers.forget(CORE)
     assert link.forgotten == [b"heir"]

@@ -1,4 +1,4 @@
-"""Planned restarts in virtual time: who leaves when, and what may come between."""
+"""Planned restarts in virtual time: their order, and events that interfere."""
 
 import signal
 
@@ -35,30 +35,30 @@ NEXT_API = Slot(Role.API, 1)
 
 @pytest.mark.parametrize("slot", [CORE, WORKER])
 def test_who_is_asked_to_leave_is_followed_at_once(slot: Slot) -> None:
-    """However often: its death is no failure. One that stays is killed."""
+    """Its death is not a failure, however often. A process that stays is killed."""
     drill = Drill().all_ready()
     for _ in range(5):
         assert ask(drill, slot.role) == [Send(slot, Stop())]
         assert refusal_of(drill, slot.role) == f"the {slot} is being replaced already"
         assert starts(drill.die(slot, 0)) == [(slot, Origin.STARTED)]
-        assert drill.words[-1].cause is DeathCause.ENDED, "nothing that was computed is blamed"
-        drill.say(slot, Ready())
+        assert drill.words[-1].cause is DeathCause.ENDED, "no step is held responsible"
+        drill.receive(slot, Ready())
     ask(drill, slot.role)
     assert drill.wait(LEAVE_GRACE_S) == [Kill(slot)]
     assert starts(drill.die(slot)) == [(slot, Origin.STARTED)]
 
 
 def test_worker_leaves_when_its_standby_is_ready() -> None:
-    """Not before; and stays if none gets ready."""
+    """It does not leave earlier, and stays if none gets ready."""
     drill = standing()
     drill.die(STANDBY)
     assert ask(drill, Role.WORKER) == []
     assert refusal_of(drill, Role.WORKER) is not None
     drill.wait(STANDBY_DELAY_S)
-    drill.say(STANDBY, Ready())
+    drill.receive(STANDBY, Ready())
     assert Send(WORKER, Stop()) in drill.wait(0.0) + drill.take(drill.policy.tick(drill.now))
     assert starts(drill.die(WORKER, 0)) == [(WORKER, Origin.PROMOTED)]
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     for _ in range(3):
         drill.wait(1.0)
         if STANDBY in drill.living:
@@ -74,12 +74,12 @@ def test_worker_leaves_when_its_standby_is_ready() -> None:
 
 
 def test_api_serves_until_its_successor_does_and_finishes_what_it_has() -> None:
-    """They change places; the old one is told that it is replaced, and ends by itself."""
+    """They exchange slots; the old one is notified that it is replaced, and ends by itself."""
     drill = Drill().all_ready()
     old = drill.living[API]
     assert starts(ask(drill, Role.API)) == [(NEXT_API, Origin.STARTED)]
     assert drill.policy.is_ready
-    actions = drill.say(NEXT_API, Ready())
+    actions = drill.receive(NEXT_API, Ready())
     assert actions == [
         Show(NEXT_API, Ready()),
         Swap(API, NEXT_API),
@@ -93,7 +93,7 @@ def test_api_serves_until_its_successor_does_and_finishes_what_it_has() -> None:
 
 
 def test_old_api_stays_if_its_successor_dies() -> None:
-    """Nobody notices."""
+    """Clients do not notice."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
     assert drill.die(NEXT_API, 1) == []
@@ -102,10 +102,10 @@ def test_old_api_stays_if_its_successor_dies() -> None:
 
 
 def test_old_api_that_takes_too_long_is_killed() -> None:
-    """After the time for a shutdown."""
+    """It is killed after the time for a shutdown."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert drill.wait(RECOVERY.shutdown_timeout_s + LEAVE_GRACE_S) == [Kill(NEXT_API)]
 
 
@@ -117,23 +117,23 @@ def test_api_that_must_be_alone_ends_first() -> None:
 
 
 def test_end_waits_for_an_api_that_leaves() -> None:
-    """Its streams are finished like those of its successor."""
+    """Its streams are finished, as are those of its successor."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert drill.signal() == [Send(API, Drain())]
-    assert drill.say(API, Drained()) == []
+    assert drill.receive(API, Drained()) == []
     assert drill.die(NEXT_API, 0) == [Send(CORE, Drain())]
 
 
 def test_end_waits_for_an_api_that_leaves_although_its_successor_only_starts() -> None:
-    """The one after it, that is: the first died."""
+    """A later successor takes over, because the first one died."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     drill.die(API)
     assert drill.signal() == [Send(API, Drain())]
-    assert drill.say(API, Drained()) == []
+    assert drill.receive(API, Drained()) == []
     assert drill.die(NEXT_API, 0) == [Send(CORE, Drain())]
 
 
@@ -152,64 +152,64 @@ def test_promoted_worker_that_is_planned_counts_no_death() -> None:
     for _ in range(10):
         ask(drill, Role.WORKER)
         drill.die(WORKER, 0)
-        drill.say(WORKER, Ready())
+        drill.receive(WORKER, Ready())
         drill.wait(STANDBY_DELAY_S)
-        drill.say(STANDBY, Ready())
+        drill.receive(STANDBY, Ready())
     assert starts(drill.die(WORKER, -signal.SIGKILL)) == [(WORKER, Origin.PROMOTED)]
     assert Exit(0) not in drill.wait(1.0)
 
 
-# What collides ---------------------------------------------------------------------------------
+# Collisions with other events ------------------------------------------------------------------
 
 
 def test_who_is_killed_for_leaving_late_did_not_hang() -> None:
-    """A long step is no fault of the requests in it: nobody is suspected for a planned restart."""
+    """A long step during a planned restart does not make its requests suspects."""
     drill = Drill().all_ready()
     ask(drill, Role.WORKER)
     assert drill.wait(LEAVE_GRACE_S) == [Kill(WORKER)]
     drill.die(WORKER, evidence=Evidence(7))
-    assert [death.cause for death in drill.told_deaths] == [DeathCause.KILLED]
+    assert [death.cause for death in drill.reported_deaths] == [DeathCause.KILLED]
 
 
 def test_api_that_finishes_its_streams_outlives_its_successor() -> None:
-    """The successor's death is no reason to cut them off, nor to wait for them."""
+    """The successor's death neither breaks the streams nor delays the restart."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert starts(drill.die(API)) == [(API, Origin.STARTED)]
     assert NEXT_API not in drill.doomed
-    drill.say(API, Ready())
+    drill.receive(API, Ready())
     assert drill.policy.is_ready
     assert drill.die(NEXT_API, 0) == []
 
 
 def test_api_that_dies_while_its_successor_starts_is_replaced_at_once() -> None:
-    """By another: two would serve otherwise."""
+    """It is refused while another one runs; otherwise two processes would serve."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
     actions = drill.die(API)
     assert Kill(NEXT_API) in actions
     assert starts(actions) == [(API, Origin.STARTED)]
     drill.die(NEXT_API)
-    drill.say(API, Ready())
+    drill.receive(API, Ready())
     assert drill.policy.is_ready
 
 
 def test_end_waits_for_an_api_alone_that_leaves_already() -> None:
-    """It finishes its streams; nobody follows it."""
+    """It finishes its streams and has no successor."""
     drill = Drill(is_api_alone=True).all_ready()
     ask(drill, Role.API)
     assert drill.signal() == []
     assert drill.die(API, 0) == [Send(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
+    assert drill.receive(CORE, Drained()) == [Send(CORE, Stop())]
 
 
 def test_end_gives_up_what_was_to_be_replaced() -> None:
-    """No API takes new connections then, and no worker leaves out of turn."""
+    """No API accepts new connections then, and no worker leaves early."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
     assert drill.signal() == [Kill(NEXT_API), Send(API, Drain())]
-    assert drill.say(NEXT_API, Ready()) == []
+    assert drill.receive(NEXT_API, Ready()) == []
     drill = standing()
     drill.die(STANDBY)
     ask(drill, Role.WORKER)
@@ -222,14 +222,14 @@ def test_end_lets_an_api_finish_whose_successor_has_died() -> None:
     """It is the front now, and its streams need the core."""
     drill = Drill().all_ready()
     ask(drill, Role.API)
-    drill.say(NEXT_API, Ready())
+    drill.receive(NEXT_API, Ready())
     assert drill.signal() == [Send(API, Drain())]
     assert drill.die(API) == []
     assert drill.die(NEXT_API, 0) == [Send(CORE, Drain())]
 
 
 def test_who_is_being_killed_is_not_asked_to_leave() -> None:
-    """Its death may take a while; nothing is due meanwhile."""
+    """Its death may take a while; there is nothing to do meanwhile."""
     drill = Drill().all_ready()
     (core,) = (p for p in drill.policy.processes if p.slot == CORE)
     drill.take(core.kill(is_overdue=True))

@@ -1,4 +1,4 @@
-"""The supervisor's policy in virtual time: which process runs when."""
+"""The supervisor's policy in virtual time: starts, deaths, backoff and deadlines."""
 
 import signal
 
@@ -26,26 +26,26 @@ from tests.scripts.drill import API, CORE, WORKER, Drill, starts
 
 
 def test_everything_starts_at_once_worker_first() -> None:
-    """The slowest goes first, and nobody waits for anybody."""
+    """The slowest starts first, and no process waits for another."""
     assert list(Drill().living) == [WORKER, CORE, API]
 
 
 def test_announced_once_when_the_last_process_is_ready() -> None:
-    """Not before, and not again after a recovery."""
+    """It comes neither earlier nor again after a recovery."""
     drill = Drill()
-    assert drill.say(CORE, Ready()) == [Show(CORE, Ready())]
-    drill.say(API, Ready())
-    assert drill.say(WORKER, Ready("cpu")) == [Show(WORKER, Ready("cpu")), Announce()]
+    assert drill.receive(CORE, Ready()) == [Show(CORE, Ready())]
+    drill.receive(API, Ready())
+    assert drill.receive(WORKER, Ready("cpu")) == [Show(WORKER, Ready("cpu")), Announce()]
     assert drill.policy.is_ready
     drill.die(WORKER)
     assert not drill.policy.is_ready
-    assert drill.say(WORKER, Ready()) == [Show(WORKER, Ready())]
+    assert drill.receive(WORKER, Ready()) == [Show(WORKER, Ready())]
     assert drill.policy.is_ready
 
 
 @pytest.mark.parametrize("slot", [API, CORE, WORKER])
-def test_first_death_is_answered_at_once_and_touches_nobody_else(slot: Slot) -> None:
-    """One process is replaced, with a greater epoch."""
+def test_first_death_is_answered_at_once_and_touches_no_other_process(slot: Slot) -> None:
+    """One process is replaced under a greater epoch."""
     drill = Drill().all_ready()
     others = {k: v for k, v in drill.living.items() if k != slot}
     assert drill.die(slot) == [Start(slot, 4)]
@@ -60,7 +60,7 @@ def pause_before_restart(drill: Drill, slot: Slot, evidence: Evidence | None = N
         assert drill.state(slot) is ProcessState.BACKOFF
         drill.wait(drill.policy.next_deadline() - drill.now)
     pause = drill.now - died_at
-    drill.say(slot, Ready())
+    drill.receive(slot, Ready())
     return pause
 
 
@@ -83,7 +83,7 @@ def test_a_process_that_has_completed_a_step_is_restarted_at_once(slot: Slot, st
         drill.wait(0.3)
         actions = drill.die(slot, status, Evidence(7, has_completed_step=True))
         assert starts(actions) == [(slot, Origin.STARTED)]
-        drill.say(slot, Ready())
+        drill.receive(slot, Ready())
 
 
 def test_without_work_to_do_service_as_long_as_the_start_took_is_useful() -> None:
@@ -92,11 +92,11 @@ def test_without_work_to_do_service_as_long_as_the_start_took_is_useful() -> Non
     for _ in range(20):
         drill.wait(1.0)
         assert drill.die(CORE) == [Start(CORE, drill.last_epoch)]
-        drill.say(CORE, Ready())
+        drill.receive(CORE, Ready())
     drill.die(WORKER)
     for start_s, service_s, is_useful in [(3.0, 2.0, False), (3.0, 3.1, True), (0.2, 0.9, False)]:
         drill.wait(start_s)
-        drill.say(WORKER, Ready())
+        drill.receive(WORKER, Ready())
         drill.wait(service_s)
         assert bool(drill.die(WORKER)) == is_useful
         while WORKER not in drill.living:
@@ -113,7 +113,7 @@ def test_a_step_that_never_ends_is_not_useful_work(is_overdue: bool) -> None:
             drill.take(drill.policy.processes[0].kill(is_overdue=True))
         actions = drill.die(WORKER, evidence=Evidence(None if is_overdue else 4))
         drill.wait(2.0)
-        drill.say(WORKER, Ready())
+        drill.receive(WORKER, Ready())
     assert actions == []
 
 
@@ -123,12 +123,12 @@ def test_a_process_that_dies_before_ready_has_done_no_useful_work() -> None:
     drill.die(CORE)
     for number in range(10):
         drill.wait(9.0)
-        drill.say(CORE, Progress("loading", number))
+        drill.receive(CORE, Progress("loading", number))
     assert drill.die(CORE) == []
 
 
 def test_ranks_of_a_group_are_replaced_together() -> None:
-    """The death of one rank kills the others; successors wait for the last death."""
+    """The death of one rank kills the others; successors start after the last death."""
     drill = Drill(num_workers=3).all_ready()
     ranks = [Slot(Role.WORKER, rank) for rank in range(3)]
     assert drill.die(ranks[1]) == [Kill(ranks[0]), Kill(ranks[2])]
@@ -141,26 +141,26 @@ def test_ranks_of_a_group_are_replaced_together() -> None:
 def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
     """The deadline moves with every message of the start and ends with Ready."""
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     for number in range(3):
         assert drill.wait(9.0) == []
-        drill.say(WORKER, Progress("weights", number, 9))
+        drill.receive(WORKER, Progress("weights", number, 9))
     assert drill.wait(5.0) == []
-    drill.say(WORKER, Progress("weights", 2, 9))
-    assert drill.wait(4.9) == [], "what was said before is no progress"
+    drill.receive(WORKER, Progress("weights", 2, 9))
+    assert drill.wait(4.9) == [], "a repeated report is not progress"
     assert drill.wait(0.2) == [Kill(WORKER)]
     assert drill.wait(100.0) == [], "killed once"
     assert drill.die(WORKER) == [Start(WORKER, 4)]
-    drill.say(WORKER, Ready())
+    drill.receive(WORKER, Ready())
     assert drill.wait(100.0) == []
 
 
 def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
-    """It was stopped, or the machine was: whoever starts has as much time left as before."""
+    """It was stopped, or the machine was: a starting process keeps its remaining time."""
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     assert drill.wait(8.0) == []
     drill.now += 60.0
     drill.policy.on_turn(drill.now)
@@ -171,35 +171,35 @@ def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
 
 def test_a_supervisor_that_is_slow_all_the_time_still_has_deadlines() -> None:
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(API, Ready())
+    drill.receive(CORE, Ready())
+    drill.receive(API, Ready())
     for _ in range(20):
         drill.now += 5.0
         drill.policy.on_turn(drill.now)
         if Kill(WORKER) in drill.take(drill.policy.tick(drill.now)):
             return
-    raise AssertionError("nobody is ever late")
+    raise AssertionError("no start was found to be late")
 
 
-def test_what_somebody_may_not_have_heard_is_said_again() -> None:
-    """The link may lose a word with its connection: who is to end is asked again, until it has."""
+def test_messages_that_may_be_lost_are_repeated() -> None:
+    """A message may be lost with its connection: a process that is to end is asked until it has."""
     drill = Drill().all_ready()
     core, worker = drill.living[CORE], drill.living[WORKER]
     drill.die(WORKER, -signal.SIGSEGV, Evidence(9))
     death = (core, WorkerDied(0, worker, DeathCause.SIGNAL, 9))
     drill.wait(20.0)
-    assert 1 < drill.said.count(death) < 5, "for some seconds"
+    assert 1 < drill.sent.count(death) < 5, "for some seconds"
     api = drill.living[API]
     drill.signal()
     drill.wait(3 * REPEAT_S)
-    assert drill.said.count((api, Drain())) >= 3
-    drill.say(API, Drained())
-    drill.say(API, Drained())
+    assert drill.sent.count((api, Drain())) >= 3
+    drill.receive(API, Drained())
+    drill.receive(API, Drained())
     drill.wait(3 * REPEAT_S)
-    assert drill.said.count((core, Drain())) >= 3
-    drill.say(CORE, Drained())
+    assert drill.sent.count((core, Drain())) >= 3
+    drill.receive(CORE, Drained())
     drill.wait(2.0)
-    assert drill.said.count((api, Stop())) >= 2
+    assert drill.sent.count((api, Stop())) >= 2
 
 
 def test_words_of_the_dead_change_nothing() -> None:
@@ -216,19 +216,19 @@ def test_words_of_the_dead_change_nothing() -> None:
 
 
 def test_ready_of_a_doomed_process_does_not_count() -> None:
-    """Who was sent SIGKILL does not serve, whatever it says."""
+    """A process that was sent SIGKILL does not serve, whatever it reports."""
     drill = Drill()
     drill.wait(10.0)
     assert drill.doomed == {WORKER, CORE, API}
-    assert drill.say(CORE, Ready()) == []
+    assert drill.receive(CORE, Ready()) == []
     assert not drill.policy.is_ready
 
 
 def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
-    """Everything stops, status 1; who is still starting is killed instead of told."""
+    """Everything stops with status 1; a process that is still starting is killed."""
     drill = Drill()
-    drill.say(CORE, Ready())
-    drill.say(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
+    drill.receive(CORE, Ready())
+    drill.receive(WORKER, Fatal("loading", "no such layer", "use another model", retry=False))
     assert drill.die(WORKER, 1) == [Kill(API)]
     assert drill.die(API) == [Send(CORE, Stop())]
     assert drill.die(CORE, 0) == [Exit(1)]
@@ -238,10 +238,10 @@ def test_fatal_without_retry_ends_the_first_start_with_error_and_hint() -> None:
 
 
 def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
-    """Requests wait to be finished: later failures back off but never end the engine."""
+    """Open requests must be finished, so later failures back off but never end the engine."""
     drill = Drill().all_ready()
     for _ in range(20):
-        drill.say(WORKER, Fatal("loading", "no memory", retry=False))
+        drill.receive(WORKER, Fatal("loading", "no memory", retry=False))
         drill.die(WORKER, 1)
         drill.wait(2.0)
     assert drill.exit_status is None
@@ -249,7 +249,7 @@ def test_fatal_without_retry_after_the_first_start_is_retried() -> None:
 
 
 def test_first_start_that_keeps_failing_is_given_up_but_not_for_kills_from_outside() -> None:
-    """Five failures of its own end it; SIGKILL and SIGTERM say nothing about the process."""
+    """Five failures of its own end the engine; SIGKILL and SIGTERM do not count."""
     drill = Drill()
     for _ in range(CRASH_LOOP_DEATHS + 3):
         drill.die(WORKER)
@@ -272,7 +272,7 @@ EVENTS = st.sampled_from(
 def test_any_history_keeps_the_invariants_and_can_be_ended(
     events: list[tuple[str, int]], num_workers: int
 ) -> None:
-    """One life per slot, growing epochs, no start in a dying group, and two signals end it all."""
+    """One process per slot, growing epochs, no start in a dying group; two signals end all."""
     drill = Drill(num_workers)
     for event, choice in events:
         if drill.exit_status is None:
@@ -289,7 +289,7 @@ def test_any_history_keeps_the_invariants_and_can_be_ended(
 
 
 def play(drill: Drill, event: str, choice: int) -> None:
-    """Let one thing happen to one living process, or to all."""
+    """Draw one event for one living process, or for all."""
     slots = sorted(drill.living)
     slot = slots[choice % len(slots)] if slots else None
     match event:
@@ -298,13 +298,13 @@ def play(drill: Drill, event: str, choice: int) -> None:
         case "signal" if choice == 0:
             drill.signal()
         case "ready" if slot:
-            drill.say(slot, Ready())
+            drill.receive(slot, Ready())
         case "progress" if slot:
-            drill.say(slot, Progress("weights", choice, 9))
+            drill.receive(slot, Progress("weights", choice, 9))
         case "fatal" if slot:
-            drill.say(slot, Fatal("loading", "broken", retry=choice > 3))
+            drill.receive(slot, Fatal("loading", "broken", retry=choice > 3))
         case "drained" if slot:
-            drill.say(slot, Drained())
+            drill.receive(slot, Drained())
         case "die" | "crash" if slot:
             drill.die(slot, -signal.SIGKILL if event == "die" else 1)
 

@@ -1,4 +1,4 @@
-"""The restart command with a supervisor that is played: when it ends, and how."""
+"""The restart command with a scripted supervisor: when it ends, and how."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -11,17 +11,17 @@ from scripts.restart import RestartFailed, restart
 
 READY, STARTING = ProcessState.READY, ProcessState.STARTING
 Row = tuple[int, int, ProcessState]
-"""Rank, epoch and state of an API."""
+"""A status row of an API with this rank, epoch and state."""
 
 
-class PlayedLink:
-    """Answers with one table after the other, the last one for ever."""
+class FakeLink:
+    """Answers with one table after the other, and repeats the last one."""
 
     def __init__(self, tables: list[list[Row]], refusal: str = "", num_lost: int = 0) -> None:
         self._tables = tables
         self._refusal = refusal
         self._num_lost = num_lost
-        """Answers to each kind of question that do not come."""
+        """Number of lost answers by kind of query."""
         self._num_asked = {"query": 0, "restart": 0}
 
     def _is_lost(self, kind: str) -> bool:
@@ -45,11 +45,11 @@ class PlayedLink:
 
 
 def run(tables: list[list[Row]], refusal: str = "", timeout_s: float = 10.0) -> str:
-    return restart(cast(StatusLink, PlayedLink(tables, refusal)), Role.API, timeout_s)
+    return restart(cast(StatusLink, FakeLink(tables, refusal)), Role.API, timeout_s)
 
 
 def leaving() -> Iterator[list[Row]]:
-    """Up to the moment in which the successor serves."""
+    """The command waits until the successor serves."""
     yield [(0, 1, READY)]
     yield [(0, 1, READY), (1, 2, STARTING)]
 
@@ -67,7 +67,7 @@ def test_it_ends_when_the_successor_has_died() -> None:
 
 
 def test_it_waits_when_the_old_one_has_died_too() -> None:
-    """Another is started for both."""
+    """One successor replaces both."""
     restarting: list[Row] = [(0, 3, STARTING)]
     assert "by 103" in run([*leaving(), restarting, restarting, [(0, 3, READY)]])
 
@@ -77,25 +77,25 @@ def test_it_does_not_wait_for_ever() -> None:
         run([*leaving()], timeout_s=0.1)
 
 
-def test_refusal_is_told() -> None:
+def test_refusal_is_printed() -> None:
     with pytest.raises(RestartFailed, match="the engine is stopping"):
         run([*leaving()], refusal="the engine is stopping")
 
 
 def test_answers_that_are_late_fail_nothing() -> None:
-    """The second question is refused, for the first was heard."""
+    """The second query is refused because the first one was received."""
     tables = [*leaving(), [(0, 2, READY), (1, 1, ProcessState.DRAINING)]]
-    link = PlayedLink(tables, "the api is being replaced already", num_lost=2)
+    link = FakeLink(tables, "the api is being replaced already", num_lost=2)
     assert restart(cast(StatusLink, link), Role.API, 10.0).endswith(" s: pid 101 by 102")
 
 
-def test_a_refusal_that_is_late_is_told() -> None:
-    link = PlayedLink([[(0, 1, READY)]], "the engine is stopping", num_lost=1)
+def test_a_late_refusal_is_printed() -> None:
+    link = FakeLink([[(0, 1, READY)]], "the engine is stopping", num_lost=1)
     with pytest.raises(RestartFailed, match="the engine is stopping"):
         restart(cast(StatusLink, link), Role.API, 10.0)
 
 
-def test_a_supervisor_that_never_answers_is_told() -> None:
-    link = PlayedLink([[(0, 1, READY)]], num_lost=1000)
+def test_a_supervisor_that_never_answers_is_reported() -> None:
+    link = FakeLink([[(0, 1, READY)]], num_lost=1000)
     with pytest.raises(RestartFailed, match="the supervisor does not answer"):
         restart(cast(StatusLink, link), Role.API, 10.0)

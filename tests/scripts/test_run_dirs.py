@@ -1,4 +1,4 @@
-"""Run directories: the lock decides who lives, and the register survives whatever happens in it."""
+"""Run directories: the lock shows which are live, and the register tolerates any content."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from tests.system.conftest import ROOT
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place of its own for the register, short enough for sockets."""
+    """A temporary place for the register, with a name short enough for sockets."""
     path = tempfile.mkdtemp(prefix="troika-")
     monkeypatch.setenv("XDG_RUNTIME_DIR", path)
     yield Path(path)
@@ -30,8 +30,8 @@ def register_dir(base: Path) -> Path:
     return base / f"troika-{os.getuid()}"
 
 
-def test_directory_that_is_held_is_live_although_nobody_answers(base: Path) -> None:
-    """A supervisor with a full backlog or none: it is listed, and not cleared away."""
+def test_directory_that_is_locked_is_live_without_an_answer(base: Path) -> None:
+    """A supervisor with a full backlog, or none: it is listed and not removed."""
     held = RunDir(None)
     held.register()
     assert not Path(lifecycle_address(held.path).removeprefix("ipc://")).exists()
@@ -46,7 +46,7 @@ def test_directory_that_is_held_is_live_although_nobody_answers(base: Path) -> N
 
 
 def test_directory_of_the_dead_is_cleared_by_the_next(base: Path) -> None:
-    """The kernel drops the lock with its holder; a temporary directory goes, a given one stays."""
+    """The lock ends with its holder; a temporary directory is removed, a given one stays."""
     script = (
         "import sys\nfrom scripts.supervisor.run_dirs import RunDir\n"
         "run_dir = RunDir(sys.argv[1] or None); run_dir.register()\n"
@@ -73,7 +73,7 @@ def test_directory_of_the_dead_is_cleared_by_the_next(base: Path) -> None:
 def test_entries_that_vanish_while_the_register_is_read_are_skipped(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another supervisor ends between listing and reading; files that are no links do not count."""
+    """Another supervisor ends between listing and reading; files that are not links are ignored."""
     held = RunDir(str(base / "held"))
     held.register()
     register = register_dir(base)
@@ -95,7 +95,7 @@ def test_entries_that_vanish_while_the_register_is_read_are_skipped(
 
 
 def test_successor_in_the_same_directory_is_listed_once(base: Path) -> None:
-    """Its predecessor was killed, and its entry names a directory that is held again."""
+    """The entry of a killed supervisor names a directory that is locked again."""
     register_dir(base).mkdir(mode=0o700)
     (register_dir(base) / "given-1").symlink_to(base / "run")
     held = RunDir(str(base / "run"))
@@ -105,16 +105,16 @@ def test_successor_in_the_same_directory_is_listed_once(base: Path) -> None:
     assert not list(register_dir(base).iterdir())
 
 
-def test_second_holder_is_refused_and_a_look_disturbs_nobody(
+def test_second_holder_is_refused_and_a_look_disturbs_no_holder(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking takes the lock for a moment; whoever wants to hold it waits that long."""
+    """A look holds the lock for a moment; a supervisor that wants the lock waits."""
     path = str(base / "held")
     held = RunDir(path)
     with pytest.raises(RunDirBusyError, match=f"in use by the supervisor with pid {os.getpid()}"):
         RunDir(path)
     held.close(is_abandoned=False)
-    monkeypatch.setattr(run_dirs, "_LOCK_TIMEOUT_S", 30.0)  # an interpreter takes its time to end
+    monkeypatch.setattr(run_dirs, "_LOCK_TIMEOUT_S", 30.0)  # an interpreter takes time to end
     script = (
         "import fcntl, sys, time\nlock = open(sys.argv[1])\nfcntl.flock(lock, fcntl.LOCK_EX)\n"
         "print('held', flush=True); time.sleep(0.05)\n"
@@ -126,10 +126,10 @@ def test_second_holder_is_refused_and_a_look_disturbs_nobody(
         RunDir(path).close(is_abandoned=False)
 
 
-def test_epochs_are_on_the_disk_before_anybody_gets_them(
+def test_epochs_are_on_the_disk_before_they_are_used(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number, and then its name in the directory: a power failure takes none back."""
+    """The file and its directory entry are synced, so a power failure cannot undo them."""
     synced: list[str] = []
 
     def fsync(fd: int) -> None:
@@ -148,7 +148,7 @@ def test_epochs_are_on_the_disk_before_anybody_gets_them(
 
 
 def test_full_disk_stops_no_engine_that_runs(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs still grow; they are saved again when there is room."""
+    """Epochs still grow, and are saved again when there is space."""
     held = RunDir(str(base / "held"))
     assert held.next_epoch() == 1
 

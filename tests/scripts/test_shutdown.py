@@ -1,4 +1,4 @@
-"""The end of an engine in virtual time: who finishes what, in which order all leave."""
+"""Shutdown in virtual time: what is finished, and the order in which processes leave."""
 
 import signal
 
@@ -19,12 +19,12 @@ from tests.scripts.drill import API, CORE, WORKER, Drill, ask, starts
 
 
 def test_signal_drains_from_outside_in_then_stops_in_order() -> None:
-    """API, core, worker: nobody loses the one it works with; status 0."""
+    """API, core, worker: each leaves before the process that it needs; status 0."""
     drill = Drill().all_ready()
     assert drill.signal() == [Send(API, Drain())]
     assert drill.state(API) is ProcessState.DRAINING
-    assert drill.say(API, Drained()) == [Send(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Send(API, Stop())]
+    assert drill.receive(API, Drained()) == [Send(CORE, Drain())]
+    assert drill.receive(CORE, Drained()) == [Send(API, Stop())]
     assert drill.die(API, 0) == [Send(CORE, Stop())]
     assert drill.die(CORE, 0) == [Send(WORKER, Stop())]
     assert drill.die(WORKER, 0) == [Exit(0)]
@@ -35,51 +35,51 @@ def test_without_api_the_core_is_drained() -> None:
     """An embedded engine has clients of the core only."""
     drill = Drill(api=False).all_ready()
     assert drill.signal() == [Send(CORE, Drain())]
-    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
+    assert drill.receive(CORE, Drained()) == [Send(CORE, Stop())]
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_without_api_a_core_that_dies_comes_back_to_finish(is_asked: bool) -> None:
-    """Its clients have ledgers: killed while it drains, before, or replaced by a plan."""
+    """Its clients have ledgers. It dies before or while it drains, or is being replaced."""
     drill = Drill(api=False).all_ready()
     if is_asked:
         ask(drill, Role.CORE)
         assert drill.signal() == []
         assert starts(drill.die(CORE, 0)) == [(CORE, Origin.STARTED)]
-        assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
+        assert drill.receive(CORE, Ready())[-1] == Send(CORE, Drain())
     else:
         drill.die(CORE)
         assert drill.signal() == []
-        assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
+        assert drill.receive(CORE, Ready())[-1] == Send(CORE, Drain())
     drill.die(CORE)
     drill.wait(1.0)
-    assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
-    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
+    assert drill.receive(CORE, Ready())[-1] == Send(CORE, Drain())
+    assert drill.receive(CORE, Drained()) == [Send(CORE, Stop())]
 
 
 def test_a_core_that_fails_again_and_again_is_not_waited_for() -> None:
-    """By itself, that is: whoever is killed from outside comes back however often."""
+    """This holds for its own failures: a core that is killed from outside is always replaced."""
     drill = Drill(api=False, recovery=RecoveryConfig(restart_backoff_max_s=0.5)).all_ready()
     drill.signal()
     for _ in range(5):
         drill.die(CORE, -signal.SIGKILL)
         drill.wait(0.5)
-        drill.say(CORE, Ready())
+        drill.receive(CORE, Ready())
     for _ in range(3):
         drill.die(CORE, 1)
         drill.wait(0.5)
-        drill.say(CORE, Ready())
+        drill.receive(CORE, Ready())
     assert drill.die(CORE, 1) == [Send(WORKER, Stop())]
 
 
 def test_an_api_that_died_is_waited_for_when_it_starts_again_and_may_have_requests() -> None:
-    """It takes them on while the engine recovers."""
+    """It has accepted them while the engine recovers."""
     drill = Drill().all_ready()
     drill.die(API)
     drill.die(WORKER)
     assert drill.signal() == [Send(API, Drain())]
-    assert drill.say(API, Ready()) == [Show(API, Ready())]
-    assert drill.say(API, Drained()) == [Send(CORE, Drain())]
+    assert drill.receive(API, Ready()) == [Show(API, Ready())]
+    assert drill.receive(API, Drained()) == [Send(CORE, Drain())]
 
 
 def test_an_api_that_has_died_is_not_started_any_more() -> None:
@@ -92,7 +92,7 @@ def test_an_api_that_has_died_is_not_started_any_more() -> None:
 
 
 def test_draining_ends_at_its_deadline() -> None:
-    """Requests that take too long do not hold up the end."""
+    """Requests that take too long do not delay the end."""
     drill = Drill().all_ready()
     drill.signal()
     assert drill.wait(19.9) == []
@@ -100,13 +100,13 @@ def test_draining_ends_at_its_deadline() -> None:
 
 
 def test_zero_shutdown_timeout_skips_draining() -> None:
-    """Nothing is waited for."""
+    """The end does not wait for requests."""
     recovery = RecoveryConfig(shutdown_timeout_s=0.0)
     assert Drill(recovery=recovery).all_ready().signal() == [Send(API, Stop())]
 
 
 def test_signal_during_the_first_start_ends_it_at_once() -> None:
-    """A process that still imports does not listen, so it is killed."""
+    """A process that still imports does not read commands, so it is killed."""
     drill = Drill()
     assert drill.signal() == [Kill(API)]
     assert drill.die(API) == [Kill(CORE)]
@@ -114,12 +114,12 @@ def test_signal_during_the_first_start_ends_it_at_once() -> None:
     assert drill.die(WORKER) == [Exit(0)]
 
 
-def test_stop_that_is_not_obeyed_ends_in_kill_and_never_lasts() -> None:
-    """5 s for all together, then SIGKILL; what survives even that is left behind with status 1."""
+def test_stop_that_is_ignored_ends_in_a_kill_in_bounded_time() -> None:
+    """5 s in total, then SIGKILL; a process that survives it is left behind, with status 1."""
     drill = Drill().all_ready()
     drill.signal()
-    drill.say(API, Drained())
-    drill.say(CORE, Drained())
+    drill.receive(API, Drained())
+    drill.receive(CORE, Drained())
     assert drill.wait(STOP_GRACE_S) == [Kill(WORKER), Kill(CORE), Kill(API)]
     assert drill.wait(STOP_GRACE_S) == [Exit(1)]
 
@@ -135,19 +135,19 @@ def test_second_signal_kills_at_once() -> None:
 
 
 def test_worker_and_core_are_replaced_while_draining_but_the_api_is_not() -> None:
-    """What was accepted is finished; after the API's death what others ask of the core."""
+    """Accepted requests are finished; after the API's death, those of the core's other clients."""
     drill = Drill().all_ready()
     drill.signal()
     assert drill.die(WORKER) == [Start(WORKER, 4)]
     assert drill.die(CORE) == [Start(CORE, 5)]
     assert drill.die(API) == []
-    assert drill.say(CORE, Ready())[-1] == Send(CORE, Drain())
-    assert drill.say(CORE, Drained()) == [Send(CORE, Stop())]
+    assert drill.receive(CORE, Ready())[-1] == Send(CORE, Drain())
+    assert drill.receive(CORE, Drained()) == [Send(CORE, Stop())]
     assert drill.die(CORE, 0) == [Kill(WORKER)]
 
 
 def test_orphaned_supervisor_kills_everything() -> None:
-    """Nobody is left to wait for results."""
+    """No client is left that waits for results."""
     drill = Drill().all_ready()
     drill.die(CORE)
     drill.die(CORE)

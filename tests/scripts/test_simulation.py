@@ -27,7 +27,7 @@ from scripts.simulation.world import Process, World
 ALL = frozenset(FAULTS)
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 10_000
-"""In each mode, if the machine is fast enough."""
+"""Number of seeds in each mode, if the machine is fast enough."""
 LIMIT_S = 3.0
 LEAST_SEEDS = 100
 """Every kind of fault happens within this number of seeds."""
@@ -41,7 +41,7 @@ RARE = {
 }
 """Faults under which a bug shows often that is rare under all of them."""
 ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once"}
-"""Bugs that show only where faults end."""
+"""Bugs that are found only in the mode in which faults end."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,7 +110,7 @@ def test_planted_bugs_are_found(mode: str, plant: str) -> None:
             break
     assert tally.violations, f"{plant} was not found in {PLANT_SEEDS} seeds"
     clean = run_chunk(Batch(mode, tally.violations[0][0], 1, kinds))
-    assert clean.violations == [], "the bug stays when it is dug up"
+    assert clean.violations == [], "the planted bug was not removed"
 
 
 def run_seeds(mode: str, seeds: Iterable[int], kinds: frozenset[str]) -> Tally:

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.core_worker import ModelFacts
 from scripts.soak import clients
+from scripts.soak.__main__ import main
 from scripts.soak.clients import Lost, Place, SoakClient, read_reply
 from scripts.soak.http_connection import ConnectionBroken, HttpConnection, Reply
 from scripts.soak.injection import ROLES, draw_faults
@@ -111,7 +112,9 @@ def test_wrong_answers_are_found() -> None:
     assert problem_of(workload, leaving, workload.expected(leaving, 3), None) is None
     assert problem_of(workload, leaving, [3, 3, 3], None) is not None
     few = workload.expected(leaving, 3)
-    assert problem_of(workload, leaving, few, "length") is not None, "it says that this is all"
+    assert problem_of(workload, leaving, few, "length") is not None, (
+        "the stream claims to be complete"
+    )
 
 
 def chunk(token_id: int, finish_reason: str | None = None) -> bytes:
@@ -249,7 +252,7 @@ CHUNKED = (
 
 
 def test_connection_is_kept_for_answers_in_any_pieces() -> None:
-    """Both framings, byte by byte and at once."""
+    """Both framings are read, byte by byte and at once."""
     answers = [[WHOLE], [CHUNKED], [bytes([byte]) for byte in CHUNKED], [WHOLE[:30], WHOLE[30:]]]
     body = b"data: 1\n\ndata: 1234\n\n"
     assert exchange(answers) == [
@@ -295,3 +298,8 @@ def test_short_soak(tmp_path: Path) -> None:
     assert tally["num_kills"] == 3
     assert len(tally["stops_s"]) == 1
     assert tally["num_left"] >= 15
+
+
+def test_scheduler_soak_prints_what_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler", "--sequences", "40", "--jobs", "1", "--events", "5"]) == 0
+    assert capsys.readouterr().out.startswith("40 sequences, ")

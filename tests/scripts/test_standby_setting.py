@@ -1,4 +1,4 @@
-"""When an engine has a standby: as asked for, or by default where it costs little."""
+"""When an engine has a standby: if it is set, and by default where it costs little."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def test_default_by_model_device_and_ranks(settings: dict[str, Any], expected: i
 
 
 def test_automatic_device_is_looked_for(tmp_path: Path) -> None:
-    """A driver's node in /dev means that the model may be computed there."""
+    """A device node of a driver means that the model may run on that device."""
     node = tmp_path / "nvidiactl"
     config = configure(model="demo")
     assert num_standby_workers(config, [str(node)]) == 1
@@ -48,7 +48,7 @@ def test_standby_that_cannot_be_is_refused(settings: dict[str, Any], problem: st
 
 
 def test_only_engines_with_a_standby_have_a_zygote() -> None:
-    """The zygote comes first, for the worker waits for it."""
+    """The zygote starts first, because the worker waits for it."""
     with_standby = complete(configure(model="demo", device="cpu"))
     roles = [str(role) for role in num_ranks(with_standby, has_api=True)]
     assert roles == ["zygote", "worker", "standby", "core", "standby_core", "api"]

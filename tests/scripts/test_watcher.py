@@ -1,4 +1,4 @@
-"""The watcher in virtual time: whom it suspects, whom it spares, and when it wants to look."""
+"""The watcher in virtual time: suspicion, its end, and the times at which it checks."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def mark(
 
 
 class Night:
-    """One watcher, its clock, and the marks that it would read."""
+    """A watcher, its clock, and the marks that it reads."""
 
     def __init__(self) -> None:
         self.watcher = Watcher(LONGEST_LOOK_S)
@@ -56,14 +56,14 @@ def test_suspected_at_once_its_time_and_overdue_at_twice() -> None:
 
 
 def test_visible_progress_begins_the_time_anew() -> None:
-    """A load that goes on for hours is never suspected while it moves."""
+    """A load of hours is never suspected while it progresses."""
     night = Night()
     for number in range(50):
         night.marks = {slot: mark(slot, 100.0 + 1.9 * number) for slot in LIVING}
         assert night.until(100.0 + 1.9 * (number + 1)) == []
 
 
-def test_whoever_moves_on_is_free_of_suspicion() -> None:
+def test_progress_ends_a_suspicion() -> None:
     night = Night()
     night.marks[CORE] = mark(CORE, 100.0, limit_s=50.0)
     night.until(103.0)
@@ -79,7 +79,7 @@ def test_phase_without_a_deadline_is_not_watched() -> None:
 
 
 def test_mark_that_cannot_be_read_is_the_last_one() -> None:
-    """Stopped in the middle of a write: it stays so for ever."""
+    """The writer was stopped in the middle of a write, which never ends."""
     night = Night()
     night.look()
     night.marks = {}
@@ -87,8 +87,8 @@ def test_mark_that_cannot_be_read_is_the_last_one() -> None:
     assert judged == [HangStatus.SUSPECT] * 2 + [HangStatus.OVERDUE] * 2
 
 
-def test_watcher_that_overslept_grants_everybody_a_fresh_deadline() -> None:
-    """Also to whom it had suspected before."""
+def test_watcher_that_overslept_extends_every_deadline() -> None:
+    """Processes that were suspected before get one too."""
     night = Night()
     night.marks[CORE] = mark(CORE, 100.0, limit_s=60.0)
     assert night.until(102.5) == [(102.0, WORKER, HangStatus.SUSPECT)]
@@ -98,8 +98,8 @@ def test_watcher_that_overslept_grants_everybody_a_fresh_deadline() -> None:
     assert night.until(112.0) == [(111.0, WORKER, HangStatus.OVERDUE)]
 
 
-def test_watcher_that_is_a_little_late_kills_nobody_on_the_first_look() -> None:
-    """Between suspicion and death lies half of the time at least."""
+def test_watcher_that_is_a_little_late_kills_no_process_at_its_first_check() -> None:
+    """At least half of the time lies between suspicion and death."""
     night = Night()
     night.marks = {WORKER: mark(WORKER, 96.5)}
     assert night.look() == [(WORKER, HangStatus.SUSPECT)]
@@ -116,8 +116,8 @@ def test_marks_of_another_incarnation_are_ignored() -> None:
     assert night.until(112.5) == [(112.0, WORKER, HangStatus.SUSPECT)]
 
 
-def test_nobody_looks_in_vain() -> None:
-    """Two processes at rest, ticking every half second: one look a second."""
+def test_no_check_is_in_vain() -> None:
+    """Two idle processes that tick every half second need one check a second."""
     night, num_looks = Night(), 0
     while night.now < 200.0:
         tick = night.now - night.now % 0.5
@@ -137,15 +137,15 @@ def test_nobody_looks_in_vain() -> None:
         max_size=40,
     )
 )
-def test_whoever_keeps_its_deadlines_is_never_killed(
+def test_a_process_that_keeps_its_deadlines_is_never_killed(
     steps: list[tuple[float, float, bool]],
 ) -> None:
-    """However long the machine, or the watcher, stands still in between."""
+    """This holds however long the machine or the watcher is stopped in between."""
     night, began = Night(), 100.0
-    for duration, standstill, is_everybody in steps:
+    for duration, standstill, stops_all in steps:
         night.marks = {WORKER: mark(WORKER, began)}
         assert HangStatus.OVERDUE not in [j for _, _, j in night.until(night.now + duration)]
-        if is_everybody:  # all processes are frozen together, and wake together
+        if stops_all:  # all processes are frozen together, and wake together
             night.now += standstill
             assert (WORKER, HangStatus.OVERDUE) not in night.look()
         began = night.now

@@ -1,8 +1,8 @@
-"""A host that opens and closes engines over and over: `python -m tests.system.embedding_cycles`.
+"""A host that opens and closes engines repeatedly: `python -m tests.system.embedding_cycles`.
 
-It has an event loop, signal handlers, threads, logging and a directory of its own, and after every
-cycle it looks if one of them was touched, or if anything has leaked. It prints what it found as
-JSON, and ends with status 1 if that breaks a promise of docs/embedding.md.
+It has its own event loop, signal handlers, threads, logging and directory, and checks after every
+cycle that none of them was touched and nothing has leaked. It prints its findings as
+JSON, and ends with status 1 if they break a promise of docs/embedding.md.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from tests.system import host_state
 
 CLOSE_LIMIT_S = 5.0
 MAX_SLOPE_KIB = 10.0
-"""Per cycle, of resident memory."""
+"""Bound for the growth of resident memory per cycle."""
 NUM_WARM_UP = 5
-"""One cycle of each kind, at least."""
+"""At least one cycle of each kind."""
 CONFIG = configure(model="null", null_step_ms=2.0, log_level="error")
 WITH_STANDBY = configure(model="null", null_step_ms=2.0, log_level="error", standby_workers=1)
 _TIMEOUT_S = 60.0
@@ -59,7 +59,7 @@ class Cycles:
         ]
 
     async def run(self, number: int) -> None:
-        """The cycle with this number: all kinds in turn, half of them off the main thread."""
+        """Run one cycle: all kinds in turn, half of them off the main thread."""
         kind = self.kinds[number % len(self.kinds)]
         loop_before, before = host_state.loop_settings(), host_state.settings()
         if asyncio.iscoroutinefunction(kind):
@@ -78,13 +78,13 @@ class Cycles:
         self.problems += [f"cycle {number} ({kind.__name__}): {text}" for text in found]
 
     def close(self, engine: EngineProcesses | EngineClient) -> None:
-        """Close something, and note how long it takes."""
+        """Close an engine or a client, and record the time it takes."""
         began = time.monotonic()
         engine.close()
         self.close_s.append(time.monotonic() - began)
 
     def serve_synchronously(self) -> None:
-        """The plain use."""
+        """Run one stream on an engine and close both."""
         engine = EngineProcesses.start(CONFIG, timeout_s=_TIMEOUT_S)
         client = EngineClient(engine.address)
         client.wait_ready(_TIMEOUT_S)
@@ -96,7 +96,7 @@ class Cycles:
         self.close(engine)
 
     async def serve_in_the_loop(self) -> None:
-        """The same in the host's own loop, which stands still while the engine is closed."""
+        """Do the same in the host's own loop, which is blocked while the engine is closed."""
         engine = await asyncio.to_thread(EngineProcesses.start, CONFIG, timeout_s=_TIMEOUT_S)
         async with AsyncEngineClient(engine.address) as client:
             await client.wait_ready(_TIMEOUT_S)
@@ -105,7 +105,7 @@ class Cycles:
         self.close(engine)
 
     async def close_under_streams(self) -> None:
-        """Readers are told; none is left waiting."""
+        """Close under open streams: their readers get an error, and none keeps waiting."""
         engine = await asyncio.to_thread(EngineProcesses.start, CONFIG, timeout_s=_TIMEOUT_S)
         client = AsyncEngineClient(engine.address)
         await client.start()
@@ -122,7 +122,7 @@ class Cycles:
         assert all(ends), "a stream has ended as if it were complete"
 
     def close_after_a_death(self) -> None:
-        """A process was killed just before, in turn."""
+        """Close right after a process was killed; the roles take turns."""
         engine = EngineProcesses.start(WITH_STANDBY, timeout_s=_TIMEOUT_S)
         client = EngineClient(engine.address)
         client.wait_ready(_TIMEOUT_S)
@@ -138,14 +138,14 @@ class Cycles:
         self.close(client)
 
     def close_while_starting(self) -> None:
-        """At any moment of the start."""
+        """Close at a random moment of the start."""
         engine = EngineProcesses(WITH_STANDBY)
         time.sleep(random.Random(len(self.close_s)).uniform(0.0, 0.6))
         self.close(engine)
 
 
 async def _read_on(stream: RequestStream, began: asyncio.Semaphore) -> bool:
-    """Whether it was broken off; `began` is released at the first token."""
+    """Read a stream; return whether it failed. `began` is released at the first token."""
     try:
         async for output in stream:
             if output.first_index == 0:
@@ -158,11 +158,11 @@ async def _read_on(stream: RequestStream, began: asyncio.Semaphore) -> bool:
 
 
 def _no_signal(number: int, frame: object) -> None:
-    """A handler of the host."""
+    """A signal handler of the host."""
 
 
 def _no_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Another one, which nobody should call."""
+    """A handler that must not be called."""
     print(f"the loop's exception handler was called: {context}", file=sys.stderr)
 
 
@@ -199,7 +199,7 @@ async def main(num_cycles: int) -> dict[str, Any]:
 
 
 async def _quiet_resources(wanted: dict[str, list[str]] | None) -> dict[str, list[str]]:
-    """What is held; orphans of a killed supervisor get 2 s to leave."""
+    """Return the held resources, once orphans of a killed supervisor have had 2 s to leave."""
     deadline = time.monotonic() + 2.0
     while True:
         held = host_state.resources()

@@ -1,9 +1,9 @@
 """Ten times what the engine can take: `python -m tests.system.goodput --help`.
 
-An engine with the null model, whose steps take so long that its capacity does not depend on the
-machine. First as many clients as it serves at once, each of which asks again when it is answered:
-its peak. Then requests at a multiple of that rate, whether or not earlier ones were answered.
-Prints how many are answered in full each second, how long they took, and how soon others were
+The engine has the null model, with steps long enough that its capacity does not depend on the
+machine. First as many clients as it serves at once send one request after the other, which gives
+its peak. Then requests arrive at a multiple of that rate, whether or not earlier ones were
+answered. Prints the number answered in full per second, their latency, and that of refusals.
 refused.
 """
 
@@ -12,14 +12,12 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import statistics
-import tempfile
 import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from tests.system.conftest import EngineFactory
+from scripts.testing import EngineFactory
 
 MAX_NUM_SEQS = 32
 NUM_TOKENS = 32
@@ -28,7 +26,7 @@ _TIMEOUT_S = 60.0
 
 
 class Answer(NamedTuple):
-    """To one request."""
+    """The answer to one request."""
 
     at: float
     took_s: float
@@ -37,7 +35,7 @@ class Answer(NamedTuple):
 
 
 class Load:
-    """Sends requests to one engine, and keeps what came of each."""
+    """Sends requests to one engine, and records their answers."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -50,7 +48,7 @@ class Load:
         self.num_broken = 0
 
     async def ask(self) -> None:
-        """One request on a connection of its own."""
+        """Send one request on its own connection."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -67,7 +65,7 @@ class Load:
         self.answers.append(Answer(now, now - began, status, is_whole))
 
     async def closed(self, num_clients: int, seconds: float) -> None:
-        """Each client asks again as soon as it is answered."""
+        """Each client sends its next request as soon as the last one was answered."""
         end = time.monotonic() + seconds
 
         async def client() -> None:
@@ -77,7 +75,7 @@ class Load:
         await asyncio.gather(*[client() for _ in range(num_clients)])
 
     async def open(self, rate: float, seconds: float) -> None:
-        """At random times, so many a second."""
+        """Send requests at random times, at this average rate per second."""
         rng = random.Random(1)
         asking: set[asyncio.Task[None]] = set()
         due = time.monotonic()
@@ -91,12 +89,12 @@ class Load:
         await asyncio.gather(*asking)
 
     def goodput(self, since: float, until: float) -> float:
-        """Whole answers a second."""
+        """Complete answers per second."""
         return sum(a.is_whole and since <= a.at < until for a in self.answers) / (until - since)
 
 
 class Outcome(NamedTuple):
-    """Of one measurement; rates a second, times in seconds."""
+    """Figures of one measurement; rates per second, times in seconds."""
 
     peak: float
     offered: float
@@ -106,11 +104,11 @@ class Outcome(NamedTuple):
     refused_p99_s: float
     num_refused: int
     num_other: int
-    """Neither answered in full nor refused with 429."""
+    """Requests that were neither answered in full nor refused with 429."""
 
 
 async def measure(url: str, factor: float, seconds: float) -> Outcome:
-    """The peak, and then `factor` times that."""
+    """Measure the peak, and then a load of `factor` times that."""
     load = Load(url)
     began = time.monotonic()
     await load.closed(2 * MAX_NUM_SEQS, _WARM_UP_S + seconds / 2)
@@ -135,18 +133,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--step-ms", type=float, default=25.0)
     arguments = parser.parse_args()
-    base = tempfile.mkdtemp(prefix="troika-goodput-")
-    factory = EngineFactory(base)
-    engine = factory(
-        *("--null-step-ms", str(arguments.step_ms), "--max-num-seqs", str(MAX_NUM_SEQS)),
-        *("--max-num-waiting", str(MAX_NUM_SEQS)),
-    )
-    try:
+    with EngineFactory() as factory:
+        engine = factory(
+            *("--null-step-ms", str(arguments.step_ms), "--max-num-seqs", str(MAX_NUM_SEQS)),
+            *("--max-num-waiting", str(MAX_NUM_SEQS)),
+        )
         engine.ready()
         found = asyncio.run(measure(engine.url(), arguments.factor, arguments.seconds))
-    finally:
-        factory.close()
-        shutil.rmtree(base)
     print(
         f"peak {found.peak:.1f} requests/s; {found.offered:.0f}/s offered for"
         f" {arguments.seconds:.0f} s: {found.goodput:.1f}/s answered in full"

@@ -1,4 +1,4 @@
-"""What belongs to a program that embeds the engine: what must stay as it is, and what may leak."""
+"""State of a program that embeds the engine: what must not change, and what could leak."""
 
 import asyncio
 import atexit
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def settings() -> dict[str, Any]:
-    """All that an embedding engine must not touch; compare it with `==`."""
+    """Return all state that an embedded engine must not change; compare it with `==`."""
     root, package = logging.getLogger(), logging.getLogger("troika")
     umask = os.umask(0)
     os.umask(umask)
@@ -50,7 +50,7 @@ def settings() -> dict[str, Any]:
 
 
 def loop_settings() -> dict[str, Any]:
-    """The same of the running event loop; `tasks` and what it watches included."""
+    """Return the state of the running event loop, with its tasks and watched descriptors."""
     loop = asyncio.get_running_loop()
     return {
         "exception handler": loop.get_exception_handler(),
@@ -62,7 +62,7 @@ def loop_settings() -> dict[str, Any]:
 
 
 def resources() -> dict[str, list[str]]:
-    """What this process holds now, by kind; more of it after a cycle is a leak."""
+    """Return the resources of this process by kind; more after a cycle is a leak."""
     gc.collect()
     descriptors = [_target(name) for name in os.listdir("/proc/self/fd")]
     return {
@@ -75,13 +75,13 @@ def resources() -> dict[str, list[str]]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line for each entry that differs."""
+    """Return one line for each entry that differs."""
     return [f"{key}: {before[key]} -> {after[key]}" for key in before if before[key] != after[key]]
 
 
@@ -90,16 +90,16 @@ def _is_main() -> bool:
 
 
 def _target(name: str) -> str | None:
-    """What a descriptor stands for, without the number that tells it from its like."""
+    """Return the target of a descriptor without its inode number."""
     try:
         target = os.readlink(f"/proc/self/fd/{name}")
-    except FileNotFoundError:  # of the listing itself
+    except FileNotFoundError:  # the descriptor of the listing itself
         return None
     return target.partition("[")[0] if target.startswith(("pipe:", "socket:")) else target
 
 
 def _children() -> list[str]:
-    """Pids and names of children, zombies too."""
+    """Return pids and names of children, zombies included."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit():

@@ -1,19 +1,17 @@
-"""Steps that take nearly as long as they may, on a machine that is busy: is anybody killed for it?
+"""Steps that nearly reach their deadline on a busy machine: no process may be killed for it.
 
     python -m tests.system.long_steps --steps 10000
 
-Many ranks of the null worker compute every step, each a process with a deadline of its own, while
-other processes take all the CPU that there is. Prints one line; exits with 1 if a worker or the
+Many ranks of the null worker compute every step, each a process with its own deadline, while
+other processes use all CPU time. Prints one line; exits with 1 if a worker or the
 core was killed.
 """
 
 import argparse
 import asyncio
 import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,18 +19,18 @@ from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
-from tests.system.conftest import Engine, EngineFactory
+from scripts.testing import Engine, EngineFactory
 
 SHARE = 0.9
-"""Of the time after which it is suspected, that a step takes."""
+"""Duration of a step as a share of the time after which it is suspected."""
 _PARAMS = SamplingParams(max_tokens=8000, ignore_eos=True)
 
 
 class Outcome(NamedTuple):
-    """What has become of the workers."""
+    """Counters of one run."""
 
     num_steps: int
-    """Of all ranks together."""
+    """Sum over all ranks."""
     num_suspicions: int
     num_kills: int
 
@@ -48,10 +46,10 @@ def run(factory: EngineFactory, *, steps: int, ranks: int, hogs: int, timeout_s:
 
     Args:
         factory: starts the engine.
-        steps: in all; each step of the engine is one on each rank.
-        ranks: of the worker.
-        hogs: other processes that never rest.
-        timeout_s: after which a step is suspected.
+        steps: number in total; a step of the engine counts once for each rank.
+        ranks: number of worker processes.
+        hogs: number of other processes that use a CPU all the time.
+        timeout_s: time after which a step is suspected.
     """
     engine = factory(
         *("--no-api", "--tensor-parallel-size", str(ranks)),
@@ -69,7 +67,7 @@ def run(factory: EngineFactory, *, steps: int, ranks: int, hogs: int, timeout_s:
 
 
 async def _compute(engine: Engine, num_steps: int) -> int:
-    """Keep the engine busy for so many of its steps."""
+    """Keep the engine busy for this number of its steps."""
     async with AsyncEngineClient(client_address(engine.run_dir)) as client:
         await client.wait_ready(timeout_s=60.0)
         work = asyncio.ensure_future(_read(client))
@@ -99,20 +97,15 @@ def _busy_machine(hogs: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Run once and print what came of it."""
+    """Run once and print the outcome."""
     parser = argparse.ArgumentParser("python -m tests.system.long_steps", allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=10_000, help="of all ranks together")
     parser.add_argument("--ranks", type=int, default=48, help="worker processes")
     parser.add_argument("--hogs", type=int, default=4, help="processes that use all the CPU")
     parser.add_argument("--timeout-s", type=float, default=0.5, help="as --hang-timeout-s")
     arguments = parser.parse_args()
-    base = tempfile.mkdtemp(prefix="troika-test-")
-    factory = EngineFactory(base)
-    try:
+    with EngineFactory() as factory:
         outcome = run(factory, **vars(arguments))
-    finally:
-        factory.close()
-        shutil.rmtree(base)
     print(outcome)
     return 1 if outcome.num_kills else 0
 

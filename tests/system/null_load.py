@@ -15,14 +15,14 @@ TIMEOUT_S = 60.0
 
 
 class Stream:
-    """One streamed completion, read by a thread of its own."""
+    """One streamed completion, read by its own thread."""
 
     def __init__(self, url: str, **body: Any) -> None:
         self._url = urlsplit(url)
         self._body = {"stream": True, "ignore_eos": True, "return_token_ids": True, **body}
         self.token_ids: list[int] = []
         self.times: list[float] = []
-        """Monotonic, one for each chunk."""
+        """Monotonic arrival time of each chunk."""
         self.error: str | None = None
         self.finish_reason: str | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -63,17 +63,17 @@ class Stream:
 
     @property
     def is_open(self) -> bool:
-        """Whether more may come."""
+        """Whether the stream may still receive chunks."""
         return self._thread.is_alive()
 
     def longest_gap_s(self, begin: float, end: float) -> float:
-        """Between two chunks of which the later came after `begin`, the earlier before `end`."""
+        """Longest time between two chunks, the later after `begin` and the earlier before `end`."""
         gaps = [b - a for a, b in pairwise(self.times) if b >= begin and a <= end]
         return max(gaps, default=0.0)
 
 
 def null_tokens(prompt: list[int], num_tokens: int) -> list[int]:
-    """What the null model answers."""
+    """Return the output of the null model for a prompt."""
     ids = list(prompt)
     for _ in range(num_tokens):
         ids.append(next_token_id(ids, NULL_VOCAB_SIZE, [NULL_EOS_TOKEN_ID]))
@@ -81,7 +81,7 @@ def null_tokens(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 class NullLoad:
-    """Some streams of the null model, each with a prompt of its own."""
+    """Streams of the null model, each with a different prompt."""
 
     def __init__(self, url: str, num_streams: int, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -97,7 +97,7 @@ class NullLoad:
         return all(stream.token_ids for stream in self.streams)
 
     def check(self) -> None:
-        """Wait for the ends: nothing lost, nothing repeated, nothing else."""
+        """Wait for the ends and assert that every token is right."""
         for prompt, stream in zip(self._prompts, self.streams, strict=True):
             stream.join()
             assert stream.error is None, stream.error

@@ -1,22 +1,20 @@
-"""What clients that do not read cost those that do: `python -m tests.system.slow_readers --help`.
+"""The cost of clients that do not read for other clients: `python -m tests.system.slow_readers`.
 
-An engine with the null model. First some streams alone; then the same beside others whose clients
-have closed their windows. Prints how long the readers wait between two tokens, with and without
-those, what each of those costs in memory, and when they were dropped.
+The engine has the null model. First some streams run alone; then beside others whose clients
+have closed their TCP windows. Prints the time between two tokens of the readers, with and without
+the others, the memory that each of the others costs, and when they were dropped.
 """
 
 import argparse
 import os
 import selectors
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from protocol.lifecycle import Role
-from tests.system.conftest import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.streams import Stream, metric
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": True}
@@ -25,31 +23,31 @@ _DROPPED_TIMEOUT_S = 120.0
 
 
 class Outcome(NamedTuple):
-    """Of one measurement; times in seconds."""
+    """Figures of one measurement; times in seconds."""
 
     alone_p99_s: float
     beside_p99_s: float
     bytes_per_stalled: float
-    """Of the API process's memory at its most, with all that an open request costs."""
+    """Peak growth of the API process per stalled stream, the open request included."""
     num_dropped: float
     dropped_after_s: float
-    """From when the last of them was opened to when the last was dropped."""
+    """From the opening of the last stalled stream until the last was dropped."""
     kv_cache_usage: float
-    """Afterwards."""
+    """Usage after all streams have ended."""
 
     @property
     def ratio(self) -> float:
-        """How much longer readers wait beside those who do not read."""
+        """Time between tokens beside stalled streams, as a multiple of the time without them."""
         return self.beside_p99_s / self.alone_p99_s
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory of a process."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def gaps_s(url: str, num_streams: int, num_tokens: int) -> list[float]:
-    """Read some streams side by side; the times between two events of each."""
+    """Read streams in parallel and return the times between two events of each."""
     found: list[float] = []
     last: dict[int, float] = {}
     selector = selectors.DefaultSelector()
@@ -80,12 +78,12 @@ def gaps_s(url: str, num_streams: int, num_tokens: int) -> list[float]:
 
 
 def p99(values: list[float]) -> float:
-    """The 99th percentile."""
+    """Return the 99th percentile."""
     return statistics.quantiles(values, n=100, method="inclusive")[98]
 
 
 def measure(engine: Engine, num_stalled: int, num_normal: int, num_tokens: int) -> Outcome:
-    """Readers alone, and beside clients that do not read."""
+    """Measure readers alone, and beside clients that do not read."""
     url, api = engine.url(), engine.pid(Role.API)
     alone = p99(gaps_s(url, num_normal, num_tokens))
     before, num_before = rss_bytes(api), metric(engine, "slow_readers_dropped")
@@ -111,7 +109,7 @@ def measure(engine: Engine, num_stalled: int, num_normal: int, num_tokens: int) 
 
 
 def flags(step_ms: float, timeout_s: float) -> list[str]:
-    """Of an engine that takes them all at once."""
+    """Return the flags of an engine that runs all streams at once."""
     return [
         *("--null-step-ms", str(step_ms), "--slow-reader-timeout-s", str(timeout_s)),
         *("--max-num-seqs", "256", "--max-num-batched-tokens", "4096"),
@@ -128,15 +126,10 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--timeout-s", type=float, default=10.0)
     arguments = parser.parse_args()
-    base = tempfile.mkdtemp(prefix="troika-slow-")
-    factory = EngineFactory(base)
-    engine = factory(*flags(arguments.step_ms, arguments.timeout_s))
-    try:
+    with EngineFactory() as factory:
+        engine = factory(*flags(arguments.step_ms, arguments.timeout_s))
         engine.ready()
         found = measure(engine, arguments.stalled, arguments.normal, arguments.tokens)
-    finally:
-        factory.close()
-        shutil.rmtree(base)
     print(
         f"{arguments.stalled} stalled, {arguments.normal} normal, steps of {arguments.step_ms} ms:"
         f" p99 between tokens {found.alone_p99_s * 1e3:.1f} ms alone,"

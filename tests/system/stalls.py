@@ -1,21 +1,19 @@
-"""How long streams wait after a kill or a planned restart: `python -m tests.system.stalls --help`.
+"""The pause of streams after a kill or a planned restart: `python -m tests.system.stalls --help`.
 
-An engine with the demo model, some greedy streams, one event after the other. A stall is the time
+The engine has the demo model and some greedy streams; events follow each other. A stall is the time
 to the next token, the longest within five seconds of the event; every stream is compared with an
 undisturbed one.
 """
 
 import argparse
 import os
-import shutil
 import signal
 import statistics
-import tempfile
 import time
 
 from protocol.lifecycle import ProcessState, Role
 from protocol.status import StatusLink
-from tests.system.conftest import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
 
 PROMPTS = (
@@ -38,17 +36,12 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--num-threads", default="1")
     arguments = parser.parse_args()
-    base = tempfile.mkdtemp(prefix="troika-stalls-")
-    factory = EngineFactory(base)
     flags = ["--standby-workers", arguments.standby, "--num-threads", arguments.num_threads]
     flags += ["--num-gpu-blocks-override", "1024"]
-    engine = factory(*flags, model="demo")
-    try:
+    with EngineFactory() as factory:
+        engine = factory(*flags, model="demo")
         role = Role(arguments.role)
         stalls = measure(engine, role, arguments.how, arguments.standby == "1", arguments.events)
-    finally:
-        factory.close()
-        shutil.rmtree(base)
     cuts = statistics.quantiles(stalls, n=100, method="inclusive")
     print(
         f"{arguments.how} {role}, standby {arguments.standby}: {arguments.events} events,"
@@ -58,7 +51,7 @@ def main() -> None:
 
 
 def measure(engine: Engine, role: Role, how: str, standby: bool, num_events: int) -> list[float]:
-    """Seconds from each event to the next token of each stream."""
+    """Return the seconds from each event to the next token of each stream."""
     wait_all_ready(engine, standby)
     expected = [stream.join().token_ids for stream in open_streams(engine)]
     stalls: list[float] = []
@@ -77,12 +70,12 @@ def measure(engine: Engine, role: Role, how: str, standby: bool, num_events: int
 
 
 def wait_for_tokens(streams: list[Stream], number: int) -> None:
-    """Until each stream has so many."""
+    """Wait until each stream has this number of tokens."""
     eventually(lambda: all(len(s.token_ids) >= number for s in streams), "tokens come", 60.0)
 
 
 def open_streams(engine: Engine) -> list[Stream]:
-    """One for each prompt."""
+    """Open one stream for each prompt."""
     return [
         Stream(engine.url(), model="demo", prompt=prompt, max_tokens=80, temperature=0)
         for prompt in PROMPTS
@@ -102,7 +95,7 @@ def begin_event(engine: Engine, role: Role, how: str) -> None:
 
 
 def wait_all_ready(engine: Engine, standby: bool) -> None:
-    """Helpers included, and nobody about to leave."""
+    """Whether all processes are ready, helpers included, and none is about to leave."""
 
     def are_ready() -> bool:
         reply = engine.status()

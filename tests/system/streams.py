@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from tests.system.conftest import TIMEOUT_S, Engine
+from scripts.testing import TIMEOUT_S, Engine
 
 
 class Event(NamedTuple):
@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Of a completion's or a chat's first choice."""
+        """Text of the first choice of a completion or a chat."""
         choices = json.loads(self.data).get("choices") if self.data != "[DONE]" else None
         if not choices:
             return ""
@@ -61,7 +61,7 @@ class Stream:
         self.headers: dict[str, str] = {}
 
     def read_head(self) -> int:
-        """The status; the headers are kept."""
+        """Read and return the status; the headers are kept."""
         if not self.status:
             head = self._until(b"\r\n\r\n").decode()
             first, *lines = head.splitlines()
@@ -71,7 +71,7 @@ class Stream:
         return self.status
 
     def event(self) -> Event | None:
-        """The next event; None at the end, or where the connection breaks."""
+        """Return the next event; None at the end, or where the connection breaks."""
         self.read_head()
         try:
             while True:
@@ -94,7 +94,7 @@ class Stream:
         return Event(fields.get("data", ""), fields.get("id"))
 
     def events(self) -> list[Event]:
-        """All that follow; the connection is closed then."""
+        """Return all remaining events and close the connection."""
         found = []
         while (event := self.next()) is not None:
             found.append(event)
@@ -102,26 +102,26 @@ class Stream:
         return found
 
     def next(self) -> Event | None:
-        """The next event with data; None at the end, or where the connection breaks."""
+        """Return the next event with data; None at the end, or where the connection breaks."""
         while True:
             event = self._take() if self._has_event() else self.event()
             if event is None or event.data:
                 return event
 
     def body(self) -> bytes:
-        """The whole answer, where it has a length."""
+        """Return the body of an answer that has a length."""
         self.read_head()
         content = self._exactly(int(self.headers["content-length"]))
         self.close()
         return content
 
     def reset(self) -> None:
-        """Vanish with RST."""
+        """Close the connection with RST."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
     def close(self) -> None:
-        """Vanish with FIN."""
+        """Close the connection with FIN."""
         self.socket.close()
 
     def _until(self, end: bytes) -> bytes:
@@ -144,7 +144,7 @@ class Stream:
 
 
 def metric(engine: Engine, name: str) -> float:
-    """One value of /metrics."""
+    """Return one value of /metrics."""
     with urllib.request.urlopen(engine.url() + "/metrics", timeout=TIMEOUT_S) as response:
         text = response.read().decode()
     found = re.search(rf"^troika:{name}(?:_total)?{{[^}}]*}} ([0-9.e+-]+)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Chaos in small: real processes die in every way, and every failpoint is reached by some run."""
+"""Short chaos runs: real processes die in every way, and every failpoint is reached."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ from protocol.lifecycle import Role
 from scripts.chaos import processes
 from scripts.chaos.__main__ import main
 from scripts.chaos.engine import Engine as ChaosEngine
-from tests.system.conftest import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.test_supervisor import PROMPT, open_stream
 
 PRESSURE = ("--num-gpu-blocks-override", "40", "--max-model-len", "512", "--null-step-ms", "5")
@@ -28,13 +28,13 @@ PRESSURE = ("--num-gpu-blocks-override", "40", "--max-model-len", "512", "--null
 
 @pytest.fixture
 def failpoints(start_engine: EngineFactory, tmp_path: Path) -> Path:
-    """Directory of failpoints for all engines of the test."""
+    """The directory of failpoints of all engines of the test."""
     start_engine.environ[VARIABLE] = str(tmp_path)
     return tmp_path
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[int]:
-    """The numbers of the table's last row, from a run that has found nothing."""
+    """Return the numbers of the table's last row, from a run without violations."""
     status = main(arguments)
     captured = capsys.readouterr()
     assert status == 0, captured.out + captured.err
@@ -43,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[int]:
 
 
 def test_short_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Worker, core and supervisor die at any time; the command says 0."""
+    """Worker, core and supervisor die at any time, and the exit status is 0."""
     arguments = ("--matrix", "--faults", "worker,core,supervisor", "--phases", "random")
     kills, streams, _, num_resumed, *harms = run(capsys, *arguments, "--streams", "12")
     assert kills >= 3
@@ -62,7 +62,7 @@ def test_kills_at_a_steady_rate_change_no_stream(capsys: pytest.CaptureFixture[s
 
 
 def test_clients_read_on_after_the_death_of_the_api(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a journal no stream ends with its connection."""
+    """With a journal a stream does not end with its connection."""
     arguments = ("--journal", "--faults", "api", "--phases", "decode", "--kills", "1")
     kills, _, num_broken, num_resumed, *harms = run(capsys, *arguments, "--streams", "16")
     assert kills >= 1
@@ -71,7 +71,7 @@ def test_clients_read_on_after_the_death_of_the_api(capsys: pytest.CaptureFixtur
 
 
 def test_clients_that_come_back_too_late_have_lost_their_stream() -> None:
-    """The harness would see it: here the engine keeps requests for no time at all."""
+    """The checker finds lost streams: this engine keeps requests for no time."""
     arguments = ["--journal", "--faults", "api", "--phases", "decode", "--kills", "1"]
     assert main([*arguments, "--streams", "8", "--", "--resume-window-s", "0.000001"]) == 1
 
@@ -84,7 +84,7 @@ def test_whole_matrix(model: str) -> None:
 
 
 def test_whole_engine_is_found_without_asking_it() -> None:
-    """So that orphans cannot hide: every process, dead or alive, and nothing after the end."""
+    """All processes are found, dead or alive, and none after the end: orphans cannot hide."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as base:
         engine = ChaosEngine(Path(base), ["null", "--null-step-ms", "1"])
         try:
@@ -101,7 +101,7 @@ def test_whole_engine_is_found_without_asking_it() -> None:
 
 
 def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Path) -> None:
-    """By an engine under memory pressure whose client leaves."""
+    """The engine is under memory pressure and its client leaves."""
     engine = start_engine(*PRESSURE, "--standby-workers", "1")
     engine.ready()
     streams = [open_stream(engine, 500) for _ in range(4)]
@@ -110,7 +110,7 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
         files = failpoints.glob(f"{REACHED_PREFIX}*")
         return {file.name.removeprefix(REACHED_PREFIX) for file in files}
 
-    eventually(lambda: "core.after_preemption" in reached(), "somebody is preempted")
+    eventually(lambda: "core.after_preemption" in reached(), "a request is preempted")
     for stream in streams:
         stream.close()
     engine.kill(Role.CORE)
@@ -130,7 +130,7 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
 def test_death_at_a_failpoint_changes_no_answer(
     start_engine: EngineFactory, failpoints: Path, name: str, role: Role, action: str
 ) -> None:
-    """Neither by a signal nor by an exception."""
+    """A death by a signal or by an exception."""
     engine = start_engine()
     answer = engine.post("/v1/completions", **PROMPT)["choices"]
     before = engine.row(role)
@@ -141,7 +141,7 @@ def test_death_at_a_failpoint_changes_no_answer(
 
 
 def test_failpoints_given_as_a_list_hold_in_every_process(start_engine: EngineFactory) -> None:
-    """Each worker dies in its fifth step; what was computed before is not computed again."""
+    """Each worker dies in its fifth step, and streams advance nevertheless."""
     start_engine.environ[VARIABLE] = "worker.before_step=kill9@5"
     engine = start_engine()
     engine.ready()
@@ -152,7 +152,7 @@ def test_failpoints_given_as_a_list_hold_in_every_process(start_engine: EngineFa
 
 
 def test_without_the_variable_nothing_is_armed(engine: Engine) -> None:
-    """Nothing that an engine's settings could say turns failpoints on."""
+    """No setting of an engine can arm failpoints."""
     for role in (Role.SUPERVISOR, Role.API, Role.CORE, Role.WORKER):
         environ = Path(f"/proc/{engine.pid(role)}/environ").read_bytes()
         assert VARIABLE.encode() not in environ
@@ -161,7 +161,7 @@ def test_without_the_variable_nothing_is_armed(engine: Engine) -> None:
 def test_other_servers_are_measured_by_the_same_client(
     start_engine: EngineFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Told only an address and a command, it sees when a server loses nothing and when it does."""
+    """With an address and a kill command alone, it detects whether a server loses streams."""
     engine = start_engine("--null-step-ms", "3")
     arguments = ["--url", engine.url(), "--kills", "1", "--streams", "8", "--seed", "1"]
     arguments.append("--kill-command")

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from protocol.lifecycle import Role
-from tests.system.conftest import Engine, EngineFactory
+from scripts.testing import Engine, EngineFactory
 
 PROMPT = "def __init__(self, "
 
@@ -35,7 +35,7 @@ def complete(client: openai.OpenAI, **options: object) -> str:
 
 
 def test_official_client_against_the_real_engine(client: openai.OpenAI) -> None:
-    """Completions and chat, streaming and not: text adds up, errors map to their classes."""
+    """Completions and chat, streamed or not: texts are equal, errors map to their classes."""
     assert [model.id for model in client.models.list()] == ["demo"]
     text = complete(client, max_tokens=24)
     assert ":" in text
@@ -102,7 +102,7 @@ def test_stream_goes_on_after_kill_9(demo: Engine, client: openai.OpenAI, role: 
 
 
 def test_many_clients_share_the_engine(client: openai.OpenAI) -> None:
-    """Sixteen threads at once get what each would get alone."""
+    """Sixteen concurrent threads get the outputs that each would get alone."""
     alone = complete(client, max_tokens=16)
     answers: list[str] = []
     threads = [
@@ -117,7 +117,7 @@ def test_many_clients_share_the_engine(client: openai.OpenAI) -> None:
 
 
 def test_prefix_cache_is_seen_in_usage(client: openai.OpenAI) -> None:
-    """The second of two equal long prompts finds its full blocks."""
+    """The second of two equal long prompts hits its full blocks."""
     prompt = "import os\n" * 60
     cached = []
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_prefix_cache_is_seen_in_usage(client: openai.OpenAI) -> None:
     assert cached[1] >= 16
 
 
-def test_demo_model_has_its_size_and_says_what_it_is() -> None:
+def test_demo_model_has_its_size_and_a_description() -> None:
     directory = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
     assert (directory / "model.safetensors").stat().st_size <= 16_000_000
     text = (directory / "README.md").read_text().lower()

@@ -1,4 +1,4 @@
-"""Embedding: real core and null worker under the clients, and the engine in one process."""
+"""Embedding: the clients with a real core and null worker, and the engine in one process."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ def engine() -> Iterator[Engine]:
 
 
 def expected_tokens(prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """What the same engine in one process makes of the prompts."""
+    """Return the outputs of the same engine in one process."""
     reference = InprocEngine(configure(model="null"))
     tokens: dict[int, list[int]] = {}
     for output in reference.generate(prompts, params):
@@ -85,7 +85,7 @@ async def collect(
 
 @pytest.mark.parametrize("victims", [["worker_proc"], ["core_proc"], ["worker_proc", "core_proc"]])
 def test_streams_go_on_exactly_after_kill_9(engine: Engine, victims: list[str]) -> None:
-    """Killed under load, twice: every stream is the one of a run without faults."""
+    """Two kills under load change no stream."""
     params = SamplingParams(max_tokens=600)
 
     streams: list[list[int]] = [[] for _ in PROMPTS]
@@ -166,7 +166,7 @@ def test_death_of_a_client_aborts_its_requests(engine: Engine) -> None:
 
 
 def test_orphans_leave() -> None:
-    """The parent pipe: its EOF ends a process, whatever it is doing."""
+    """EOF of the parent pipe ends a process in any state."""
     read, write = os.pipe()
     script = (
         "import sys\nfrom protocol.child_runtime import watch_parent\nimport time\n"

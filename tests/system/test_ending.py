@@ -1,4 +1,4 @@
-"""An engine that is asked to end finishes what it has accepted, whoever dies meanwhile."""
+"""An engine that is asked to end finishes its open requests, even if a process dies meanwhile."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
-from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory
+from scripts.testing import TIMEOUT_S, Engine, EngineFactory
 from tests.system.null_load import null_tokens
 
 PROMPT = [5, 6, 7]
@@ -18,10 +18,10 @@ NUM_TOKENS = 400
 
 
 @pytest.mark.parametrize("victim", [Role.CORE, Role.WORKER])
-def test_an_embedded_engine_finishes_although_somebody_is_killed(
+def test_an_embedded_engine_finishes_although_a_process_is_killed(
     start_engine: EngineFactory, victim: Role
 ) -> None:
-    """What is open is in its client's ledger: a core that comes back gets it from there."""
+    """Open requests are in their client's ledger; a restarted core gets them from there."""
     engine = start_engine("--no-api", "--null-step-ms", "5")
     engine.ready()
     assert asyncio.run(_read_while_it_ends(engine, victim)) == null_tokens(PROMPT, NUM_TOKENS)

@@ -1,7 +1,7 @@
-"""Processes that live and do nothing: stopped, stuck in a step, holding the interpreter.
+"""Processes that live but make no progress: stopped, stuck in a step, holding the interpreter.
 
 Each is suspected, prints its stacks if it can, is killed and replaced, and every stream goes on
-exactly. Clients are as in an embedding program; the null model computes.
+exactly. Clients are those of embedding programs; the engine has the null model.
 """
 
 import asyncio
@@ -20,12 +20,11 @@ from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from protocol.status import StatusLink
-from scripts.chaos.processes import is_alive
+from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system import long_steps
-from tests.system.conftest import TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
 from tests.system.test_embedding import collect, expected_tokens
-from tests.timing import any_of
+from tests.timing import within
 
 PROMPTS = [[5, 6, 7, n] for n in range(8)]
 PARAMS = SamplingParams(max_tokens=400)
@@ -40,11 +39,11 @@ QUICK = (
     "--hang-step-factor",
     "2",
 )
-"""Whoever shows nothing for a second is suspected, whatever steps take where others compute too."""
+"""A process without progress for a second is suspected, however long steps take on this machine."""
 WITHIN_S = 10.0
-"""From the stop to the successor's start: 2 s, and up to 2 s for a standby that is coming."""
+"""From the stop to the successor's start: 2 s, and up to 2 s for a standby that is starting."""
 DETECTION_S = 0.05
-"""From SIGKILL to the moment in which the supervisor has buried the process."""
+"""From SIGKILL to the moment at which the supervisor has reaped the process."""
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def armed(start_engine: EngineFactory) -> Path:
 def streams_through(
     engine: Engine, harms: list[Callable[[], object]], params: SamplingParams = PARAMS
 ) -> list[list[int]]:
-    """Run all prompts, doing harm on the way, each time when they have got further."""
+    """Run all prompts and inject a fault whenever all streams have advanced."""
     streams: list[list[int]] = [[] for _ in PROMPTS]
     engine.ready()
 
@@ -80,7 +79,7 @@ def streams_through(
 
 
 def stop(engine: Engine, role: Role, within_s: float) -> None:
-    """SIGSTOP one process, wait until it is replaced, and wake whatever is left of it."""
+    """SIGSTOP one process, wait until it is replaced, and continue what is left of it."""
     old = engine.row(role)
     assert old.pid is not None
     os.kill(old.pid, signal.SIGSTOP)
@@ -93,12 +92,12 @@ def stop(engine: Engine, role: Role, within_s: float) -> None:
 
     eventually(replaced, f"{role} is replaced", within_s)
     assert time.monotonic() - stopped_at < within_s
-    with pytest.raises(ProcessLookupError):  # it was dead and reaped before its successor came
+    with pytest.raises(ProcessLookupError):  # it was dead and reaped before its successor started
         os.kill(old.pid, signal.SIGCONT)
 
 
 def fenced_frames(engine: Engine) -> int:
-    """What the core has counted."""
+    """Return the core's counter of fenced frames."""
 
     async def ask() -> int:
         async with AsyncEngineClient(client_address(engine.run_dir)) as client:
@@ -112,7 +111,7 @@ def fenced_frames(engine: Engine) -> int:
 def test_stopped_processes_are_replaced_and_every_stream_goes_on(
     start_engine: EngineFactory,
 ) -> None:
-    """SIGSTOP of the worker, of the core and of the worker again, under load."""
+    """SIGSTOP of the worker, the core and the worker again, under load."""
     engine = start_engine(*QUICK)
     roles = (Role.WORKER, Role.CORE, Role.WORKER)
     harms = [lambda role=role: stop(engine, role, WITHIN_S) for role in roles]
@@ -125,21 +124,21 @@ def test_stopped_processes_are_replaced_and_every_stream_goes_on(
     assert "seems to hang: no further steps" in log
     assert "died in step" in log or "died at rest" in log
     assert re.search(r"core of epoch \d+ died: deadline", log)
-    assert fenced_frames(engine) == 0, "who is dead cannot speak"
+    assert fenced_frames(engine) == 0, "a dead process sends no frames"
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
 def test_stopped_process_is_replaced_in_time_at_defaults(
     start_engine: EngineFactory, role: Role
 ) -> None:
-    """With the settings that everybody has: within 5.5 s."""
+    """With default settings a stopped process is replaced within 5.5 s."""
     engine = start_engine("--no-api", "--null-step-ms", "2")
     streams = streams_through(engine, [lambda: stop(engine, role, 5.5)])
     assert streams == expected_tokens(PROMPTS, PARAMS)
 
 
 def test_idle_process_that_is_stopped_is_replaced_too(start_engine: EngineFactory) -> None:
-    """Nobody waits for it; the next request would."""
+    """No request waits for it yet."""
     engine = start_engine(*QUICK)
     engine.ready()
     for role in (Role.WORKER, Role.CORE):
@@ -151,7 +150,7 @@ def test_idle_process_that_is_stopped_is_replaced_too(start_engine: EngineFactor
 def test_step_that_never_ends_is_killed_after_its_stacks_are_printed(
     start_engine: EngineFactory, armed: Path, action: str
 ) -> None:
-    """In Python, and in C code that holds the interpreter: nothing in the process can run."""
+    """It hangs in Python, or in C code that holds the interpreter, so that no other thread runs."""
     engine = start_engine(*QUICK)
     harms = [lambda: failpoints.arm(armed, "worker.before_step", f"{action}:60000@1")]
     assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
@@ -159,11 +158,11 @@ def test_step_that_never_ends_is_killed_after_its_stacks_are_printed(
     assert re.search(r"worker \(step \d+\) has shown no progress", log), log
     assert re.search(r"died in step \d+: deadline", log), log
     assert "in hit" in log
-    assert "worker_proc/loop.py" in log, "the stack shows where it hangs"
+    assert "worker_proc/loop.py" in log, "the stack shows the place of the hang"
 
 
 def test_core_that_hangs_is_replaced(start_engine: EngineFactory, armed: Path) -> None:
-    """In the middle of a turn."""
+    """The core hangs in the middle of a turn."""
     engine = start_engine(*QUICK)
     harms = [lambda: failpoints.arm(armed, "core.after_drain", "hold:60000@1")]
     assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
@@ -174,7 +173,7 @@ def test_core_that_hangs_is_replaced(start_engine: EngineFactory, armed: Path) -
 def test_hanging_worker_that_recovers_in_time_is_spared(
     start_engine: EngineFactory, armed: Path
 ) -> None:
-    """Suspected, then cleared: it gets work again, and nobody dies."""
+    """It is suspected, then cleared and gets work again; no process dies."""
     engine = start_engine(*QUICK, "--hang-timeout-s", "2")
     worker = engine.pid(Role.WORKER)
     harms = [lambda: failpoints.arm(armed, "worker.before_step", "delay:3000@1")]
@@ -183,15 +182,15 @@ def test_hanging_worker_that_recovers_in_time_is_spared(
     assert engine.pid(Role.WORKER) == worker
 
 
-def test_supervisor_that_was_stopped_kills_nobody(start_engine: EngineFactory) -> None:
-    """It finds everybody's marks old, but has not watched them; nor were they all awake."""
+def test_supervisor_that_was_stopped_kills_no_process(start_engine: EngineFactory) -> None:
+    """All marks are old when it wakes, but it was not watching, and processes were stopped."""
     engine = start_engine(*QUICK)
     pids = {role: engine.pid(role) for role in (Role.WORKER, Role.CORE)}
-    everybody = [*pids.values(), engine.process.pid]
-    for pid in everybody:
+    stopped = [*pids.values(), engine.process.pid]
+    for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(4.0)  # four times what is allowed
-    for pid in reversed(everybody):
+    time.sleep(4.0)  # four times the limit
+    for pid in reversed(stopped):
         os.kill(pid, signal.SIGCONT)
     streams = streams_through(engine, [])
     assert streams == expected_tokens(PROMPTS, PARAMS)
@@ -201,14 +200,14 @@ def test_supervisor_that_was_stopped_kills_nobody(start_engine: EngineFactory) -
 def test_process_that_starts_waits_for_a_supervisor_that_stands_still(
     start_engine: EngineFactory, armed: Path
 ) -> None:
-    """It was stopped right after it had started it; the start fails for nothing of its own."""
+    """The supervisor was stopped right after it started the process; the start does not fail."""
     engine = start_engine(*QUICK)
     worker = engine.row(Role.WORKER)
     assert worker.pid is not None
     failpoints.arm(armed, "supervisor.after_start", "stop@1")
     os.kill(worker.pid, signal.SIGKILL)
     state = Path(f"/proc/{engine.process.pid}/stat")
-    eventually(lambda: state.read_text().split()[2] == "T", "it stands still")
+    eventually(lambda: state.read_text().split()[2] == "T", "the supervisor is stopped")
     time.sleep(5.5)  # longer than a start should wait in vain
     engine.process.send_signal(signal.SIGCONT)
     eventually(lambda: engine.row(Role.WORKER).epoch > worker.epoch, "the worker is replaced")
@@ -216,23 +215,26 @@ def test_process_that_starts_waits_for_a_supervisor_that_stands_still(
     assert engine.row(Role.WORKER).num_restarts == 1
 
 
-def test_long_steps_on_a_busy_machine_kill_nobody(start_engine: EngineFactory) -> None:
-    """Each takes nine tenths of its time; `python -m tests.system.long_steps` does it at length."""
+def test_long_steps_on_a_busy_machine_cause_no_kill(start_engine: EngineFactory) -> None:
+    """Each takes nine tenths of its time; `python -m tests.system.long_steps` runs more of them."""
     outcome = long_steps.run(start_engine, steps=80, ranks=8, hogs=3, timeout_s=0.5)
     assert outcome.num_steps >= 80
     assert outcome.num_kills == 0, outcome
 
 
 @pytest.mark.timeout(600)
-@any_of(5)
 def test_death_by_sigkill_is_noticed_at_once(start_engine: EngineFactory, armed: Path) -> None:
-    """The pidfd wakes the supervisor: every one of 20 deaths is known within 50 ms."""
-    delays = measure_detection(start_engine(*QUICK, "--restart-backoff-max-s", "0"), armed, 20)
-    assert max(delays) < DETECTION_S, delays
+    """The pidfd wakes the supervisor: each of 20 deaths is noticed within 50 ms."""
+    engine = start_engine(*QUICK, "--restart-backoff-max-s", "0")
+    within(
+        5,
+        lambda: {"detection_s": max(measure_detection(engine, armed, 20))},
+        detection_s=DETECTION_S,
+    )
 
 
 def measure_detection(engine: Engine, armed: Path, num_kills: int) -> list[float]:
-    """Seconds from the kill to the supervisor's answer, by the clock that both share."""
+    """Return the seconds from each kill until the supervisor has noted the death."""
     failpoints.arm(armed, "supervisor.after_death", "note@*")
     log = armed / failpoints.LOG_FILE
     delays: list[float] = []
@@ -241,7 +243,7 @@ def measure_detection(engine: Engine, armed: Path, num_kills: int) -> list[float
         log.write_text("")
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        line = eventually(log.read_text, "it is noted")
+        line = eventually(log.read_text, "the death is noted")
         delays.append(float(line.split()[0]) - killed_at)
         assert not is_alive(pid)
     return delays
@@ -251,7 +253,7 @@ API = ("--null-step-ms", "2", "--api-hang-timeout-s", "0.5")
 
 
 def is_answered(engine: Engine) -> bool:
-    """Whether a request is answered; a connection may be the dead API's."""
+    """Whether a request is answered; its connection may still be with the dead API."""
     stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=2).join()
     return stream.error is None and len(stream.token_ids) == 2
 
@@ -260,7 +262,7 @@ def is_answered(engine: Engine) -> bool:
 def test_api_whose_loop_stands_still_is_replaced(
     start_engine: EngineFactory, armed: Path, way: str
 ) -> None:
-    """The socket stays: requests that come meanwhile are answered by its successor."""
+    """The socket stays open: requests that arrive meanwhile are answered by its successor."""
     engine = start_engine(*API)
     api = engine.row(Role.API)
     assert api.pid is not None
@@ -281,9 +283,8 @@ def test_api_whose_loop_stands_still_is_replaced(
         assert "in hit" in engine.log, "its stacks are printed"
 
 
-@any_of(3)
 def test_api_with_much_to_do_is_left_alone(start_engine: EngineFactory) -> None:
-    """Large bodies and many streams at once: the loop turns all the time."""
+    """Under large bodies and many streams at once the loop keeps turning."""
     engine = start_engine(*API)
     pid = engine.pid(Role.API)
     streams = [
@@ -295,7 +296,7 @@ def test_api_with_much_to_do_is_left_alone(start_engine: EngineFactory) -> None:
 
 
 def test_api_that_hangs_while_it_leaves_is_killed_in_time(start_engine: EngineFactory) -> None:
-    """Its page has changed places with it."""
+    """Its progress page has moved to another slot with it."""
     engine = start_engine(*API, "--null-step-ms", "10")
     stream = Stream(engine.url(), model="null", prompt=[4], max_tokens=8000)
     eventually(lambda: stream.token_ids, "it has begun")

@@ -1,4 +1,4 @@
-"""Seeded sampling does not depend on company, chunks or preemption: demo model, whole engine."""
+"""Seeded sampling does not depend on batch, chunks or preemption: demo model, whole engine."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 24
 
 
 def request(number: int) -> tuple[list[int], SamplingParams]:
-    """Prompts of 5 to 67 tokens, and a mix of everything that the sampler does."""
+    """Prompts of 5 to 67 tokens, and a mix of all sampling parameters."""
     prompt = [(number * 131 + position * 17) % 4000 + 2 for position in range(5 + 2 * number)]
     mixes: list[dict[str, Any]] = [
         {"temperature": 1.0},
@@ -28,9 +28,9 @@ def request(number: int) -> tuple[list[int], SamplingParams]:
 
 
 def run(numbers: list[int], dtype: str, **settings: Any) -> tuple[dict[int, list[int]], int]:
-    """Tokens by request number, and how many preemptions there were."""
+    """Return tokens by request number, and the number of preemptions."""
     model = str(ROOT / "scripts" / "demo_model")
-    # One thread: two that share a processor with others wait for each other most of the time.
+    # One thread: two on a busy processor would mostly wait for each other.
     engine = InprocEngine(configure(model=model, dtype=dtype, num_threads=1, **settings))
     tokens: dict[int, list[int]] = {}
     owners = {engine.submit(*request(number)): number for number in numbers}

@@ -1,4 +1,4 @@
-"""Too little memory, all switches of the scheduler, kill -9: no token is lost or repeated."""
+"""No token is lost or repeated with too little memory, all scheduler options and kill -9."""
 
 import asyncio
 import tempfile
@@ -12,7 +12,7 @@ from tests.system.test_embedding import PROMPTS, Engine, collect, expected_token
 PARAMS = SamplingParams(max_tokens=400)
 PRESSURE = (
     *("--num-gpu-blocks-override", "150", "--max-model-len", "1024", "--check-invariants"),
-    *("--null-step-ms", "5"),  # so that there is much to do yet when the core is killed
+    *("--null-step-ms", "5"),  # so that much is left to compute when the core is killed
 )
 SWAP = ("--swap-space-bytes", str(100 * 2**16), "--victim-choice", "cheapest")
 SWITCHES = {

@@ -15,7 +15,7 @@ from protocol.client import AsyncEngineClient
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.kv_feed import KVEventFeed
 from protocol.sampling import SamplingParams
-from tests.system.conftest import TIMEOUT_S, EngineFactory
+from scripts.testing import TIMEOUT_S, EngineFactory
 from tests.system.test_embedding import PROMPTS, ROOT, Engine, collect, expected_tokens
 from tests.system.test_supervisor import open_stream
 
@@ -32,7 +32,7 @@ def engine() -> Iterator[Engine]:
 
 
 class Load:
-    """One stream per prompt, all under way."""
+    """One running stream per prompt."""
 
     def __init__(self, client: AsyncEngineClient) -> None:
         self.client = client
@@ -46,8 +46,8 @@ class Load:
             await asyncio.sleep(0.005)
 
     async def stands_still(self, mode: PauseMode) -> None:
-        """Between two reports of the core nothing comes, and the core says that it is paused."""
-        await next_status(self.client)  # outputs of the steps in flight come before it
+        """Between two reports nothing arrives, and the core reports that it is paused."""
+        await next_status(self.client)  # outputs of the steps in flight arrive before it
         before = [tokens.copy() for tokens in self.tokens]
         first = await next_status(self.client)
         second = await next_status(self.client)
@@ -62,7 +62,7 @@ class Load:
 
 
 async def next_status(client: AsyncEngineClient) -> Status:
-    """The core's next report."""
+    """Wait for the core's next report."""
     before = client.last_status_time
     while client.last_status_time == before:
         await asyncio.sleep(0.01)
@@ -107,7 +107,7 @@ def test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly(
             assert client.status is not None
             assert client.status.is_sleeping == (stop is AsyncEngineClient.sleep)
             if victims == ["core_proc"]:
-                assert client.status.stats.generation_tokens == 0, "it was never let loose"
+                assert client.status.stats.generation_tokens == 0, "it has computed nothing"
             assert await go_on(client)
             await load.ends_exactly()
 
@@ -152,7 +152,7 @@ def documented_hashes() -> Callable[[list[int], int, str], list[bytes]]:
 
 
 async def follow(feed: KVEventFeed, known: set[bytes], num_snapshots: list[int]) -> None:
-    """Apply events for ever."""
+    """Apply events until cancelled."""
     async for seq, event in feed:
         if isinstance(event, BlocksStored):
             known.update(event.block_hashes)
@@ -203,7 +203,7 @@ def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engin
 def test_over_http_a_stream_stands_still_and_a_shutdown_lets_it_end(
     start_engine: EngineFactory, path: str
 ) -> None:
-    """SIGTERM drains from the API on, so it is the API that must end the pause."""
+    """SIGTERM drains the API first, so the API must end the pause."""
     engine = start_engine("--null-step-ms", "5", "--enable-admin-routes")
     with open_stream(engine, 200) as stream:
         assert "status" in engine.post(path)

@@ -1,4 +1,4 @@
-"""One request kills every worker that computes it: its client alone is told, within seconds."""
+"""One request kills every worker that computes it: its client alone gets an error, in seconds."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from protocol.client import AsyncEngineClient
 from protocol.errors import RequestQuarantined
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
-from tests.system.conftest import TIMEOUT_S, EngineFactory
+from scripts.testing import TIMEOUT_S, EngineFactory
 from tests.system.test_embedding import collect, expected_tokens
 
 NUM_STREAMS = 32
@@ -23,11 +23,11 @@ ANSWERED_WITHIN_S = 30.0
 MAX_DEATHS = 7
 FLAGS = ("--no-api", "--null-step-ms", "1")
 QUICK = ("--hang-timeout-s", "0.5", "--first-step-timeout-s", "0.5", "--hang-step-factor", "2")
-"""Where a death is found out by the time that a step takes; elsewhere nobody shall die of that."""
+"""For deaths that are detected by a step's deadline; in other cases no deadline may pass."""
 
 
 @pytest.mark.parametrize("harm", ["segv@*", "exc@*", "hold:30000@*"])
-def test_only_the_culprit_is_refused_and_all_others_are_exact(
+def test_only_the_poison_request_is_refused_and_all_others_are_exact(
     start_engine: EngineFactory, harm: str
 ) -> None:
     start_engine.environ[failpoints.VARIABLE] = f"worker.poison={harm}"
@@ -53,7 +53,7 @@ def test_only_the_culprit_is_refused_and_all_others_are_exact(
             assert num_restarts <= MAX_DEATHS
             with pytest.raises(RequestQuarantined):
                 await collect(client, POISON, PARAMS, [])
-            assert engine.row(Role.WORKER).num_restarts == num_restarts, "refused at the door"
+            assert engine.row(Role.WORKER).num_restarts == num_restarts, "refused at submission"
 
     asyncio.run(main())
     assert streams == expected_tokens(PROMPTS, PARAMS)

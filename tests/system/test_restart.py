@@ -1,4 +1,4 @@
-"""Planned restarts under load: nobody sees an error, no token is lost, and little is waited for."""
+"""Planned restarts under load: no errors, no lost tokens, and short pauses."""
 
 import os
 import re
@@ -14,12 +14,12 @@ import pytest
 
 from protocol.lifecycle import ProcessState, Role
 from protocol.status import StatusLink
-from scripts.chaos.processes import is_alive
-from tests.system.conftest import ROOT, TIMEOUT_S, Engine, EngineFactory, eventually
+from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.conftest import ROOT
 from tests.system.null_load import NullLoad, Stream, null_tokens
 
 NUM_RESTARTS = {Role.WORKER: 2, Role.CORE: 2, Role.API: 1}
-"""In a row; an API takes its time to leave."""
+"""Restarts in a row; an API takes time to leave."""
 WAYS = ("command", "SIGTERM")
 FLAGS = ("--null-step-ms", "5")
 NUM_STREAMS = 8
@@ -49,7 +49,7 @@ class Trickle:
             self.num_answers += 1
 
     def end(self) -> None:
-        """No more; all of them were answered."""
+        """Stop sending, and assert that all requests were answered."""
         self._is_over.set()
         self._thread.join(20.0)
         assert not self.errors
@@ -58,7 +58,7 @@ class Trickle:
 
 @contextmanager
 def under_load(engine: Engine) -> Iterator[None]:
-    """Long streams and new ones; all of them are checked at the end."""
+    """Run long streams and new requests, and check all of them at the end."""
     load = NullLoad(engine.url(), NUM_STREAMS, NUM_TOKENS)
     eventually(lambda: load.has_begun, "every stream has begun")
     trickle = Trickle(engine.url())
@@ -80,7 +80,7 @@ def command(engine: Engine, role: str) -> subprocess.CompletedProcess[str]:
 
 
 def ask(engine: Engine, role: Role) -> None:
-    """As the command does, without waiting for the end."""
+    """Ask for a restart as the command does, without waiting for its end."""
     link = StatusLink(engine.run_dir)
     try:
         reply = link.restart(role, 5.0)
@@ -91,7 +91,7 @@ def ask(engine: Engine, role: Role) -> None:
 
 
 def replace(engine: Engine, role: Role, way: str) -> None:
-    """Ask for it in one of two ways, and wait for it."""
+    """Ask for a restart in one of two ways, and wait for it."""
     before = engine.row(role)
     if way == "command":
         done = command(engine, role)
@@ -110,8 +110,10 @@ def replace(engine: Engine, role: Role, way: str) -> None:
     + [("0", role, way) for role in (Role.CORE, Role.API) for way in WAYS]
     + [("0", Role.WORKER, "command")],
 )
-def test_nobody_notices(start_engine: EngineFactory, standby: str, role: Role, way: str) -> None:
-    """Each role, under streams and new requests; who leaves ends with status 0."""
+def test_clients_do_not_notice_a_planned_restart(
+    start_engine: EngineFactory, standby: str, role: Role, way: str
+) -> None:
+    """Each role is restarted under streams and new requests; the old process ends with status 0."""
     engine = start_engine(*FLAGS, "--standby-workers", standby)
     with under_load(engine):
         for _ in range(NUM_RESTARTS[role]):
@@ -125,7 +127,7 @@ def test_nobody_notices(start_engine: EngineFactory, standby: str, role: Role, w
 def test_leaving_api_finishes_its_streams_while_its_successor_serves(
     start_engine: EngineFactory,
 ) -> None:
-    """Two of them for a while; then the old one is gone."""
+    """Two API processes live for a while; then the old one is gone."""
     engine = start_engine(*FLAGS)
     load = NullLoad(engine.url(), 2, 1500)
     eventually(lambda: load.has_begun, "every stream has begun")
@@ -143,7 +145,7 @@ def test_leaving_api_finishes_its_streams_while_its_successor_serves(
 
 
 def test_restart_that_is_not_possible_is_refused(start_engine: EngineFactory) -> None:
-    """With the reason: no such process, replaced already, about to end."""
+    """The refusal has the reason: no such process, replaced already, about to end."""
     engine = start_engine("--no-api", "--null-step-ms", "5")
     engine.ready()
     assert "this engine has no api" in command(engine, "api").stderr
@@ -164,7 +166,7 @@ def test_restart_that_is_not_possible_is_refused(start_engine: EngineFactory) ->
 
 
 def test_worker_that_does_not_leave_is_killed(start_engine: EngineFactory) -> None:
-    """It hangs: its time to leave is bounded."""
+    """The worker hangs; its time to leave is bounded."""
     engine = start_engine("--no-api")
     worker = engine.row(Role.WORKER)
     assert worker.pid is not None
@@ -175,7 +177,7 @@ def test_worker_that_does_not_leave_is_killed(start_engine: EngineFactory) -> No
 
 
 def test_ranks_are_replaced_together(start_engine: EngineFactory) -> None:
-    """Both leave, both come back; the core stays."""
+    """Both ranks are replaced; the core stays."""
     engine = start_engine("--no-api", "--tensor-parallel-size", "2")
     core = engine.pid(Role.CORE)
     before = [engine.pid(Role.WORKER, rank) for rank in range(2)]
@@ -186,7 +188,7 @@ def test_ranks_are_replaced_together(start_engine: EngineFactory) -> None:
 
 
 def test_engine_can_end_while_an_api_leaves(start_engine: EngineFactory) -> None:
-    """Nobody stays behind."""
+    """No process is left behind."""
     engine = start_engine("--null-step-ms", "20", "--shutdown-timeout-s", "1")
     load = NullLoad(engine.url(), 2, NUM_TOKENS)
     eventually(lambda: load.has_begun, "every stream has begun")

@@ -1,14 +1,12 @@
-"""Streams of every feature that has state, killed in the middle: they equal undisturbed ones.
+"""Streams of every stateful feature equal undisturbed ones if processes are killed meanwhile.
 
-The demo model behind real processes. What is compared: text, token ids, log-probabilities (bit for
-bit: the numbers as they were sent), finish reason and usage, for every choice of every stream.
+Real processes with the demo model. Compared are: text, token ids, log-probabilities (bit for
+bit, as they were sent), finish reason and usage, for every choice of every stream.
 """
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -18,15 +16,15 @@ from typing import Any
 import pytest
 
 from protocol.lifecycle import Role
-from tests.system.conftest import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, eventually
 
 MAX_TOKENS = 200
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 STREAM_TIMEOUT_S = 60.0
 KILL_AFTER = (10, 30)
-"""Events that every open stream has had at each kill: far from the end of any."""
+"""Events that every open stream has received before each kill, long before its end."""
 STOP_TOKEN_ID = 5
-"""Made likely and banned at first, so that min_tokens decides the end."""
+"""A likely stop token, banned at first, so that min_tokens decides the end."""
 MIN_TOKENS = 160
 
 COMPLETION: dict[str, Any] = {"prompt": PROMPT, "return_token_ids": True}
@@ -77,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Choice:
-    """All that was streamed for one choice, put together."""
+    """The concatenated stream of one choice."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -87,7 +85,7 @@ class Choice:
     stop_reason: int | str | None = None
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take one event's part."""
+        """Add one event."""
         assert self.finish_reason is None, "nothing comes after the end"
         self.text += event.get("text") or event.get("delta", {}).get("content") or ""
         self.token_ids += event.get("token_ids") or []
@@ -153,7 +151,7 @@ def start(engine: Engine, cases: dict[str, dict[str, Any]]) -> dict[str, Stream]
 
 
 def finish(streams: dict[str, Stream]) -> None:
-    """Wait for the ends of all."""
+    """Wait for the ends of all streams."""
     for name, stream in streams.items():
         stream.join(STREAM_TIMEOUT_S)
         assert stream.error is None, (name, stream.error)
@@ -163,20 +161,15 @@ def finish(streams: dict[str, Stream]) -> None:
 @pytest.fixture(scope="module")
 def module_engines() -> Iterator[EngineFactory]:
     """Starts engines that serve all tests of this module."""
-    base = tempfile.mkdtemp(prefix="troika-test-")
-    factory = EngineFactory(base)
-    try:
+    with EngineFactory() as factory:
         yield factory
-    finally:
-        factory.close()
-        shutil.rmtree(base)
 
 
 @pytest.fixture(scope="module")
 def engine_and_undisturbed(
     module_engines: EngineFactory,
 ) -> tuple[Engine, dict[str, dict[str, Any]], dict[str, Stream]]:
-    """An engine with the demo model, the cases, and what their streams are without faults."""
+    """An engine with the demo model, the cases, and their streams without faults."""
     engine = module_engines("--num-gpu-blocks-override", "512", "--num-threads", "1", model="demo")
     readiness = engine.readiness()
     assert readiness["exact_resume"], readiness
@@ -192,14 +185,14 @@ def engine_and_undisturbed(
 
 
 def late_string(text: str) -> str:
-    """Return what occurs in the last quarter of a text for the first time."""
+    """Return a string that first occurs in the last quarter of a text."""
     first = len(text) * 3 // 4
     found = (text[place : place + 6] for place in range(first, len(text) - 6))
     return next(part for part in found if part not in text[: first + 5])
 
 
 def check_features(streams: dict[str, Stream]) -> None:
-    """Every feature has shown in the streams that are to be compared."""
+    """Assert that the compared streams exercise every feature."""
     ends = {name: stream.choices[0].finish_reason for name, stream in streams.items()}
     stopped = {"stop string", "min_tokens, stop token"}
     assert ends == {name: "stop" if name in stopped else "length" for name in streams}

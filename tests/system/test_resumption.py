@@ -1,10 +1,8 @@
-"""Clients come back, with the id of their request and of the last event, and read on exactly."""
+"""Clients reconnect with the id of their request and of the last event, and read on exactly."""
 
 import itertools
 import json
 import resource
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from protocol.lifecycle import Role
-from tests.system.conftest import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.streams import Event, Stream, metric
 
 TOKENS = 120
@@ -21,18 +19,14 @@ TOKENS = 120
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Engine]:
-    """An engine with a journal; each test names its requests in its own way."""
-    base = tempfile.mkdtemp(prefix="troika-test-")
-    factory = EngineFactory(base)
-    try:
+    """An engine with a journal; each test uses different request ids."""
+    with EngineFactory() as factory:
         flags = ("--null-step-ms", "5")
-        flags += ("--resume-window-s", "600")  # no session ends while another test counts its own
-        engine = factory("--journal-dir", f"{base}/journal", *flags)
+        # No session ends while another test counts its own.
+        flags += ("--resume-window-s", "600")
+        engine = factory("--journal-dir", f"{factory.base}/journal", *flags)
         engine.ready()
         yield engine
-    finally:
-        factory.close()
-        shutil.rmtree(base)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -47,7 +41,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def ids_of(events: list[Event]) -> dict[int, list[int]]:
-    """Token ids by choice."""
+    """Return token ids by choice."""
     found: dict[int, list[int]] = {}
     for event in events:
         for choice in json.loads(event.data)["choices"] if event.data != "[DONE]" else []:
@@ -56,7 +50,7 @@ def ids_of(events: list[Event]) -> dict[int, list[int]]:
 
 
 def content(events: list[Event]) -> list[tuple[Any, ...]]:
-    """What a stream has said, without regard to how it was cut into events."""
+    """Return the content of a stream, however it was cut into events."""
     texts: dict[int, str] = {}
     finishes = []
     logprobs: dict[int, list[Any]] = {}
@@ -77,14 +71,14 @@ def content(events: list[Event]) -> list[tuple[Any, ...]]:
                 logprobs.setdefault(index, []).extend(entries)
     if usage is not None:
         usage.pop("prompt_tokens_details")
-    told = sorted(ids_of(events).items()), sorted(logprobs.items())
-    return [*sorted(texts.items()), *sorted(finishes), *told, (usage,)]
+    exact = sorted(ids_of(events).items()), sorted(logprobs.items())
+    return [*sorted(texts.items()), *sorted(finishes), *exact, (usage,)]
 
 
 def read_in_pieces(
     engine: Engine, fields: dict[str, Any], name: str, cuts: list[int], path: str, **interrupt: Any
 ) -> list[Event]:
-    """Read a stream, break the connection after so many events each time, and go on."""
+    """Read a stream and reconnect after each of these numbers of events."""
     events: list[Event] = []
     last_id = None
     for cut in [*cuts, 10**9]:
@@ -109,7 +103,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "usage": ("/v1/completions", {"stream_options": {"include_usage": True}}),
     "sampled": ("/v1/completions", {"temperature": 1.0, "seed": 11, "logprobs": 2}),
     "two": ("/v1/completions", {"n": 2, "seed": 5}),
-    "echo": ("/v1/completions", {"prompt": "say this", "echo": True}),
+    "echo": ("/v1/completions", {"prompt": "repeat this", "echo": True}),
     "chat": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1},
@@ -125,7 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ],
 )
 def test_stream_in_pieces_is_the_stream_in_one(shared: Engine, case: str, kill: str) -> None:
-    """Lost connections, with the death of a process between them or without."""
+    """Connections are lost, with or without the death of a process."""
     path, extra = CASES[case]
     fields = body(**extra)
     if "messages" in fields:
@@ -139,8 +133,8 @@ def test_stream_in_pieces_is_the_stream_in_one(shared: Engine, case: str, kill: 
     assert content(pieces) == content(whole)
 
 
-def test_what_is_told_completely_ends_at_once(shared: Engine) -> None:
-    """Whoever has seen the last event gets the end; whoever has seen nothing gets everything."""
+def test_a_completely_delivered_stream_ends_at_once(shared: Engine) -> None:
+    """A client that has the last event gets the end; one that has none gets everything."""
     engine = shared
     fields = body(max_tokens=10, stream_options={"include_usage": True})
     headers = {"X-Request-Id": "r.1"}
@@ -156,11 +150,11 @@ def test_what_is_told_completely_ends_at_once(shared: Engine) -> None:
         assert len(back) == rest
 
 
-def test_whole_answers_are_told_again(shared: Engine) -> None:
-    """A request that was repeated because its answer got lost runs once."""
+def test_complete_answers_are_sent_again(shared: Engine) -> None:
+    """A request that is repeated because its answer was lost runs once."""
     engine = shared
     fields = body(stream=False, n=2, temperature=1.0)
-    del fields["seed"]  # each run would draw another
+    del fields["seed"]  # each run would draw another seed seed
     num_before = metric(engine, "sessions")
     lost = Stream(engine.url(), fields, headers={"X-Request-Id": "w"})
     eventually(lambda: metric(engine, "sessions") == num_before + 1, "it is accepted")
@@ -181,7 +175,7 @@ def error_of(stream: Stream) -> tuple[int, str]:
 
 
 def test_ids_are_checked(shared: Engine) -> None:
-    """Another body, an unknown request and a wrong place are errors, and disturb nothing."""
+    """A different body, an unknown request and a wrong event id are errors without side effects."""
     engine = shared
     url = engine.url()
     named = {"X-Request-Id": "mine"}
@@ -198,7 +192,7 @@ def test_ids_are_checked(shared: Engine) -> None:
 
 
 def test_a_stop_string_is_found_after_a_break_anywhere(shared: Engine) -> None:
-    """Also where text is held back that may become one."""
+    """Also where text is held back that may become a stop string."""
     text = "".join(event.text for event in Stream(shared.url(), body()).events())
     fields = body(stop=text[50:57])
     headers = {"X-Request-Id": "stops"}
@@ -212,7 +206,7 @@ def test_a_stop_string_is_found_after_a_break_anywhere(shared: Engine) -> None:
 
 
 def test_many_read_one_request_at_once(shared: Engine) -> None:
-    """From the beginning, from the middle, and whoever was first: each reads all of it."""
+    """Readers from the start, from the middle, and the first reader: each gets all of it."""
     fields = body(n=2, seed=5, stream_options={"include_usage": True}, max_tokens=600)
     whole = content(Stream(shared.url(), fields).events())
     headers = {"X-Request-Id": "shared"}
@@ -228,13 +222,15 @@ def test_many_read_one_request_at_once(shared: Engine) -> None:
     eventually(lambda: metric(shared, "http_requests_open") == num_before + 4, "all are there")
     others.pop().reset()
     with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(Stream.events, [first, *others]))
-    assert content(begun + told[0]) == whole
-    assert content(told[1]) == whole
-    assert all(content(begun + events) == whole for events in told[2:])
+        received = list(pool.map(Stream.events, [first, *others]))
+    assert content(begun + received[0]) == whole
+    assert content(received[1]) == whole
+    assert all(content(begun + events) == whole for events in received[2:])
 
 
-def test_a_synced_journal_tells_the_same(start_engine: EngineFactory, tmp_path: Path) -> None:
+def test_a_synced_journal_gives_the_same_stream(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
     engine = start_engine("--journal-dir", str(tmp_path / "j"), "--journal-sync")
     fields = body(temperature=1.0)
     whole = Stream(engine.url(), fields).events()
@@ -242,7 +238,9 @@ def test_a_synced_journal_tells_the_same(start_engine: EngineFactory, tmp_path: 
     assert content(pieces) == content(whole)
 
 
-def test_nobody_comes_back(start_engine: EngineFactory, tmp_path: Path) -> None:
+def test_a_request_without_a_client_ends_in_bounded_time(
+    start_engine: EngineFactory, tmp_path: Path
+) -> None:
     """The request runs on for a bounded time; afterwards its id is free, also after a restart."""
     flags = ("--resume-window-s", "3", "--null-step-ms", "5")
     engine = start_engine("--journal-dir", str(tmp_path / "j"), *flags)
@@ -261,7 +259,7 @@ def test_nobody_comes_back(start_engine: EngineFactory, tmp_path: Path) -> None:
 
 
 def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> None:
-    """Killed twice under load: every client that comes back by itself reads all, exactly."""
+    """The API is killed twice under load: every client that reconnects reads all, exactly."""
     engine = shared
     kinds: list[dict[str, Any]] = [
         {},
@@ -308,7 +306,7 @@ def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> N
 
 
 def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> None:
-    """Ids are told nevertheless; a repeated id is just another request, unless it wants a rest."""
+    """Ids are sent nevertheless; a repeated id is a new request, unless it asks for the rest."""
     headers = {"X-Request-Id": "x"}
     first = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
     assert [event.id for event in first][-2:] == ["x.4", None]
@@ -320,7 +318,7 @@ def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> No
 
 
 def test_a_full_disk_costs_the_journal_and_nothing_else(shared: Engine) -> None:
-    """Requests go on in memory; when there is room again, they are in the journal again."""
+    """Requests go on in memory, and return to the journal when there is space again."""
     engine = shared
     eventually(lambda: engine.readiness()["journal"] == "writing", "the journal is written")
     fields = body(max_tokens=600)

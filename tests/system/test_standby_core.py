@@ -1,4 +1,4 @@
-"""A standby takes the dead core's place, under load; its own death disturbs nobody."""
+"""A standby takes the dead core's place under load; its own death has no effect on streams."""
 
 import os
 import re
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.lifecycle import ProcessStatus, Role
-from scripts.chaos.processes import is_alive
-from tests.system.conftest import Engine, EngineFactory, eventually
+from scripts.testing import Engine, EngineFactory, eventually, is_alive
 from tests.system.null_load import NullLoad
 from tests.system.test_standby import check_zombies, kill_and_wait, pid_of, wait_for
 
@@ -19,12 +18,12 @@ NUM_TOKENS = 400
 
 
 def complete(engine: Engine) -> dict[Role, ProcessStatus]:
-    """Wait until the core and its standby are there."""
+    """Wait until the core and its standby are ready."""
     return {role: wait_for(engine, role) for role in (Role.CORE, Role.STANDBY_CORE)}
 
 
 def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
-    """Streams that are under way."""
+    """Start streams and wait until they run."""
     load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
     eventually(lambda: load.has_begun, "every stream has begun")
     return load
@@ -32,14 +31,14 @@ def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
 
 @pytest.fixture
 def guarded(start_engine: EngineFactory) -> Engine:
-    """An engine of the null model whose core has a standby, as by default."""
+    """An engine of the null model whose core has a standby, as is the default."""
     started = start_engine(*FLAGS)
     complete(started)
     return started
 
 
 def test_standby_becomes_the_core(guarded: Engine) -> None:
-    """The same process, under a new epoch; another one takes its place. Again and again."""
+    """It is the same process under a new epoch, and a new standby starts; repeated."""
     load = loaded(guarded)
     for _ in range(3):
         before = complete(guarded)
@@ -63,8 +62,10 @@ def test_standby_becomes_the_core(guarded: Engine) -> None:
     ],
     ids="+".join,
 )
-def test_whoever_dies_comes_back_and_no_token_is_lost(guarded: Engine, victims: list[Role]) -> None:
-    """At once, in this order: the standby may be dead already when it is promoted."""
+def test_dead_processes_are_replaced_and_no_token_is_lost(
+    guarded: Engine, victims: list[Role]
+) -> None:
+    """Processes die at once, in this order: the standby may be dead when it is promoted."""
     before = complete(guarded) | {Role.WORKER: wait_for(guarded, Role.WORKER)}
     load = loaded(guarded)
     kill_and_wait(guarded, [before[role] for role in victims])
@@ -76,7 +77,7 @@ def test_whoever_dies_comes_back_and_no_token_is_lost(guarded: Engine, victims: 
 
 
 def test_both_deaths_that_are_noticed_at_once(guarded: Engine) -> None:
-    """By a supervisor that was stopped meanwhile: the dead standby is not promoted."""
+    """The supervisor was stopped meanwhile; it does not promote the dead standby."""
     before = complete(guarded)
     supervisor = Path(f"/proc/{guarded.process.pid}/stat")
     guarded.process.send_signal(signal.SIGSTOP)
@@ -93,7 +94,7 @@ def test_both_deaths_that_are_noticed_at_once(guarded: Engine) -> None:
 
 
 def test_standby_that_hangs_is_replaced(start_engine: EngineFactory) -> None:
-    """Found out at rest; or when it is to take over, and then a core starts without it."""
+    """It is detected while it waits, or at its promotion, and then a core starts without it."""
     engine = start_engine(*FLAGS, "--hang-timeout-s", "0.5")
     before = complete(engine)
     os.kill(pid_of(before[Role.STANDBY_CORE]), signal.SIGSTOP)
@@ -109,7 +110,7 @@ def test_standby_that_hangs_is_replaced(start_engine: EngineFactory) -> None:
 def test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of(
     start_engine: EngineFactory,
 ) -> None:
-    """It brings its progress page along, and what was written in the other one."""
+    """It keeps its progress page, and gets the entries of its predecessor's page."""
     engine = start_engine(*FLAGS, "--hang-timeout-s", "0.5")
     first = complete(engine)[Role.CORE]
     load = loaded(engine, 1500)
@@ -125,7 +126,7 @@ def test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of(
 
 
 def test_engine_without_one(start_engine: EngineFactory) -> None:
-    """As asked for: the core is started anew."""
+    """Without a standby the core is started anew."""
     engine = start_engine(*FLAGS, "--standby-cores", "0")
     load = loaded(engine)
     engine.kill(Role.CORE)

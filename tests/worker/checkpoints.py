@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 VOCAB_SIZE = 512
 EOS_TOKEN_ID = 2
 WINDOW = 13
-"""Of the sliding layers: no multiple of a block, and shorter than most test contexts."""
+"""Window of the sliding layers: not a multiple of a block, and shorter than most contexts."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

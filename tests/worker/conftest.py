@@ -1,4 +1,4 @@
-"""What several of the worker's tests start from: checkpoints with their outputs, and backends."""
+"""Fixtures that several of the worker's tests share: checkpoints with their outputs, backends."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ MAX_STEPS = 10_000
 
 @dataclass(slots=True)
 class Run:
-    """What came out of driving some requests to their ends."""
+    """The result of driving some requests to their ends."""
 
     output_token_ids: list[list[int]]
     num_steps: int = 0

@@ -34,10 +34,10 @@ from worker_proc.native.build import build, compiler
 NUM_BLOCKS = 900
 BLOCK_SIZE = 16
 TEXT_LENGTHS = (1, 2, 17, 40, 93, 330)
-"""The longest spans several of any block, tile and vector of the kernels, and any window."""
+"""The longest spans several blocks, tiles and vectors of the kernels, and several windows."""
 NUM_THREADS = (1, 2, 3)
 NUM_SCHEDULES = (5, 1, 1)
-"""For each number of threads."""
+"""Schedules for each number of threads."""
 CHUNKS = (1, 1, 1, 2, 3, 7, 16, 33, 64, 65, 130)
 DTYPES = ("float32", "bfloat16")
 
@@ -52,7 +52,7 @@ _ODD: dict[str, Any] = {
     "vocab_size": 509,
     "tie_word_embeddings": False,
 }
-"""No size is a multiple of a vector: what torch computes in a tail, it computes in another way."""
+"""No size is a multiple of a vector: torch computes a tail in another way."""
 
 
 def _gemma3(**more: Any) -> PretrainedConfig:
@@ -102,7 +102,7 @@ class Recorder:
             assert torch.equal(known, logits[row]), key
 
     def run(self, runner: ModelRunner, schedule: "Schedule") -> None:
-        """Compute all texts, some of them twice, as the schedule says."""
+        """Compute all texts, some of them twice, as scheduled."""
         runner.reset()
         self._text_of.clear()
         for number, (step, news) in enumerate(schedule.steps()):
@@ -149,7 +149,7 @@ class Schedule:
                 news.append(self._admit(waiting.pop(), 0, tables))
             done = [text for text in tables if text not in self._texts_left()]
             if done and self._rng.random() < 0.3:
-                # Somebody else's blocks, which it neither computes nor writes.
+                # Blocks of another request, which this one neither computes nor writes.
                 text = self._rng.choice(done)
                 start = self._rng.randrange(len(self._texts[text]))
                 news.append(self._admit(text, start - start % self._size, tables))

@@ -1,4 +1,4 @@
-"""Guesses repeat what followed before: a pure function of the ids, whatever way they came."""
+"""Drafts repeat what followed earlier: a pure function of the ids, not of how they arrived."""
 
 import random
 import tracemalloc
@@ -19,7 +19,7 @@ def propose(token_ids: list[int], num_drafts: int = NUM_DRAFTS) -> list[int]:
 
 
 def searched(token_ids: list[int], num_drafts: int = NUM_DRAFTS) -> list[int]:
-    """The same by definition: search the whole text, and go on in circles."""
+    """The definition: search the whole text, and continue in a loop at its end."""
     length = len(token_ids)
     pair = token_ids[-MIN_NGRAM:]
     ends = [end for end in range(length - 1, 1, -1) if token_ids[end - MIN_NGRAM : end] == pair][
@@ -80,7 +80,7 @@ def test_nothing_is_guessed_without_a_repetition() -> None:
         assert propose(token_ids) == []
 
 
-def test_large_ids_are_told_apart() -> None:
+def test_large_ids_are_distinguished() -> None:
     top = 2**31 - 1
     assert propose([top, 0, 5, 0, top, 6, top, 0], 1) == [5]
     assert propose([top, 0, 5, 0, top, 6, 0, top], 1) == [6]

@@ -1,4 +1,4 @@
-"""What a worker declares about exact resumption, and why it does not."""
+"""When a worker declares exact resumption, and the reason where it does not."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reason_of(runner: ModelRunner) -> str:
-    """Why the runner promises nothing."""
+    """The reason that the runner gives for not declaring it."""
     assert not runner.facts.exact_resume
     assert runner.facts.exact_resume_reason
     return runner.facts.exact_resume_reason
@@ -38,7 +38,7 @@ def test_plain_attention_is_declared(llama: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_plain_products_are_declared(llama: Path, tmp_path: Path) -> None:
-    """Of a dtype that cannot be packed, and of layers that are not."""
+    """A dtype that cannot be packed, and layers that are not packed."""
     assert "for dtype float16" in reason_of(load(llama, "float16"))
     mixtral = next(a for a in ARCHITECTURES if a.name == "mixtral")
     build_checkpoint(tmp_path, mixtral.config())
@@ -50,7 +50,7 @@ def test_plain_products_are_declared(llama: Path, tmp_path: Path) -> None:
 def test_module_whose_bits_depend_on_the_place_is_found_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's gelu computes the end of a tensor in another way than its beginning."""
+    """Torch's gelu computes the end of a tensor in a different way than its beginning."""
     config = CONFIGS["gemma3"]
     assert isinstance(config, Gemma3TextConfig)
     build_checkpoint(tmp_path, config)

@@ -1,4 +1,4 @@
-"""Fused modules: equal to transformers' own, and only put where they are."""
+"""Fused modules equal transformers' own, and replace them only where they do."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d, torch.device("cpu"))]
 SIZE = 74
-"""No multiple of a vector."""
+"""Not a multiple of a vector."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_gated_mlps(
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new"])
 @torch.inference_mode()
 def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> None:
-    """Also of rows that lie apart, and far out, where they are 0 or their argument."""
+    """Also for strided rows, and for large arguments, where the result is 0 or the argument."""
     torch.manual_seed(3)
     model = nn.Sequential(ACT2FN[name])
     wide = torch.randn(1, 40, 2 * SIZE).to(dtype) * 4

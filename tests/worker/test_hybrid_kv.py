@@ -1,4 +1,4 @@
-"""Windows give blocks back, blocks go to the host and return, and no token changes."""
+"""Windows free blocks, blocks are swapped to the host and back, and no token changes."""
 
 import mmap
 from pathlib import Path
@@ -10,7 +10,7 @@ from protocol.core_worker import BlockCopies, KVGroup
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, WINDOW, Architecture
 from tests.worker.driving import drive
-from tests.worker.stand_in import StandIn
+from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.test_mirror import new, step
 from tests.worker.test_parity import (
     BLOCK_SIZE,
@@ -31,7 +31,7 @@ LLAMA, GEMMA3 = ARCHITECTURES[0], WINDOWED[-1]
 WHOLE, CHUNK, SINGLE = 64, 5, 1
 MIB = 2**20
 BLOCK_BYTES = 2 * 2 * 16 * BLOCK_SIZE * 4
-"""Of one layer: keys and values, heads, dimensions, tokens, float32."""
+"""Bytes of one layer: keys and values, heads, dimensions, tokens, float32."""
 
 every_backend = pytest.mark.usefixtures("_backend")
 windowed = pytest.mark.parametrize("architecture", WINDOWED, ids=lambda a: a.name)
@@ -45,10 +45,10 @@ def test_blocks_that_a_window_has_passed_are_never_read(
     served = serve(architecture)
     runner = make_runner(served.directory, ROOMY)
     for chunk in (WHOLE, CHUNK, SINGLE):
-        stand_in = StandIn(runner, chunk)
-        outputs = stand_in.run(served.prompts, [GREEDY] * NUM_PROMPTS)
+        mini_scheduler = MiniScheduler(runner, chunk)
+        outputs = mini_scheduler.run(served.prompts, [GREEDY] * NUM_PROMPTS)
         assert served.expected == outputs, chunk
-        assert stand_in.num_reused > 50, chunk
+        assert mini_scheduler.num_reused > 50, chunk
 
 
 @windowed
@@ -86,9 +86,9 @@ def test_tokens_survive_a_stay_on_the_host(architecture: Architecture, serve: Se
     undisturbed = drive(runner, served.prompts, seeded).output_token_ids
     for params, expected in (([GREEDY] * NUM_PROMPTS, served.expected), (seeded, undisturbed)):
         for chunk in (WHOLE, CHUNK):
-            stand_in = StandIn(runner, chunk, swap_every=2)
-            assert stand_in.run(served.prompts, params) == expected
-            assert stand_in.num_swaps > 10
+            mini_scheduler = MiniScheduler(runner, chunk, swap_every=2)
+            assert mini_scheduler.run(served.prompts, params) == expected
+            assert mini_scheduler.num_swaps > 10
 
 
 @every_backend
@@ -124,7 +124,7 @@ def test_more_swap_space_than_there_is_memory_is_refused_by_name() -> None:
 def test_the_cost_of_a_swap_is_measured_where_there_is_a_host_pool(serve: Serve) -> None:
     directory = serve(LLAMA).directory
     assert make_runner(directory, ROOMY).swap_cost_tokens == 0.0
-    # It has a pool of its own: the one that is served may be as small as it wants.
+    # The measurement has its own pool: the served one may be of any size.
     for num_blocks in (2, ROOMY):
         runner = make_runner(directory, num_blocks, swap_space_bytes=2**20)
         assert 0.0 < runner.swap_cost_tokens < 100.0
@@ -139,8 +139,8 @@ def test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards(serve: Se
     served = serve(GEMMA3)
     num_blocks, num_host_blocks = 48 * MIB // BLOCK_BYTES, 16 * MIB // BLOCK_BYTES
     runner = make_runner(served.directory, num_blocks, swap_space_bytes=16 * MIB)
-    stand_in = StandIn(runner, CHUNK, swap_every=2)
-    assert stand_in.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
+    mini_scheduler = MiniScheduler(runner, CHUNK, swap_every=2)
+    assert mini_scheduler.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
     block_ids = list(range(1, 1 + num_host_blocks))
     runner._pool.swap(BlockCopies(block_ids, list(range(num_host_blocks))), BlockCopies())
     for tensors in runner._pool.tensors:
@@ -152,11 +152,11 @@ def test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards(serve: Se
     assert not any(tensors.keys.any() for tensors in runner._pool.tensors)
     run = drive(runner, served.prompts, GREEDY)
     assert served.expected == run.output_token_ids
-    stand_in = StandIn(runner, CHUNK, swap_every=2)
-    assert stand_in.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
+    mini_scheduler = MiniScheduler(runner, CHUNK, swap_every=2)
+    assert mini_scheduler.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
 
 
-def test_nobody_sleeps_while_a_request_is_mirrored(serve: Serve) -> None:
+def test_sleep_is_refused_while_a_request_is_mirrored(serve: Serve) -> None:
     runner = make_runner(serve(LLAMA).directory, ROOMY)
     runner.execute(step(0, 6, [new(1)], counts={1: 6}))
     with pytest.raises(MirrorError, match="1 requests are mirrored"):

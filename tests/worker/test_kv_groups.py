@@ -69,7 +69,7 @@ def test_a_window_that_passes_nothing_is_none() -> None:
     assert sizes(lay_out(specs, 4, 8, 101, True)) == [(None, 1), (100, 1)]
 
 
-def test_no_request_needs_more_blocks_than_its_windows_say() -> None:
+def test_no_request_needs_more_blocks_than_its_windows_allow() -> None:
     rng = random.Random(2)
     for _ in range(200):
         window, chunk, size = rng.randint(1, 40), rng.randint(1, 40), rng.randint(1, 9)
@@ -83,7 +83,7 @@ def test_no_request_needs_more_blocks_than_its_windows_say() -> None:
         assert group.max_blocks - 1 <= max(held) <= group.max_blocks
 
 
-def test_lengths_that_fit_agree_with_what_the_core_is_told() -> None:
+def test_lengths_that_fit_agree_with_the_facts_sent_to_the_core() -> None:
     found = layout([None, 9, 9], block_size=4, chunk=8)
     assert found.kv_groups() == [KVGroup(), *[KVGroup(9, 5)] * 2]
     facts = ModelFacts("m", 9, FAR, 4, 99, [], kv_groups=found.kv_groups())

@@ -1,4 +1,4 @@
-"""The pool's memory comes zeroed and goes; its two ways to copy blocks do the same."""
+"""The pool's memory is zeroed and can be released; both ways to copy blocks are equal."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def test_blocks_go_out_before_others_come_in() -> None:
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in tensors]
     pool.swap(BlockCopies([1, 2], [2, 0]), BlockCopies())
-    # Host block 2 is taken over by device block 3, and what was in it before is lost.
+    # Device block 3 is copied over host block 2, whose former contents are lost.
     pool.swap(BlockCopies([3], [2]), BlockCopies([5, 1], [2, 0]))
     for tensor, old in zip(tensors, before, strict=True):
         expected = torch.stack([old[0], old[2], old[2], old[3], old[4], old[3]])

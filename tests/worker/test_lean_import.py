@@ -1,4 +1,4 @@
-"""What a worker imports, and that the rest is still to be had."""
+"""A worker imports only what it needs, and the rest can still be imported."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ assert torch._dynamo.disable.__module__ == "torch._dynamo.decorators"
 
 
 def test_worker_loads_without_what_it_never_uses() -> None:
-    """Sharding and the compiler are not imported; whoever asks for the compiler gets it."""
+    """Sharding and the compiler are not imported, and the compiler still can be."""
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Loading: whole checkpoints load as they are; everything else is refused with its reason."""
+"""Complete checkpoints load as they are; everything else is refused with its reason."""
 
 import json
 import logging
@@ -136,7 +136,7 @@ REFUSED: dict[str, Refusal] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refuses_from_the_configuration_alone(kind: str, tmp_path: Path) -> None:
-    """There are no weights in the directory: the refusal comes before they are looked for."""
+    """The directory has no weights: the refusal comes before they are read."""
     make, reason = REFUSED[kind]
     make().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=reason):

@@ -36,7 +36,7 @@ def new(
     computed: int = 0,
     cached: int | None = None,
 ) -> NewRequestData:
-    """A request of tokens 10, 11, ... whose blocks just hold it."""
+    """A request of tokens 10, 11, ... with exactly the blocks that it needs."""
     if blocks is None:
         first = 10 * req_id + 1
         blocks = range(first, first + -(-num_tokens // BLOCK_SIZE))
@@ -77,7 +77,7 @@ def make_mirror() -> Mirror:
     return Mirror(FACTS)
 
 
-def test_a_steady_decode_step_names_nobody() -> None:
+def test_a_steady_decode_step_names_no_request() -> None:
     mirror = make_mirror()
     parts = mirror.apply(step(7, 12, [new(1), new(2)], counts={1: 6, 2: 6}))
     assert [(p.request.req_id, p.start, p.num_tokens, p.samples) for p in parts] == [

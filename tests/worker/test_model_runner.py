@@ -1,4 +1,4 @@
-"""What the model runner returns besides greedy tokens: logprobs, seeds, the step's bookkeeping."""
+"""The model runner beyond greedy tokens: logprobs, seeds, bookkeeping of the step."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The native kernel: equal to the plain backend, and the same bits however the work is cut."""
+"""The native kernel equals the plain backend, with the same bits however the work is cut."""
 
 import random
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Texts:
             torch.cat([self.rows[i][kind][start : start + count] for i, start, count in parts])
             for kind in range(3)
         ]
-        # As models hand them over: heads first in memory.
+        # The layout that models pass: heads first in memory.
         rows = Rows(*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in packed))
         out = layer.backend.attend(layer, rows, Scoring(0.3, softcap))
         return list(out.split([count for _, _, count in parts]))
@@ -181,7 +181,7 @@ def backend_of(kind: str, spec: LayerSpec, block_size: int) -> AttentionBackend:
 def test_blocks_before_the_window_are_never_read(
     spec: LayerSpec, kind: str, block_size: int, chunk: int
 ) -> None:
-    """Neither where the table still names them, nor the null block in their place."""
+    """Neither they, where the table still has them, nor the null block in their place."""
     assert spec.window is not None
     texts = Texts(spec, block_size, torch.float32)
     longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]

@@ -71,7 +71,7 @@ def test_tokens_are_the_same_however_the_work_is_cut(
     assert (run.num_preemptions > 0) == (num_blocks == 60)
 
 
-def test_next_token_depends_on_context_and_position_and_is_no_eos() -> None:
+def test_next_token_depends_on_context_and_position_and_is_not_eos() -> None:
     seen = {next_token_id([*tail], 300, EOS) for tail in itertools.product(range(6), repeat=4)}
     assert len(seen) > 250
     assert 2 not in seen
@@ -97,7 +97,7 @@ def test_a_shared_block_is_read_and_not_written() -> None:
     runner = NullRunner(facts())
     runner.execute(step(0, 6, [new(1, 6, [5, 6])], counts={1: 6}))
     runner.execute(step(1, 3, [new(2, 6, [5, 7], computed=4)], counts={2: 2}))
-    # The whole prompt was found: its last token is computed for its logits alone.
+    # The whole prompt was cached: its last token is computed for its logits alone.
     runner.execute(step(2, 3, [new(3, 4, [5], computed=3, cached=4)], counts={3: 1}))
 
 
@@ -166,8 +166,8 @@ def test_a_request_comes_back_from_the_host() -> None:
         runner.execute(step(3, 9, [two_tables(2, [20, 1], [21, 22])], counts={2: 8}))
 
 
-def test_who_comes_back_from_the_host_shares_its_blocks_with_whoever_comes_along() -> None:
-    """The second finds in the prefix cache what the first brings back and fills in this step."""
+def test_a_request_back_from_the_host_shares_its_blocks_with_one_admitted_beside_it() -> None:
+    """The second hits in the prefix cache what the first swaps in and fills in this step."""
     runner = NullRunner(msgspec.structs.replace(facts(block_size=8), num_host_blocks=1))
     tokens = pack_token_ids(range(10, 19))
     first = NewRequestData(1, tokens, 9, PARAMS, [[3]], 0, 0)
@@ -179,7 +179,7 @@ def test_who_comes_back_from_the_host_shares_its_blocks_with_whoever_comes_along
     runner.execute(swapping(sent, into=BlockCopies([4], [0])))
 
 
-def test_swap_in_fills_blocks_of_those_who_arrive_with_what_was_copied_out() -> None:
+def test_swap_in_fills_blocks_of_arriving_requests_with_what_was_copied_out() -> None:
     arriving = two_tables(2, [5, 6], [7, 8])
     for block_id, host_id, message in (
         (5, 1, "host block 1 was never written"),
@@ -207,7 +207,7 @@ def test_a_sleep_loses_what_the_host_held() -> None:
         runner.execute(swapping(sent, into=BlockCopies([1], [0])))
 
 
-def test_logprobs_come_for_those_who_ask() -> None:
+def test_logprobs_are_returned_for_requests_that_ask() -> None:
     asking = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2, prompt_logprobs=1)
     runner = NullRunner(facts())
     request = msgspec.structs.replace(new(1), sampling_params=asking)
@@ -244,7 +244,7 @@ def test_tokens_are_the_same_over_drafts() -> None:
     tokens = list(output.sampled_token_ids)
     seen = set()
     for step_id in range(1, 300):
-        # Not all that were announced are asked for in every step.
+        # Not every step verifies all announced drafts.
         drafted = output.num_draft_tokens[0] if output.num_draft_tokens else 0
         num_drafts = min(drafted, step_id % 4)
         count = num_drafts + 1

@@ -17,12 +17,12 @@ MAX_TOKENS = 12
 SWAP_SPACE_BYTES = 8 << 20
 MODELS = [a for a in ARCHITECTURES if a.name in ("llama", "gemma3")]
 TIGHT = {"llama": 44, "gemma3": 76}
-"""Blocks for which the requests fight."""
+"""Fewer blocks than the requests need together."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Options of a scheduler, and what must have happened under them."""
+    """Options of a scheduler, and the events that must have happened under them."""
 
     options: dict[str, object]
     tight: bool = False

@@ -36,7 +36,7 @@ SHARED_PREFIX_LEN = 9
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One architecture's checkpoint, and what transformers makes of the prompts."""
+    """One architecture's checkpoint, and the outputs of transformers for the prompts."""
 
     directory: Path
     prompts: list[list[int]]
@@ -44,7 +44,7 @@ class Served:
 
 
 def make_prompts() -> list[list[int]]:
-    """Mixed lengths, some with a common beginning, two alike (a whole prompt in the cache)."""
+    """Mixed lengths, some with a common prefix, two equal (a whole prompt in the cache)."""
     rng = random.Random(11)
     shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(SHARED_PREFIX_LEN)]
     prompts = []
@@ -92,7 +92,7 @@ Serve = Callable[[Architecture], Served]
 
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 ROOMY, TIGHT = 400, 60
-"""Blocks: enough for all requests, and so few that most get preempted."""
+"""Blocks: enough for all requests, and too few, which preempts most of them."""
 MODES: dict[str, tuple[int, dict[str, object]]] = {
     "whole_prompts": (ROOMY, {"enable_prefix_caching": False}),
     "chunked": (ROOMY, {"enable_prefix_caching": False, "max_num_batched_tokens": 16}),

@@ -1,4 +1,4 @@
-"""The worker's loop says in its page what it does: idle, computing which step, for how long."""
+"""The worker's loop writes its phase, step and deadline into its progress page."""
 
 import os
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import pytest
 from protocol import child_runtime
 from protocol.core_worker import Adopt, ModelRunnerOutput, SchedulerOutput
 from protocol.progress_page import Phase, ProgressPage, ProgressRecord
-from tests.played_child import PlayedChild
+from tests.unsupervised_child import UnsupervisedChild
 from tests.worker import test_shim
 from tests.worker.test_shim import OWN_EPOCH, Bench, FakeRunner, step
 
 
 class WatchedRunner(FakeRunner):
-    """Looks into the page while it computes."""
+    """Reads the progress page while it computes."""
 
     def __init__(self, page: ProgressPage, fd: int) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ def bench(
     monkeypatch.setattr(child_runtime, "show_stacks", lambda: None)
     monkeypatch.setattr(
         test_shim,
-        "PlayedChild",
-        lambda *arguments: PlayedChild(*arguments, progress_fd=runner.fd, hang_timeout_s=3.0),
+        "UnsupervisedChild",
+        lambda *arguments: UnsupervisedChild(*arguments, progress_fd=runner.fd, hang_timeout_s=3.0),
     )
     running = Bench(str(tmp_path), runner)
     yield running
@@ -52,7 +52,7 @@ def bench(
 
 
 def test_each_step_is_marked_before_it_is_computed(bench: Bench, runner: WatchedRunner) -> None:
-    """The first of its size has more time; at rest the worker ticks."""
+    """The first step of a size has more time; an idle worker ticks."""
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))
     assert runner.page.last_completing_epoch == 0
@@ -71,4 +71,4 @@ def test_each_step_is_marked_before_it_is_computed(bench: Bench, runner: Watched
     assert last is not None
     assert last.step_id is None
     assert last.limit_s == 3.0
-    assert bench.loop._poll_ms() == 500, "it looks up although nothing comes"
+    assert bench.loop._poll_ms() == 500, "it wakes without a message"

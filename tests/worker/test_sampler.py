@@ -36,7 +36,7 @@ WORD = 0xFFFFFFFF
 
 @dataclass
 class Row:
-    """The least a request needs to be sampled."""
+    """The fields of a request that the sampler reads."""
 
     sampling_params: SamplingParams
     token_ids: list[int]
@@ -230,7 +230,7 @@ def test_large_vocabulary_equals_reference() -> None:
 
 
 def test_token_does_not_depend_on_the_batch() -> None:
-    """Alone, in a shuffled batch of 32, in another split, again after others: the same tokens."""
+    """Alone, in a shuffled batch of 32, in another split, after others: the same tokens."""
     logits, rows = _logits(32, 5), _random_rows(32, 5)
     sampler = _sampler()
     alone = [sampler.sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
@@ -247,7 +247,7 @@ def test_token_does_not_depend_on_the_batch() -> None:
 def test_logprobs_and_weights_are_the_same_bits_in_every_batch(
     vocab_size: int, dtype: torch.dtype
 ) -> None:
-    """No row ends where a vector does, so that each lies at another place of its vectors."""
+    """Rows end inside vectors, so that each row lies at another offset."""
     logits = _logits(9, seed=3, spread=4.0, vocab_size=vocab_size).to(dtype)
     params = SamplingParams(temperature=0.7, seed=5, logprobs=4)
     sampler = _sampler(vocab_size)

@@ -1,4 +1,4 @@
-"""Properties of the sampler's score edits, logprobs, and its manners with broken logits."""
+"""Properties of the sampler's score edits and logprobs, and its results for broken logits."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ NAN, INF = math.nan, math.inf
 
 @dataclass
 class Row:
-    """The least a request needs to be sampled."""
+    """The fields of a request that the sampler reads."""
 
     sampling_params: SamplingParams
     token_ids: list[int]
@@ -183,7 +183,7 @@ def test_minus_infinity_is_a_token_that_is_never_chosen(kwargs: dict[str, Any]) 
 
 @pytest.mark.parametrize("kwargs", SHAPES, ids=str)
 def test_all_banned_takes_the_raw_maximum(kwargs: dict[str, Any]) -> None:
-    """Where edits ban all that is possible, the most likely raw token is the answer."""
+    """Where edits ban every possible token, the most likely raw token is taken."""
     logits = torch.full((3, VOCAB), -INF)
     logits[:, EOS[0]], logits[:, EOS[1]] = 1.0, 2.0
     rows = [_row(min_tokens=5, seed=i, **kwargs) for i in range(3)]
@@ -263,6 +263,6 @@ def test_logprobs_are_finite_whatever_the_logits() -> None:
 
 
 def test_vocabulary_too_large_is_refused() -> None:
-    """The bound that keeps integer sums exact is stated, not overrun."""
+    """The error states the bound that keeps integer sums exact."""
     with pytest.raises(ValueError, match="vocab_size"):
         _sampler(2**22)

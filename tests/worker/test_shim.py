@@ -1,4 +1,4 @@
-"""The worker's end of the link: whom it obeys, and how it comes to be adopted."""
+"""The worker's end of the link: adoption, and which messages it handles."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import Role, Stop
 from protocol.message import ProtocolError, encode
-from tests.played_child import PlayedChild
+from tests.unsupervised_child import UnsupervisedChild
 from worker_proc import loop
 from worker_proc.loop import WorkerLoop
 from worker_proc.shim import WorkerShim
@@ -36,7 +36,7 @@ TIMEOUT_S = 30.0
 
 
 class FakeRunner:
-    """Counts what it is told to do; raises where a test says so."""
+    """Counts calls, and raises `error` if there is one."""
 
     facts = FACTS
     swap_cost_tokens = 3.5
@@ -84,7 +84,7 @@ def test_hello_carries_the_own_epoch_until_an_adoption(shim: WorkerShim) -> None
     assert shim.hello() == WorkerHello(0, PID, FACTS, 3.5)
 
 
-def test_steps_are_obeyed_in_the_order_of_their_numbers(shim: WorkerShim) -> None:
+def test_steps_are_executed_in_the_order_of_their_numbers(shim: WorkerShim) -> None:
     shim.on_message(9, Adopt(3))
     assert shim.on_message(9, step(3)) == ModelRunnerOutput(3, [7])
     assert shim.on_message(9, step(4)) == ModelRunnerOutput(4, [7])
@@ -104,7 +104,7 @@ def test_only_rank_0_replies_with_tokens_and_every_rank_with_failures(runner: Fa
     assert shim.failure is runner.error
 
 
-def test_sleep_is_obeyed_under_the_epoch_in_force_and_not_answered(
+def test_sleep_is_executed_under_the_epoch_in_force_and_not_answered(
     shim: WorkerShim, runner: FakeRunner
 ) -> None:
     assert shim.on_message(9, Sleep()) is None
@@ -114,7 +114,7 @@ def test_sleep_is_obeyed_under_the_epoch_in_force_and_not_answered(
     assert shim.on_message(9, Sleep()) is None
     assert runner.num_sleeps == 1
     assert shim.on_message(9, step(0)) == ModelRunnerOutput(0, [7])
-    runner.error = RuntimeError("somebody is awake")
+    runner.error = RuntimeError("requests are mirrored")
     assert shim.on_message(9, Sleep()) is None
     assert shim.failure is runner.error
 
@@ -155,10 +155,10 @@ def test_a_new_connection_may_belong_to_a_core_with_a_lower_link_epoch(shim: Wor
 
 
 class Bench:
-    """A worker's loop and the core's socket, in turns."""
+    """A worker's loop and the core's socket, run in turns."""
 
     def __init__(self, run_dir: str, runner: FakeRunner) -> None:
-        self.child = PlayedChild(Role.WORKER, run_dir, OWN_EPOCH)
+        self.child = UnsupervisedChild(Role.WORKER, run_dir, OWN_EPOCH)
         self.core = self.bind()
         self.loop = WorkerLoop(self.child, runner, clock=time, poller=zmq.Poller())
         self.received: list[tuple[Received, WorkerToCore]] = []
@@ -201,7 +201,7 @@ def bench(tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -
     running.close()
 
 
-def test_hello_is_said_until_somebody_adopts(
+def test_hello_is_repeated_until_a_core_adopts(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "troika.worker")
@@ -219,7 +219,7 @@ def test_hello_is_said_until_somebody_adopts(
     assert "link epoch 9; 1 frames" in caplog.text
 
 
-def test_nothing_more_is_said_to_a_core_that_has_adopted(bench: Bench) -> None:
+def test_no_hello_is_sent_to_a_core_that_has_adopted(bench: Bench) -> None:
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))
     bench.send(9, step(0))
@@ -234,7 +234,7 @@ def test_nothing_more_is_said_to_a_core_that_has_adopted(bench: Bench) -> None:
 def test_a_core_that_is_silent_is_asked_again_and_one_that_beats_is_not(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have forgotten its worker, with the Hello that would have told it better."""
+    """The core may have dropped its worker, and the next Hello may have been lost."""
     monkeypatch.setattr(loop, "SILENCE_S", 0.2)
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))
@@ -272,23 +272,23 @@ def test_a_step_that_raises_is_reported_and_ends_the_loop(bench: Bench, runner: 
     bench.send(9, step(0))
     with pytest.raises(RuntimeError, match="no memory"):
         bench.until(lambda: False)
-    deadline, said = time.monotonic() + TIMEOUT_S, list[WorkerToCore]()
-    while not any(isinstance(message, StepFailed) for message in said):
+    deadline, received = time.monotonic() + TIMEOUT_S, list[WorkerToCore]()
+    while not any(isinstance(message, StepFailed) for message in received):
         assert time.monotonic() < deadline
         bench.core.socket.poll(100)
-        said += [decode_from_worker(item.body) for item in bench.core.drain(16)]
-    replies = [message for message in said if not isinstance(message, WorkerHello)]
+        received += [decode_from_worker(item.body) for item in bench.core.drain(16)]
+    replies = [message for message in received if not isinstance(message, WorkerHello)]
     assert replies == [StepFailed(0, "RuntimeError: no memory")]
 
 
-def test_what_a_core_says_and_nobody_can_read_ends_the_loop(bench: Bench) -> None:
+def test_an_unreadable_message_of_the_core_ends_the_loop(bench: Bench) -> None:
     bench.until(lambda: bench.hellos)
     bench.core.send(bench.hellos[-1].peer, 9, b"\xc1")
     with pytest.raises(ProtocolError):
         bench.until(lambda: False)
 
 
-def test_a_worker_stops_when_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_stops_on_stop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gc.freeze", lambda: None)
     bench.child.inbox.append(Stop())
     bench.loop.run()

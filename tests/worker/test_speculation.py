@@ -1,4 +1,4 @@
-"""Drafts change no token and no logprob: real models, with and without guessing ahead."""
+"""Drafts change no token and no logprob of real models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
-from tests.worker.stand_in import StandIn
+from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.test_mirror import new, step
 from tests.worker.test_parity import make_runner
 from worker_proc import model_runner
@@ -48,7 +48,7 @@ PROMPTS = [[5 + number, *([17, 23, 99, 260] * 5), 40 + number] for number in ran
 
 
 class Oracle(NgramIndex):
-    """Knows how texts go on, and errs now and then."""
+    """Drafts the true continuation, with a wrong id now and then."""
 
     texts: Sequence[list[int]] = ()
 
@@ -81,7 +81,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(
     build_checkpoint(tmp_path, architecture.config())
     swap = {"swap_space_bytes": 2 << 20}
     plain = make_runner(tmp_path, NUM_BLOCKS, dtype, **swap)
-    alone = StandIn(plain, WHOLE)
+    alone = MiniScheduler(plain, WHOLE)
     expected = alone.run(PROMPTS, PARAMS)
     assert len({tuple(output) for output in expected}) > len(PARAMS) // 2
     assert any(len(output) < MAX_TOKENS for output in expected), "one ended by EOS"
@@ -91,29 +91,33 @@ def test_tokens_and_logprobs_are_those_without_drafts(
         Oracle.texts = texts
         monkeypatch.setattr(model_runner, "NgramIndex", drafter)
         for chunk, swap_every, spare in ((WHOLE, 0, 0), (CHUNK, 7, 3)):
-            stand_in = StandIn(guessing, chunk, swap_every, spare)
-            assert stand_in.run(PROMPTS, PARAMS) == expected, (drafter, chunk)
-            check_logprobs(stand_in, alone, is_exact=is_bitwise)
-            check_happened(stand_in, drafter, everything=not spare)
+            mini_scheduler = MiniScheduler(guessing, chunk, swap_every, spare)
+            assert mini_scheduler.run(PROMPTS, PARAMS) == expected, (drafter, chunk)
+            check_logprobs(mini_scheduler, alone, is_exact=is_bitwise)
+            check_happened(mini_scheduler, drafter, everything=not spare)
     Oracle.texts = ()
 
 
-def check_logprobs(stand_in: StandIn, alone: StandIn, is_exact: bool) -> None:
+def check_logprobs(mini_scheduler: MiniScheduler, alone: MiniScheduler, is_exact: bool) -> None:
     if is_exact:
-        assert stand_in.logprobs == alone.logprobs
-    for found, expected in zip(stand_in.logprobs, alone.logprobs, strict=True):
+        assert mini_scheduler.logprobs == alone.logprobs
+    for found, expected in zip(mini_scheduler.logprobs, alone.logprobs, strict=True):
         assert [entry.token_id for entry in found] == [entry.token_id for entry in expected]
         assert [entry.logprob for entry in found] == pytest.approx(
             [entry.logprob for entry in expected], abs=0.1
         )
 
 
-def check_happened(stand_in: StandIn, drafter: type[NgramIndex], everything: bool) -> None:
-    num_accepted = sum(accepted for _, accepted in stand_in.accepted)
+def check_happened(
+    mini_scheduler: MiniScheduler, drafter: type[NgramIndex], everything: bool
+) -> None:
+    num_accepted = sum(accepted for _, accepted in mini_scheduler.accepted)
     assert num_accepted > 20
-    assert {accepted for _, accepted in stand_in.accepted} >= {0, 1, 2, NUM_DRAFTS}
+    assert {accepted for _, accepted in mini_scheduler.accepted} >= {0, 1, 2, NUM_DRAFTS}
     if drafter is Oracle and everything:
-        assert {a for m, a in stand_in.accepted if m == NUM_DRAFTS} == set(range(NUM_DRAFTS + 1))
+        assert {a for m, a in mini_scheduler.accepted if m == NUM_DRAFTS} == set(
+            range(NUM_DRAFTS + 1)
+        )
 
 
 @pytest.fixture(scope="module")

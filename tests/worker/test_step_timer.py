@@ -1,4 +1,4 @@
-"""How long a step may take: learned from the steps before it."""
+"""The time limit of a step, learned from the steps before it."""
 
 import pytest
 

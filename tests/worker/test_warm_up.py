@@ -1,4 +1,4 @@
-"""What a standby computes before it waits changes nothing of what it computes afterwards."""
+"""The warm-up of a standby does not change later results."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ def make(num_blocks: int, num_groups: int = 1, max_model_len: int = 512) -> Null
 
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_warm_runner_gives_the_same_tokens(num_groups: int) -> None:
-    """It remembers nothing of it; the null runner asserts every delta."""
+    """No state is left from it; the null runner asserts every delta."""
     params = SamplingParams(max_tokens=20)
     expected = drive(make(512, num_groups), PROMPTS, params).output_token_ids
     runner = make(512, num_groups)

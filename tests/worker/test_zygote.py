@@ -1,4 +1,4 @@
-"""The zygote: fit for forking, its workers like any others, and nobody left behind."""
+"""The zygote can fork, its workers behave like others, and no process is left behind."""
 
 import contextlib
 import json
@@ -27,20 +27,20 @@ from protocol.prctl import set_subreaper
 from protocol.progress_page import ProgressPage
 from protocol.settings import configure
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
-from scripts.chaos.processes import is_alive
-from tests.system.conftest import ROOT, eventually
+from scripts.testing import eventually, is_alive
+from tests.system.conftest import ROOT
 from worker_proc.zygote import NotForkable, check_forkable
 
 T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
-"""Importing torch may take long where others compute."""
+"""Importing torch may take long on a loaded machine."""
 
 FORK = ForkWorker(epoch=2, rank=0, is_standby=False, fd_names=["parent_fd"])
 
 
 class Nursery:
-    """A supervisor's sockets without its policy."""
+    """A supervisor's sockets, without its policy."""
 
     def __init__(self, run_dir: str, model: str = "null") -> None:
         config = configure(model=model)
@@ -54,29 +54,29 @@ class Nursery:
         self._page, page_fd = ProgressPage.create("zygote-of-test")
         self.server = ForkServer(self.config, epoch=1, progress_fd=page_fd)
         os.close(page_fd)
-        self.heard: list[tuple[bytes, int, object]] = []
-        self.said: list[object] = []
+        self.from_workers: list[tuple[bytes, int, object]] = []
+        self.from_zygote: list[object] = []
 
-    def hear(self, kind: type[T], epoch: int) -> T:
+    def await_worker(self, kind: type[T], epoch: int) -> T:
         """Wait for a worker's message on the lifecycle link."""
 
         def find() -> T | None:
             for item in self.link.drain(16):
                 body = decode_to_supervisor(item.body)
-                self.heard.append((item.peer, item.header.epoch, body))
-            found = [m for _, e, m in self.heard if e == epoch and isinstance(m, kind)]
+                self.from_workers.append((item.peer, item.header.epoch, body))
+            found = [m for _, e, m in self.from_workers if e == epoch and isinstance(m, kind)]
             return found[0] if found else None
 
         return eventually(find, f"{kind.__name__} of epoch {epoch}")
 
     def await_zygote(self, kind: type[T]) -> T:
-        """Wait for a message of the zygote, and take it."""
+        """Wait for a message of the zygote, and remove it."""
 
         def find() -> T | None:
-            self.said += self.server.receive()
-            found = [message for message in self.said if isinstance(message, kind)]
+            self.from_zygote += self.server.receive()
+            found = [message for message in self.from_zygote if isinstance(message, kind)]
             if found:
-                self.said.remove(found[0])
+                self.from_zygote.remove(found[0])
             return found[0] if found else None
 
         return eventually(find, kind.__name__, START_TIMEOUT_S)
@@ -86,12 +86,12 @@ class Nursery:
         self.server.fork(epoch, 0, is_standby=False)
         child = self.server.claim(self.await_zygote(Forked))
         assert child.epoch == epoch
-        self.hear(Ready, epoch)
+        self.await_worker(Ready, epoch)
         return child
 
     def peer(self, epoch: int) -> bytes:
-        """Where a worker's messages come from."""
-        return next(peer for peer, e, _ in self.heard if e == epoch)
+        """The identity of a worker's connection."""
+        return next(peer for peer, e, _ in self.from_workers if e == epoch)
 
     def close(self) -> None:
         """End the zygote."""
@@ -104,7 +104,7 @@ class Nursery:
 
 @pytest.fixture
 def run_dir() -> Iterator[str]:
-    """Short enough for sockets."""
+    """A run directory whose name is short enough for sockets."""
     path = tempfile.mkdtemp(prefix="troika-")
     yield path
     shutil.rmtree(path)
@@ -112,7 +112,7 @@ def run_dir() -> Iterator[str]:
 
 @pytest.fixture
 def nursery(run_dir: str) -> Iterator[Nursery]:
-    """A zygote of the null worker that is ready; this process reaps its workers."""
+    """A ready zygote of the null worker; this process reaps its workers."""
     set_subreaper(True)
     started = Nursery(run_dir)
     known = started.older_children
@@ -143,20 +143,18 @@ def ends(child: ChildHandle, status: int) -> None:
 
 
 def test_a_forked_worker_holds_nothing_of_the_zygotes_own(nursery: Nursery) -> None:
-    """Neither its page, in which it would be taken for the zygote, nor its pipe, nor its link."""
+    """Not its progress page (a worker would look like the zygote), its pipe, or its link."""
     worker = nursery.fork(2)
 
     def open_files(pid: int) -> set[str]:
         files = set()
         for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # a try to reach the core, which is not there
+            with contextlib.suppress(FileNotFoundError):  # an attempt to reach the absent core
                 files.add(os.readlink(path))
         return files
 
     output = {os.readlink("/proc/self/fd/1"), os.readlink("/proc/self/fd/2"), os.devnull}
-    # It closes what it has passed on after it has said so.
+    # It reports a fork before it closes the descriptors that it has passed on.
     eventually(lambda: len(open_files(nursery.server.child.pid) - output) == 3, "three are open")
     own = open_files(nursery.server.child.pid) - output
     assert not own & open_files(worker.pid)
@@ -166,11 +164,11 @@ def test_a_forked_worker_holds_nothing_of_the_zygotes_own(nursery: Nursery) -> N
 
 
 def test_forked_worker_is_a_child_like_any_other(nursery: Nursery) -> None:
-    """It reports with its epoch, obeys Stop, and its death by a signal is seen."""
+    """It reports with its epoch, handles Stop, and its death by a signal is seen."""
     workers = [nursery.fork(epoch) for epoch in (5, 6)]
     ours = set(children()) - nursery.older_children
     assert ours == {nursery.server.child.pid, *(worker.pid for worker in workers)}
-    assert nursery.hear(Hello, 5).pid == workers[0].pid
+    assert nursery.await_worker(Hello, 5).pid == workers[0].pid
     assert os.getsid(workers[0].pid) == workers[0].pid
     nursery.link.send(nursery.peer(5), 5, encode(Stop()))
     ends(workers[0], 0)
@@ -190,7 +188,7 @@ def test_zygote_stays_single_threaded(nursery: Nursery) -> None:
 
 
 def test_worker_outlives_its_zygote_but_not_its_parent_pipe(nursery: Nursery) -> None:
-    """The pipe's only writer is the supervisor: neither zygote nor brothers keep it open."""
+    """Only the supervisor holds the pipe's writing end: not the zygote, not other workers."""
     workers = [nursery.fork(epoch) for epoch in (2, 3)]
     nursery.server.child.kill()
     assert nursery.server.child.wait(30.0) == -signal.SIGKILL
@@ -201,13 +199,13 @@ def test_worker_outlives_its_zygote_but_not_its_parent_pipe(nursery: Nursery) ->
 
 
 def test_worker_that_was_given_up_ends_and_is_reaped(nursery: Nursery) -> None:
-    """The zygote dies between the fork and its answer: the worker has no name here."""
+    """The zygote dies between the fork and its answer, so the parent does not know the worker."""
     nursery.server.fork(2, 0, is_standby=False)
     forked = nursery.await_zygote(Forked)
     assert nursery.server.disown(2)
     assert not nursery.server.disown(2)
     known = frozenset({nursery.server.child.pid})
-    # Not before its last thread has ended, which is later than its first one.
+    # The process disappears with its last thread, which ends later than its first.
     eventually(
         lambda: (reap_strangers(known), not Path(f"/proc/{forked.pid}").exists())[1], "it is reaped"
     )
@@ -221,8 +219,8 @@ def test_known_dead_are_left_to_their_owners(nursery: Nursery) -> None:
     ends(worker, -signal.SIGKILL)
 
 
-def test_fork_that_fails_is_told(nursery: Nursery) -> None:
-    """One descriptor less than named; the next one works."""
+def test_fork_that_fails_is_reported(nursery: Nursery) -> None:
+    """One descriptor is missing; the next fork works."""
     parent_read, parent_write = os.pipe()
     os.close(parent_write)
     nursery.server.link.send(
@@ -234,13 +232,13 @@ def test_fork_that_fails_is_told(nursery: Nursery) -> None:
 
 
 def test_zygote_ends_with_its_supervisor(nursery: Nursery) -> None:
-    """EOF on the pipe or on the link."""
+    """It sees EOF on the pipe or on the link."""
     nursery.server.child.release()
     assert nursery.server.child.wait(30.0) == 75
 
 
-def test_model_that_cannot_be_loaded_is_told(run_dir: str) -> None:
-    """With the reason, and that another try would fail in the same way."""
+def test_model_that_cannot_be_loaded_is_reported(run_dir: str) -> None:
+    """The report has the reason, and states that a retry would fail."""
     nursery = Nursery(run_dir, model="/nonexistent")
     try:
         fatal = nursery.await_zygote(Fatal)
@@ -251,7 +249,7 @@ def test_model_that_cannot_be_loaded_is_told(run_dir: str) -> None:
 
 
 def test_process_with_threads_is_not_forked() -> None:
-    """The error names them."""
+    """The error names the threads."""
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()

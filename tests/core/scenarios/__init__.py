@@ -1,5 +1,5 @@
 """Worked examples: a setting, and the tokens that each request is granted step by step.
 
 Docstrings begin with the number that an example has in the table of scenarios for schedulers of
-this kind (S1 to S42), and say where this one differs from vLLM. S38 is in `test_depth.py`.
+this kind (S1 to S42), and state differences from vLLM. S38 is in `test_depth.py`.
 """

@@ -1,11 +1,11 @@
-"""Slots and memory: who is admitted, who waits, who is refused, and that nothing is left behind."""
+"""Slots and memory: admission, waiting, refusal, and nothing is left behind."""
 
 import pytest
 
 from tests.core.harness import Harness
 
 
-def test_finished_ids_are_told_once_and_slots_are_reused() -> None:
+def test_finished_ids_are_sent_once_and_slots_are_reused() -> None:
     """S7."""
     bench = Harness(seqs=4)
     for name in "abcdef":
@@ -70,8 +70,8 @@ def test_a_hundred_requests_leave_nothing_behind() -> None:
     assert bench.worker.mirror == {}
 
 
-def test_what_can_never_fit_is_refused_and_blocks_nobody() -> None:
-    """S42. vLLM admits it, and it waits for ever with all behind it."""
+def test_a_request_that_can_never_fit_is_refused_and_blocks_no_other() -> None:
+    """S42. vLLM admits it, and it waits for ever with all requests behind it."""
     bench = Harness(blocks=3)
     with pytest.raises(ValueError, match="max_tokens lets request 0 outgrow the whole KV cache"):
         bench.add("a", 40)

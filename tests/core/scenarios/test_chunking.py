@@ -1,4 +1,4 @@
-"""How a step's budget is handed out, and how prompts are cut."""
+"""How the budget of a step is distributed, and how prompts are cut into chunks."""
 
 import pytest
 
@@ -82,7 +82,7 @@ def test_a_small_budget_is_handed_out_in_order() -> None:
 
 
 def test_the_threshold_holds_for_a_request_alone() -> None:
-    """S6. Short requests are never behind the whole of a long one."""
+    """S6. Short requests never wait for the whole of a long one."""
     bench = Harness(budget=100, long_prefill_token_threshold=16)
     bench.add("long", 50, 2)
     bench.add("s1", 10, 2)

@@ -1,10 +1,10 @@
-"""What the worker is told: full data once, then only what changed."""
+"""Messages to the worker: full data once, then only what changed."""
 
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 
 def test_block_tables_travel_as_additions() -> None:
-    """S41. The counts of computed tokens are not sent at all: the worker counts itself."""
+    """S41. The numbers of computed tokens are not sent: the worker counts them."""
     bench = Harness()
     bench.add("a", 15, 20)
     bench.steps(3)
@@ -15,7 +15,7 @@ def test_block_tables_travel_as_additions() -> None:
     assert bench.worker.mirror[0].num_computed_tokens == 17
 
 
-def test_a_steady_step_names_nobody() -> None:
+def test_a_steady_step_names_no_request() -> None:
     bench = Harness()
     for name in "abc":
         bench.add(name, 20)

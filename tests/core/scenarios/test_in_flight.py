@@ -1,6 +1,6 @@
-"""Several steps under way: what is granted ahead, what comes late, what is wasted.
+"""Several steps in flight: what is granted ahead, late and wasted.
 
-A request runs on from tokens that are still pending, so the tables differ from those of an engine
+A request continues from tokens that are still pending, so the tables differ from those of an engine
 that waits for them; the tokens computed in total are the same.
 """
 
@@ -11,7 +11,7 @@ from tests.core.harness import EOS, PLAIN_TOKEN, Harness, preempt_in_flight
 
 
 def test_a_prompt_of_several_chunks_that_is_preempted_in_flight_is_owed_nothing() -> None:
-    """S13. The first request runs on at once and takes the memory of the second's next chunk."""
+    """S13. The first request continues at once and takes the memory of the second's next chunk."""
     bench = Harness(blocks=11, budget=100, depth=3)
     bench.add("a", 80)
     bench.add("b", 80)
@@ -41,7 +41,7 @@ def test_the_late_token_of_a_preempted_request_is_delivered_and_kept() -> None:
 
 
 def test_three_steps_in_flight_leave_no_bubble_and_compute_no_more() -> None:
-    """S28. vLLM sends empty steps until the first token is back; ours decodes on from it."""
+    """S28. vLLM sends empty steps until the first token is back; Troika decodes on from it."""
     bench = Harness(depth=3, seqs=2, budget=10)
     bench.add("a", 12, 4)
     bench.add("b", 12, 4)

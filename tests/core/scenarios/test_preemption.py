@@ -1,4 +1,4 @@
-"""First come, first served when memory runs out: who gives way, and how it comes back."""
+"""First come, first served when memory runs out: the victim, and how it resumes."""
 
 from tests.core.harness import PLAIN_TOKEN, Harness
 
@@ -38,7 +38,7 @@ def test_a_preempted_request_comes_back_before_later_arrivals() -> None:
     }
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
     """S12, where the newcomer would fit."""
     bench = Harness(blocks=8)
     for name, length in (("a", 30), ("b", 30), ("c", 40)):

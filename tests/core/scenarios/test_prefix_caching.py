@@ -1,4 +1,4 @@
-"""What a request computes when others have computed its prefix before."""
+"""What a request computes if its prefix was computed before."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.core.harness import PLAIN_TOKEN, Harness
 
 
 def test_identical_prompts_of_one_step_share_blocks() -> None:
-    """S20. The worker writes all KV of a step before anybody attends."""
+    """S20. The worker writes all KV of a step before any request attends."""
     bench = Harness(caching=True)
     prompt = list(range(100))
     bench.add("a", prompt)
@@ -21,7 +21,7 @@ def test_identical_prompts_of_one_step_share_blocks() -> None:
 
 @pytest.mark.parametrize(("length", "computed"), [(96, 1), (40, 8), (33, 1), (16, 1), (15, 15)])
 def test_a_repeated_prompt_computes_what_no_full_block_holds(length: int, computed: int) -> None:
-    """S21. Where whole blocks hold all, one token is computed; vLLM computes the last block."""
+    """S21. If full blocks hold the whole prompt, one token is computed; in vLLM the last block."""
     bench = Harness(caching=True)
     bench.add("a", list(range(length)), 1)
     bench.step()
@@ -54,7 +54,7 @@ def test_chunked_prompts_are_shared_as_far_as_they_are_scheduled() -> None:
 
 
 def test_salt_and_prompt_logprobs_keep_requests_from_hits() -> None:
-    """S22. Whoever wants prompt logprobs reads nothing, and is not counted, but feeds the cache."""
+    """S22. A request with prompt logprobs does not read the cache, is not counted, but fills it."""
     bench = Harness(caching=True)
     prompt = list(range(33))
     logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0)

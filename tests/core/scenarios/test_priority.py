@@ -1,4 +1,4 @@
-"""The priority policy: order of the queue, choice of the victim, and what it never does."""
+"""The priority policy: order of the queue, choice of the victim, and its limits."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_preempted_one_of_low_priority_resumes_when_the_high_one_ends() -> Non
 
 
 def test_a_victim_that_asks_itself_leaves_the_step_to_others() -> None:
-    """S16. vLLM ends the pass there and sends an empty step; we go on with the next request."""
+    """S16. vLLM ends the pass and sends an empty step; Troika goes on with the next request."""
     bench = Harness(blocks=6, policy="priority")
     bench.add("low", 30, priority=1)
     bench.step()
@@ -77,7 +77,7 @@ def test_an_earlier_time_of_arrival_wins_a_tie_although_it_came_in_later() -> No
     assert _admitted(bench) == [["early"], ["late"]]
 
 
-def test_nobody_is_evicted_for_a_waiter_when_slots_are_full() -> None:
+def test_no_request_is_evicted_for_a_waiter_when_slots_are_full() -> None:
     """S18."""
     bench = Harness(seqs=1, policy="priority")
     bench.add("low", 4, 3, priority=9)
@@ -89,7 +89,7 @@ def test_nobody_is_evicted_for_a_waiter_when_slots_are_full() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_nobody_is_evicted_for_a_waiter_when_memory_is_full() -> None:
+def test_no_request_is_evicted_for_a_waiter_when_memory_is_full() -> None:
     """S18."""
     bench = Harness(blocks=4, policy="priority")
     bench.add("low", 40, 4, priority=9)
@@ -154,8 +154,8 @@ def test_equal_victims_do_not_take_turns_for_ever() -> None:
     assert bench.finished == {"a": "length", "b": "length"}
 
 
-def test_blocks_that_a_victim_never_computed_are_no_hits() -> None:
-    """Their hashes are known from the moment of the grant, and must go when it is withdrawn."""
+def test_blocks_that_a_victim_never_computed_are_not_hits() -> None:
+    """Their hashes are registered with the grant, and must be removed when it is withdrawn."""
     bench = Harness(
         blocks=8,
         caching=True,

@@ -1,4 +1,4 @@
-"""Layers that see through a window: what they hold, what they give back, what they hit."""
+"""Sliding-window layers: the blocks that they hold, free and hit."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_only_the_window_is_held() -> None:
 
 
 def test_a_hit_needs_only_what_the_window_still_sees() -> None:
-    """S39. The blocks before it were given away long ago."""
+    """S39. The blocks before it were reused long ago."""
     bench = Harness(budget=64, caching=True, kv_groups=(WINDOW,))
     prompt = list(range(200))
     bench.add("a", prompt)
@@ -69,7 +69,7 @@ def test_all_groups_take_their_blocks_from_one_pool() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_windows_let_a_small_pool_hold_long_requests(depth: int) -> None:
-    """A table of all blocks would not fit; what is given back serves the others at once."""
+    """A table of all blocks would not fit; freed blocks serve other requests at once."""
     bench = Harness(budget=64, blocks=9, depth=depth, kv_groups=(WINDOW,))
     for name in "abc":
         bench.add(name, 300, 40)
@@ -79,7 +79,7 @@ def test_windows_let_a_small_pool_hold_long_requests(depth: int) -> None:
 
 
 def test_a_swapped_out_request_takes_no_hits_that_its_window_has_passed() -> None:
-    """Held for nothing, they would keep it from ever fitting again."""
+    """If they were kept, it would never fit again."""
     bench = Harness(
         blocks=16,
         block_size=2,

@@ -1,4 +1,4 @@
-"""Several tokens of a request in one step: drafts that the worker guessed, and verifies."""
+"""Several tokens of a request in one step: drafts of the worker that it verifies."""
 
 import pytest
 
@@ -8,7 +8,7 @@ SPECULATIVE = 3
 
 
 def decoding(bench: Harness, prompt: int = 10, max_tokens: int = 20) -> None:
-    """Bring request a to its first output."""
+    """Run request a to its first output."""
     bench.add("a", prompt, max_tokens)
     assert bench.step() == {"a": prompt}
 
@@ -108,7 +108,7 @@ def test_tokens_after_a_stop_are_cut() -> None:
     assert bench.finished == {"a": "stop"}
 
 
-def test_nobody_is_preempted_for_drafts() -> None:
+def test_no_request_is_preempted_for_drafts() -> None:
     bench = Harness(
         blocks=5,  # 4 to use, all taken by two requests of 31 tokens
         num_speculative_tokens=SPECULATIVE,
@@ -141,7 +141,7 @@ def test_drafts_of_a_preempted_request_come_late_and_are_not_trusted() -> None:
     decoding(bench)
     bench.schedule()
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert bench.schedule() == {}, "nobody knows yet where it goes on"
+    assert bench.schedule() == {}, "its next position is not known yet"
     bench.update()
     assert bench.outputs["a"] == [PLAIN_TOKEN] * 4
     bench.update()

@@ -1,4 +1,4 @@
-"""Pauses, resets, sleep, and requests that are blocked until something else has happened."""
+"""Pauses, resets, sleep, and requests that are blocked until another event."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_a_pause_of_all_stops_everything_and_loses_nothing() -> None:
     assert bench.outputs == dict.fromkeys("ab", [PLAIN_TOKEN] * 8)
 
 
-def test_what_left_during_a_pause_is_still_told() -> None:
+def test_requests_that_end_during_a_pause_are_still_reported() -> None:
     """S34. Slots of the worker are free, whatever the core waits for."""
     bench = Harness()
     bench.add("a", 10)
@@ -86,7 +86,7 @@ def test_after_a_reset_nothing_of_the_old_contents_is_hit() -> None:
     assert bench.step() == {"b": 40}
 
 
-def test_a_request_that_waits_for_its_grammar_keeps_its_place_and_holds_up_nobody() -> None:
+def test_a_request_that_waits_for_its_grammar_keeps_its_place_and_blocks_no_other() -> None:
     """S36."""
     bench = Harness(seqs=2)
     bench.add("g", 10, blocked=GRAMMAR)
@@ -136,8 +136,8 @@ def test_sleep_gives_up_all_kv_and_resume_computes_it_again() -> None:
     assert bench.outputs == dict.fromkeys("ab", [PLAIN_TOKEN] * 8)
 
 
-def test_a_pause_of_new_ones_lets_in_whoever_has_run_before() -> None:
-    """Preempted, lost with the worker, or begun in an earlier life: all of these run, not wait."""
+def test_a_pause_of_new_requests_admits_those_that_have_run_before() -> None:
+    """Requests that were preempted, lost with the worker, or begun in an earlier core, run."""
     bench = Harness(policy="priority")
     bench.add("a", 10, priority=5)
     bench.step()

@@ -1,4 +1,4 @@
-"""What ends a request, and what an abort leaves behind."""
+"""The ends of requests, and aborts."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_the_model_length_ends_a_request_with_its_last_token_delivered() -> None
 
 
 def test_abort_ends_running_and_waiting_requests_and_ignores_unknown_ones() -> None:
-    """S33. The worker is told once, and only of the one that it knew; vLLM tells it of both."""
+    """S33. The worker is notified once, and only of the request in its mirror; in vLLM of both."""
     bench = Harness(seqs=1)
     bench.add("run", 10)
     bench.step()

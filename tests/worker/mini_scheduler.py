@@ -1,8 +1,8 @@
-"""A small scheduler that gives blocks back as early as the link allows, and spoils them.
+"""A small scheduler that frees blocks as early as the link allows, and overwrites them with NaN.
 
-Every step computes up to `chunk` tokens of each running request. Before it does, the blocks that a
-request's window has passed are free, and the next to ask gets them first. After it, all free blocks
-and the null block hold NaN, so that whatever is read from them is seen in the tokens.
+Every step computes up to `chunk` tokens of each running request. Before the step, the blocks that a
+request's window has passed are freed, and are allocated again first. After it, all free blocks
+and the null block hold NaN, so that a read from any of them changes the tokens.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ STEPS_AWAY = 3
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One request on its way."""
+    """One running request."""
 
     req_id: int
     prompt: list[int]
@@ -39,14 +39,14 @@ class Served:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_entries: int = 0
-    """Of each of its block tables."""
+    """Entries sent to the worker, per block table."""
     blocks: list[dict[int, int]] = field(default_factory=list)
-    """By KV group: the block of each entry that is still held."""
+    """By KV group: the block of each entry that the request still holds."""
     host_blocks: list[dict[int, int]] = field(default_factory=list)
-    """While it is swapped out: the same on the host."""
+    """The same for blocks on the host while the request is swapped out."""
     back_at: int = 0
     num_drafts: int = 0
-    """Guesses to verify in the next step."""
+    """Drafts to verify in the next step."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
@@ -54,16 +54,16 @@ class Served:
         return self.prompt + self.output_token_ids
 
 
-class StandIn:
+class MiniScheduler:
     """Runs requests to their ends on a model runner."""
 
     def __init__(
         self, runner: ModelRunner, chunk: int, swap_every: int = 0, spare_drafts: int = 0
     ) -> None:
-        """With `swap_every`, the oldest request goes to the host for a while in such steps.
+        """Take the runner and the largest number of tokens of a request in a step.
 
-        With `spare_drafts`, a request is granted fewer drafts than announced in every step but one
-        of so many.
+        Every `swap_every` steps the oldest request is swapped out for a while. With `spare_drafts`
+        a request is granted all announced drafts in one step of `spare_drafts`, fewer in others.
         """
         self._runner = runner
         self._facts = runner.facts
@@ -76,14 +76,14 @@ class StandIn:
         self._finished: list[int] = []
         self._step_id = 0
         self.num_reused = 0
-        """Blocks that were given back by a window and had another owner later."""
+        """Blocks that were freed behind a window and allocated to another request later."""
         self.num_swaps = 0
         self._passed: set[int] = set()
         self._spare_drafts = spare_drafts
         self.accepted: list[tuple[int, int]] = []
-        """Drafts verified and drafts that were right, of each request and step with drafts."""
+        """(number verified, number accepted) of each request and step with drafts."""
         self.logprobs: list[list[TokenLogprobs]] = []
-        """Of each request."""
+        """Log-probabilities of each request's outputs."""
 
     def run(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
@@ -162,7 +162,7 @@ class StandIn:
                 return
 
     def _admit(self) -> tuple[list[NewRequestData], BlockCopies]:
-        """One request per step, so that they are at different places."""
+        """Admit one request per step, so that requests are at different positions."""
         news, into = [], BlockCopies([], [])
         for request in self._waiting:
             if request.back_at <= self._step_id and len(self._running) < MAX_RUNNING:

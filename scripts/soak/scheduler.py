@@ -1,16 +1,15 @@
-"""Hundreds of thousands of random event sequences on the scheduler, in several processes.
+"""Soak the scheduler: hundreds of thousands of random event sequences, in several processes.
 
-    python -m tests.core.soak --sequences 200000 --jobs 2
+    python -m scripts.soak scheduler --sequences 200000 --jobs 2
 
 The events are those of `tests/core/events.py` and the checks those of `tests/core/machine.py`; a
-seeded generator draws here, as that is some times faster than hypothesis. A sequence that fails is
-named by its seed and can be repeated alone: `--first-seed N --sequences 1`.
+seeded generator draws them, several times faster than hypothesis would. A failed sequence is
+printed with its seed and can be repeated alone: `--first-seed N --sequences 1`.
 """
 
 import argparse
 import random
 import signal
-import sys
 import time
 import traceback
 from collections import Counter
@@ -23,20 +22,20 @@ from tests.core.machine import Machine
 
 MAX_DEPTH = 4
 BATCH = 500
-"""Sequences that a process takes at a time."""
+"""Sequences that a process runs before it reports."""
 TIME_LIMIT_S = 60
-"""For one sequence, which takes milliseconds: a loop without end fails too."""
+"""For one sequence, which takes milliseconds: an endless loop fails too."""
 
 
 class SequenceFailed(AssertionError):
-    """A sequence found a contradiction; the text says which one and where."""
+    """A sequence broke an invariant; the text has the traceback, the events and the seed."""
 
 
 def run_sequence(seed: int, num_events: int, depth: int | None = None) -> Machine:
     """Draw options and events from a seed, apply them, and run to the end.
 
     Raises:
-        SequenceFailed: something did not hold.
+        SequenceFailed: an invariant was broken.
     """
     rng = random.Random(seed)
     options = make_options(draw(OPTIONS, rng.choice), depth or rng.randint(1, MAX_DEPTH))
@@ -55,14 +54,14 @@ def run_sequence(seed: int, num_events: int, depth: int | None = None) -> Machin
     return machine
 
 
-def _time_is_up(*_: object) -> None:
+def _on_alarm(*_: object) -> None:
     raise TimeoutError(f"one sequence takes more than {TIME_LIMIT_S} s")
 
 
 def run_batch(seeds: range, num_events: int) -> Counter[str]:
-    """Run a sequence for each seed and add up what happened in them."""
+    """Run a sequence for each seed and return the sums of their counters."""
     counts: Counter[str] = Counter()
-    signal.signal(signal.SIGALRM, _time_is_up)
+    signal.signal(signal.SIGALRM, _on_alarm)
     for seed in seeds:
         signal.alarm(TIME_LIMIT_S)
         machine = run_sequence(seed, num_events)
@@ -80,7 +79,12 @@ def run_batch(seeds: range, num_events: int) -> Counter[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the soak; returns 1 if a sequence failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m scripts.soak scheduler",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--sequences", type=int, default=200_000)
     parser.add_argument("--events", type=int, default=30, help="events per sequence")
     parser.add_argument("--jobs", type=int, default=2)
@@ -101,7 +105,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = ", ".join(f"{count:,} {name}" for name, count in total.items())
     print(f"{figures} in {time.monotonic() - started:.0f} s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A child process without a supervisor: the test plays it."""
+"""A child process without a supervisor; the test sends the supervisor's commands."""
 
 import argparse
 
@@ -7,8 +7,8 @@ from protocol.lifecycle import Command, Role
 from protocol.settings import configure
 
 
-class PlayedChild(ChildProcess):
-    """Hears what the test puts into its inbox, and counts what it tells."""
+class UnsupervisedChild(ChildProcess):
+    """Returns the commands that the test puts into its inbox, and counts reports of `drained`."""
 
     def __init__(
         self,

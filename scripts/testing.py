@@ -1,0 +1,274 @@
+"""Starts engines in tests, kills their processes and waits until they serve again.
+
+With pytest: `pytest_plugins = ["scripts.testing"]` in the top conftest.py defines two fixtures:
+`engine`, a ready engine with the null model, and `start_engine`, which starts others by flags.
+Without it:
+
+    with EngineFactory() as start_engine:
+        engine = start_engine("--max-num-seqs", "8", model="demo")
+        engine.kill(Role.WORKER)
+
+`RunningEngine(run_dir)` does the same to an engine that the program itself has started.
+"""
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from protocol.channel import client_address
+from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
+from protocol.status import StatusLink
+
+TIMEOUT_S = 20.0
+LOAD_TIMEOUT_S = 90.0
+"""For engines with a model."""
+_POLL_S = 0.01
+_QUERY_TIMEOUT_S = 1.0
+_PATH = str(Path(__file__).resolve().parents[1])
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = TIMEOUT_S) -> T:
+    """Wait for a condition and return its first true value.
+
+    Raises:
+        TimeoutError: there was none within `timeout_s`; the text contains `what`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(_POLL_S)
+    return value
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a thread of a process runs; one that only waits to be reaped does not."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return not poller.poll(0)
+    finally:
+        os.close(pidfd)
+
+
+class RunningEngine:
+    """Observes the processes of the engine in one run directory, and kills them."""
+
+    def __init__(self, run_dir: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Attach; `timeout_s` bounds every wait for readiness."""
+        self.run_dir = run_dir
+        self.all_pids: set[int] = set()
+        """Every process that a status has ever named."""
+        self._timeout_s = timeout_s
+        self._link = StatusLink(run_dir)
+
+    @property
+    def address(self) -> str:
+        """The address that clients of the core connect to."""
+        return client_address(self.run_dir)
+
+    def status(self) -> StatusReply | None:
+        """Return the supervisor's report; None if it does not answer within a second."""
+        reply = self._link.query(_QUERY_TIMEOUT_S)
+        if reply is not None:
+            self.all_pids |= {row.pid for row in reply.processes if row.pid is not None}
+        return reply
+
+    def ready(self) -> StatusReply:
+        """Wait until every process is ready."""
+
+        def ask() -> StatusReply | None:
+            self._check()
+            reply = self.status()
+            return reply if reply is not None and reply.ready and _has_pids(reply) else None
+
+        return eventually(ask, "the engine is ready", self._timeout_s)
+
+    def row(self, role: Role, rank: int = 0) -> ProcessStatus:
+        """Return the status of one process of an engine that is ready."""
+        rows = self.ready().processes
+        return next(row for row in rows if row.role is role and row.rank == rank)
+
+    def pid(self, role: Role, rank: int = 0) -> int:
+        """Return the pid of one process of an engine that is ready."""
+        pid = self.row(role, rank).pid
+        assert pid is not None
+        return pid
+
+    def kill(
+        self, role: Role, rank: int = 0, number: signal.Signals = signal.SIGKILL
+    ) -> ProcessStatus:
+        """Send a fatal signal to one process and wait until its successor serves."""
+        old = self.row(role, rank)
+        assert old.pid is not None
+        os.kill(old.pid, number)
+
+        def replaced() -> ProcessStatus | None:
+            new = self.row(role, rank)
+            return new if new.epoch > old.epoch else None
+
+        return eventually(replaced, f"{role} is replaced", self._timeout_s)
+
+    def url(self) -> str:
+        """Return the root of the HTTP server of an engine that has one."""
+        url = self.ready().url
+        assert url is not None
+        return url
+
+    def get(self, path: str) -> Any:
+        """GET a path and decode the JSON reply."""
+        return self._open(path, None)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """POST a JSON body and decode the JSON reply."""
+        return self._open(path, json.dumps(body).encode())
+
+    def readiness(self) -> Any:
+        """Wait for status 200 of /readyz and return the reply.
+
+        The API learns from the core that it serves, later than the supervisor does.
+        """
+
+        def ask() -> Any:
+            try:
+                return self.get("/readyz")
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code != 503:
+                    raise
+                return None
+
+        return eventually(ask, "requests are served", self._timeout_s)
+
+    def close(self) -> None:
+        """Detach; the engine goes on."""
+        self._link.close()
+
+    def _check(self) -> None:
+        """Raise an error if the engine is known to have ended."""
+
+    def _open(self, path: str, body: bytes | None) -> Any:
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url() + path, body, headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.loads(response.read())
+
+
+class Engine(RunningEngine):
+    """An engine that runs as a child process until it is closed."""
+
+    def __init__(self, run_dir: str, arguments: list[str], environ: dict[str, str]) -> None:
+        """Start it with the arguments of `scripts/serve`; it is not ready yet."""
+        super().__init__(run_dir, TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S)
+        self._log = Path(f"{run_dir}.log")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.supervisor", "--run-dir", run_dir, *arguments],
+                cwd=_PATH,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+
+    @property
+    def log(self) -> str:
+        """What its processes have written to stderr."""
+        return self._log.read_text()
+
+    def _check(self) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the engine has ended:\n{self.log}")
+
+    def close(self) -> None:
+        """Kill the supervisor, and check that all other processes leave."""
+        super().close()
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+        eventually(lambda: not any(map(is_alive, self.all_pids)), "all processes are gone")
+
+
+class EngineFactory:
+    """Starts engines in one temporary directory, and ends all of them with its context.
+
+    They are not visible to `scripts.status` of this user, and `TROIKA_*` variables of the caller
+    do not reach them.
+    """
+
+    def __init__(self) -> None:
+        """Make the directory; its name is short enough for the sockets in it."""
+        self.base = tempfile.mkdtemp(prefix="troika-test-")
+        self.environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
+        self.environ["XDG_RUNTIME_DIR"] = self.base
+        paths = [_PATH, self.environ.get("PYTHONPATH", "")]
+        self.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self.engines: list[Engine] = []
+
+    def __call__(self, *arguments: str, model: str = "null", run_dir: str = "") -> Engine:
+        """Start an engine with a free port; it is not ready yet."""
+        run_dir = run_dir or f"{self.base}/{len(self.engines)}"
+        engine = Engine(run_dir, [model, "--port", "0", *arguments], self.environ)
+        self.engines.append(engine)
+        return engine
+
+    def __enter__(self) -> "EngineFactory":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all engines and remove the directory."""
+        try:
+            for engine in self.engines:
+                engine.close()
+        finally:
+            shutil.rmtree(self.base)
+
+
+def _has_pids(reply: StatusReply) -> bool:
+    """Whether all that are ready have pids: a forked worker may report before its zygote does."""
+    ready = [row for row in reply.processes if row.state is ProcessState.READY]
+    return all(row.pid is not None for row in ready)
+
+
+try:
+    import pytest
+except ImportError:  # the fixtures need it, and nothing else here
+    pass
+else:
+
+    @pytest.fixture
+    def start_engine() -> Iterator[EngineFactory]:
+        """Call it with flags to start an engine; all of them end with the test."""
+        with EngineFactory() as factory:
+            yield factory
+
+    @pytest.fixture
+    def engine(start_engine: EngineFactory) -> Engine:
+        """A ready engine with the null model."""
+        started = start_engine()
+        started.ready()
+        return started

@@ -1,0 +1,113 @@
+"""Every reference in the documentation leads somewhere."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = re.compile(r"`([\w/]+\.py):([\w.]+?)(?:\(\))?`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """All tracked Markdown files."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / name for name in listed.stdout.splitlines()]
+
+
+def defined(tree: ast.AST, prefix: str = "") -> set[str]:
+    """Names of functions, classes, methods and constants of a module or class, dotted."""
+    names = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                names |= defined(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def problem_of(file: str, name: str) -> str | None:
+    """Why a reference `file.py:name` does not resolve; a method may stand without its class."""
+    path = ROOT / file
+    if not path.is_file():
+        return f"{file} does not exist"
+    names = defined(ast.parse(path.read_text()))
+    if name in names or any(known.endswith(f".{name}") for known in names):
+        return None
+    return f"{file} does not define {name}"
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that GitHub gives to the headings of a page."""
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in HEADING.findall(plain)
+    }
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page whose file or heading does not exist."""
+    broken = []
+    for link in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if re.match(r"\w+:", link):
+            continue
+        file, _, fragment = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        headings = anchors(target.read_text()) if target.suffix == ".md" and target.exists() else ()
+        if not target.exists() or (headings and fragment and fragment not in headings):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_resolves(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+ARCHITECTURE = REFERENCE.findall((ROOT / "docs" / "architecture.md").read_text())
+
+
+def test_every_reference_of_the_architecture_resolves() -> None:
+    problems = [problem_of(file, name) for file, name in ARCHITECTURE]
+    assert [problem for problem in problems if problem is not None] == []
+
+
+@pytest.mark.xfail(strict=False, reason="the page is being rewritten")
+def test_the_life_of_a_request_has_references() -> None:
+    assert len(ARCHITECTURE) >= 10
+
+
+@pytest.mark.parametrize(
+    ("text", "resolves"),
+    [
+        ("`tests/test_docs.py:defined`", True),
+        ("`tests/test_docs.py:defined()`", True),
+        ("`core_proc/engine.py:EngineCore.schedule`", True),
+        ("`core_proc/engine.py:schedule`", True),
+        ("`core_proc/engine.py:EngineCore.nothing`", False),
+        ("`core_proc/nothing.py:EngineCore`", False),
+    ],
+)
+def test_references_are_found_and_resolved(text: str, resolves: bool) -> None:
+    [(file, name)] = REFERENCE.findall(text)
+    assert (problem_of(file, name) is None) == resolves
+
+
+def test_links_are_found_and_resolved(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Other page: one `name`\n```\n# no heading\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md) [b](other.md#other-page-one-name) [c](#here) [d](https://x.org/y)\n"
+        "[e](missing.md) [f](other.md#no-heading) [g](#there)"
+    )
+    assert broken_links(page) == ["missing.md", "other.md#no-heading", "#there"]
