@@ -10,6 +10,7 @@ from typing import NamedTuple
 from protocol.lifecycle import ProcessState
 from scripts.chaos import processes
 from scripts.chaos.engine import Engine, EngineFailed
+from scripts.testing import is_alive
 
 ROLES = ("worker", "core")
 _LONGEST_PAUSE_S = 0.05
@@ -128,7 +129,7 @@ async def _wait_gone(engine: Engine, pid: int) -> float:
         EngineFailed: it is alive after a minute.
     """
     began = time.monotonic()
-    while processes.is_alive(pid):
+    while is_alive(pid):
         if time.monotonic() > began + _TIMEOUT_S:
             text = f"process {pid} is stopped for {_TIMEOUT_S:g} s and is not replaced"
             raise EngineFailed(f"{text}:\n{engine.log_tail()}")
