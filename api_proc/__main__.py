@@ -15,12 +15,12 @@ from api_proc.http.acceptor import raise_fd_limit
 from api_proc.http.server import HttpServer, adopt, listen, url_of
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
-from protocol.child_runtime import ChildProcess
-from protocol.client import MAX_OPEN_TOKENS, AsyncEngineClient
+from protocol.client.async_client import MAX_OPEN_TOKENS, AsyncEngineClient
 from protocol.config import ConfigError
-from protocol.failpoints import failpoint
 from protocol.lifecycle import Role
-from protocol.progress import ProgressReporter
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.failpoints import failpoint
+from protocol.process.progress import ProgressReporter
 
 _PROGRESS_INTERVAL_S = 10.0
 

@@ -7,9 +7,9 @@ import sys
 
 from api_proc.http.server import HttpServer
 from api_proc.state import ApiState
-from protocol.child_runtime import ChildProcess
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 from protocol.lifecycle import Drain, Health, Stop
+from protocol.process.child_runtime import ChildProcess
 
 
 class Commands:

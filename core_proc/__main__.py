@@ -12,11 +12,11 @@ import zmq
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.loop import CoreLoop
-from protocol import gc_tuning
-from protocol.child_runtime import ChildProcess
-from protocol.failpoints import failpoint
 from protocol.lifecycle import Role
-from protocol.runtime import SystemProcesses
+from protocol.process import gc_tuning
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.failpoints import failpoint
+from protocol.transport.runtime import SystemProcesses
 
 CORE_NICENESS = -10
 _STANDBY_FLAG = "--standby"

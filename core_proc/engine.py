@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from core_proc.output_check import WorkerMisbehaved
-from core_proc.owners import Client, Owners
+from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.owners import Client, Owners
 from core_proc.running_engine import RunningEngine
 from core_proc.stats import LoopHistogram
 from protocol.api_core import (
@@ -44,7 +44,7 @@ from protocol.api_core import (
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.kv_events import KVEvent
-from protocol.progress_page import MarkEdits
+from protocol.process.progress_page import MarkEdits
 
 
 class FactsChanged(Exception):

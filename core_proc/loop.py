@@ -9,19 +9,19 @@ from collections.abc import Mapping
 
 import zmq
 
-from core_proc.clients import Clients
 from core_proc.engine import EngineCore
-from core_proc.pidfd_monitor import PidfdMonitor
+from core_proc.links.clients import Clients
+from core_proc.links.pidfd_monitor import PidfdMonitor
+from core_proc.links.worker_link import WorkerLink
+from core_proc.links.workers import WorkerGroup
 from core_proc.stats import StatsLine
-from core_proc.worker_link import WorkerLink
-from core_proc.workers import WorkerGroup
-from protocol import gc_tuning
 from protocol.api_core import EngineState, PauseMode
-from protocol.channel import HighWaterMark, RouterChannel
-from protocol.child_runtime import ChildProcess
-from protocol.failpoints import failpoint
 from protocol.lifecycle import Drain, Stop, Suspect, WorkerDied
-from protocol.runtime import Clock, Poller, ProcessControl
+from protocol.process import gc_tuning
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.failpoints import failpoint
+from protocol.transport.channel import HighWaterMark, RouterChannel
+from protocol.transport.runtime import Clock, Poller, ProcessControl
 
 STATUS_INTERVAL_S = 1.0
 LEAVE_S = 1.0

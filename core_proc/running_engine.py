@@ -6,12 +6,12 @@ from collections.abc import Iterable
 import msgspec
 
 from core_proc.invariants import check_invariants
+from core_proc.links.output_check import check_output
+from core_proc.links.outputs import output_row, prompt_rows
+from core_proc.links.owners import Client, Owner, Owners, owner_of
 from core_proc.options import SchedulerOptions
-from core_proc.output_check import check_output
-from core_proc.outputs import output_row, prompt_rows
-from core_proc.owners import Client, Owner, Owners, owner_of
 from core_proc.pausing import Pausing
-from core_proc.quarantine import Quarantine
+from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.stats import scheduler_stats

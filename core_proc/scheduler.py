@@ -36,19 +36,19 @@ from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
-from core_proc.admission import Admission, Capacity
-from core_proc.kv_cache import KVCacheManager, Tables
+from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
-from core_proc.partial_prefills import PartialPrefills
 from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, Request, RequestStatus
-from core_proc.request_queues import RequestQueues
-from core_proc.results import Failure, StepResult
-from core_proc.speculation import Speculation, forget_drafts
-from core_proc.step import ScheduledStep, longest_sequence
-from core_proc.swap import Swapper
-from core_proc.victims import VictimChoice
-from core_proc.waiting import WaitingQueue
+from core_proc.scheduling.admission import Admission, Capacity
+from core_proc.scheduling.partial_prefills import PartialPrefills
+from core_proc.scheduling.request_queues import RequestQueues
+from core_proc.scheduling.results import Failure, StepResult
+from core_proc.scheduling.speculation import Speculation, forget_drafts
+from core_proc.scheduling.step import ScheduledStep, longest_sequence
+from core_proc.scheduling.victims import VictimChoice
+from core_proc.scheduling.waiting import WaitingQueue
 from protocol.api_core import ErrorCode, PauseMode
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import FinishReason

@@ -125,7 +125,7 @@ class Header(NamedTuple):
     seq: int
     """Number of the frame among the sender's on this link, from 0."""
     flags: int = 0
-    """Of `protocol.frame_sequence.Flag`."""
+    """Of `protocol.transport.frame_sequence.Flag`."""
 
 
 def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:

@@ -23,13 +23,13 @@ from protocol.api_core import (
     Refused,
     RequestOutput,
 )
+from protocol.client.errors import RequestFailed
+from protocol.client.ledger import Ledger, RequestOptions, check_request
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
-from protocol.errors import RequestFailed
 from protocol.kv_events import KVEvent
-from protocol.ledger import Ledger, RequestOptions, check_request
 from protocol.sampling import FinishReason, SamplingParams
-from worker_proc.start import make_runner
+from worker_proc.startup.start import make_runner
 
 _CLIENT = b"inprocess"
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from protocol.lifecycle import ProcessState, ProcessStatus, RestartReply, Role, StatusReply
 from protocol.message import ProtocolError
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
 from scripts.status import only_run_dir
 from scripts.supervisor.planned_restarts import already_replaced
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from core_proc.results import StepResult
 from core_proc.scheduler import Scheduler
+from core_proc.scheduling.results import StepResult
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import SamplingParams
 

@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.lifecycle import StatusReply
 from protocol.message import ProtocolError
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
 from scripts.supervisor.run_dirs import live_run_dirs
 
 TIMEOUT_S = 2.0

@@ -27,9 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from protocol.channel import client_address
 from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
+from protocol.transport.channel import client_address
 
 TIMEOUT_S = 20.0
 LOAD_TIMEOUT_S = 90.0

@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from protocol import api_core, core_worker
-from protocol.channel import client_address
-from protocol.frame_sequence import Flag
+from protocol.client.sync_client import EngineClient
 from protocol.message import ProtocolError, unpack_header
 from protocol.sampling import SamplingParams
-from protocol.sync_client import EngineClient
+from protocol.transport.channel import client_address
+from protocol.transport.frame_sequence import Flag
 from scripts.testing import eventually
 
 _GREETING_BYTES = 64

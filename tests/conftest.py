@@ -15,13 +15,13 @@ settings.register_profile(
 settings.load_profile("troika")
 
 VARIANTS = {
-    "scripts/test_simulation.py": {
+    "simulation/test_simulation.py": {
         "test_planted_bugs_are_found": (
             "safety-drop-token safety-repeat-token safety-skip-epoch-check safety-stateful-random "
             "safety-outputs-as-prompt safety-resume-other-seed safety-forget-pause"
         ),
     },
-    "scripts/test_soak.py": {
+    "soak/test_soak.py": {
         "test_short_soak": "",
     },
     "system/test_chaos.py": {

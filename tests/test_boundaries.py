@@ -1,14 +1,15 @@
-"""The walls between the packages: allowed imports, in the source and in running processes."""
+"""The walls between the packages: who imports what, read from the source and from processes."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PROCESSES = {"api_proc", "core_proc", "worker_proc"}
 STDLIB = set(sys.stdlib_module_names)
 ALLOWED = {
     "protocol": {"protocol", "msgspec", "zmq"},
@@ -22,44 +23,49 @@ ALLOWED = {
         *{"safetensors", "numpy"},
     },
 }
-PURE = {
-    "core_proc": [
-        *(
-            "admission",
-            "block_pool",
-            "due_index",
-            "engine",
-            "event_log",
-            "event_recorder",
-            "invariants",
-            "kv_cache",
-        ),
-        *("options", "outputs", "partial_prefills", "pausing", "policy", "request"),
-        *(
-            "request_queues",
-            "results",
-            "scheduler",
-            "step",
-            "swap",
-            "victims",
-            "waiting",
-            "workers",
-        ),
+PRODUCT = [*ALLOWED, "scripts"]
+SUBPACKAGES = {
+    "protocol": ["config", "transport", "process", "client"],
+    "api_proc": ["text", "resumption", "http", "openai"],
+    "core_proc": ["kv", "scheduling", "recovery", "links"],
+    "worker_proc": [
+        *("native", "kv", "attention", "sampling", "loading", "calibration", "startup"),
     ],
-    "worker_proc": ["kv_groups", "mirror", "null_runner", "runner", "shim"],
-    "protocol": [
-        *("api_core", "config", "controls", "core_worker", "kv_events", "ledger", "message"),
-        *("sampling", "frame_sequence", "settings"),
-    ],
+    "scripts": ["supervisor", "bench"],
 }
-"""State machines: no sockets, no threads, no sleeping."""
+"""Lowest first: a subpackage imports only those before it."""
+MAX_ROOT_FILES = 12
+STATE_MACHINES = {
+    "core_proc": [
+        *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
+        *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/swap"),
+        *("links/event_log", "links/outputs", "links/workers"),
+        *("recovery/quarantine",),
+        *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
+        *("scheduling/request_queues", "scheduling/results", "scheduling/step"),
+        *("scheduling/victims", "scheduling/waiting"),
+    ],
+    "worker_proc": ["kv/kv_groups", "mirror", "null_runner", "runner", "shim"],
+    "protocol": [
+        *("api_core", "core_worker", "kv_events", "message", "sampling"),
+        *("client/controls", "client/ledger"),
+        *("config/engine_config", "config/settings", "transport/frame_sequence"),
+    ],
+    "scripts": ["supervisor/policy", "supervisor/failover", "supervisor/shutdown"],
+}
+"""Modules that decide: no sockets, no threads, no sleeping."""
 WITHOUT_TORCH = ["worker_proc.loop", "worker_proc.null_runner", "worker_proc.__main__"]
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names of everything that a file imports, at any depth of its code."""
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Top-level names of all imports in a file, at any depth of its code."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -68,19 +74,73 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """The product's modules, each with those that it imports."""
+    paths = {}
+    for package in PRODUCT:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            paths[".".join(part for part in parts if part != "__init__")] = path
+    graph: dict[str, set[str]] = {module: set() for module in paths}
+    for module, path in paths.items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                graph[module] |= {alias.name for alias in node.names if alias.name in paths}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    target = name if name in paths else node.module
+                    graph[module] |= {target} & paths.keys()
+    return graph
+
+
 @pytest.mark.parametrize("package", ALLOWED)
 def test_package_imports_only_what_its_wall_allows(package: str) -> None:
     for path in (ROOT / package).rglob("*.py"):
-        foreign = imported(path) - STDLIB - ALLOWED[package]
+        foreign = imported_packages(path) - STDLIB - ALLOWED[package]
         assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 
+def test_import_graph_has_no_cycle() -> None:
+    list(TopologicalSorter(import_graph()).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("package", SUBPACKAGES)
+def test_subpackage_imports_only_lower_ones(package: str) -> None:
+    order = SUBPACKAGES[package]
+    assert {path.parent.name for path in (ROOT / package).glob("*/__init__.py")} == set(order)
+    for module, targets in import_graph().items():
+        parts = module.split(".")
+        if parts[0] != package or parts[1:2] == [] or parts[1] not in order:
+            continue
+        higher = {f"{package}.{name}" for name in order[order.index(parts[1]) + 1 :]}
+        climbing = {target for target in targets if ".".join(target.split(".")[:2]) in higher}
+        assert not climbing, f"{module} imports {climbing}"
+
+
+def test_wire_imports_no_subpackage() -> None:
+    for module, targets in import_graph().items():
+        if module.startswith("protocol") and module.split(".")[1:2] not in [
+            [name] for name in SUBPACKAGES["protocol"]
+        ]:
+            assert not {t for t in targets if t.split(".")[1] in SUBPACKAGES["protocol"]}, module
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_package_has_few_files_at_its_root(package: str) -> None:
+    assert len(list((ROOT / package).glob("*.py"))) <= MAX_ROOT_FILES
+
+
 @pytest.mark.parametrize(
-    "path", [ROOT / package / f"{name}.py" for package, names in PURE.items() for name in names]
+    "path",
+    [ROOT / package / f"{name}.py" for package, names in STATE_MACHINES.items() for name in names],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_state_machines_have_no_sockets_threads_or_sleeps(path: Path) -> None:
-    assert not imported(path) & {"zmq", "threading", "socket", "asyncio", "multiprocessing"}
-    if path.stem != "null_runner":  # it sleeps on purpose, to simulate a slow model
+def test_state_machine_has_no_sockets_threads_or_sleeps(path: Path) -> None:
+    banned = {"zmq", "threading", "socket", "asyncio", "multiprocessing"}
+    assert not imported_packages(path) & banned
+    if path.stem != "null_runner":  # it sleeps to imitate a slow model
         assert "time.sleep(" not in path.read_text()
 
 
@@ -97,15 +157,15 @@ def modules_after(statement: str) -> set[str]:
         ("core_proc.__main__", {"torch", "transformers", "tokenizers", "numpy", "asyncio"}),
         ("api_proc.__main__", {"torch", "transformers", "core_proc", "worker_proc", "numpy"}),
         *((module, {"torch", "transformers", "numpy"}) for module in WITHOUT_TORCH),
-        ("protocol.sync_client", {"torch", "transformers", "tokenizers", "numpy", "starlette"}),
+        ("protocol.client", {"torch", "transformers", "tokenizers", "numpy", "starlette"}),
     ],
 )
 def test_running_process_has_not_loaded_what_it_must_not(module: str, banned: set[str]) -> None:
     assert not modules_after(f"import {module}") & banned
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
-    """Bytes from a wire or a file are decoded by typed decoders only."""
+def test_no_module_unpickles_or_evaluates() -> None:
+    """Data from a wire or a file is decoded by typed decoders only."""
     banned = ("pickle", "marshal", "eval(", "recv_pyobj", "yaml.load", "torch.load", "shelve")
     for package in ALLOWED:
         for path in (ROOT / package).rglob("*.py"):
@@ -113,51 +173,7 @@ def test_nothing_unpickles_or_evaluates() -> None:
             assert not [word for word in banned if word in text], path
 
 
-def test_every_file_says_what_it_is_for() -> None:
-    for package in [*ALLOWED, "scripts", "tests"]:
+def test_every_file_has_a_docstring() -> None:
+    for package in [*PRODUCT, "tests"]:
         for path in (ROOT / package).rglob("*.py"):
-            text = path.read_text()
-            assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-
-
-LAYERS = {
-    "api_proc": (
-        ("errors", "budget", "bodies", "metrics"),
-        ("text",),
-        ("resumption",),
-        ("http",),
-        ("params", "state"),
-        ("openai",),
-        ("app",),
-        ("commands", "__main__"),
-    ),
-}
-"""Modules and subpackages from the lowest to the highest; a layer imports itself and lower ones."""
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Return the full names of all modules that a file imports, and of all imported names."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-@pytest.mark.parametrize("package", LAYERS)
-def test_no_import_goes_from_a_lower_layer_to_a_higher_one(package: str) -> None:
-    rank = {room: number for number, layer in enumerate(LAYERS[package]) for room in layer}
-    root = ROOT / package
-    climbing = []
-    for path in root.rglob("*.py"):
-        room = path.relative_to(root).with_suffix("").parts[0]
-        if room == "__init__":
-            continue
-        for name in imported_modules(path):
-            first, _, rest = name.partition(".")
-            if first == package and rank[rest.split(".")[0]] > rank[room]:
-                climbing.append(f"{path.relative_to(ROOT)} imports {name}")
-    assert not climbing
-    assert len(list(root.glob("*.py"))) <= 12
+            assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"

@@ -2,9 +2,9 @@
 
 import argparse
 
-from protocol.child_runtime import ChildProcess
+from protocol.config.settings import configure
 from protocol.lifecycle import Command, Role
-from protocol.settings import configure
+from protocol.process.child_runtime import ChildProcess
 
 
 class UnsupervisedChild(ChildProcess):

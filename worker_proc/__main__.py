@@ -5,15 +5,15 @@ With `--zygote` it loads the model and forks workers, and computes nothing itsel
 
 import sys
 
-from protocol.child_runtime import ChildProcess
 from protocol.lifecycle import Role
-from worker_proc.start import make_runner, work
+from protocol.process.child_runtime import ChildProcess
+from worker_proc.startup.start import make_runner, work
 
 
 def main() -> None:
     """Load the model, then compute until the supervisor sends Stop."""
     if "--zygote" in sys.argv:
-        from worker_proc import zygote
+        from worker_proc.startup import zygote
 
         zygote.main(sys.argv[1:])
         return

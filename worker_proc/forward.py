@@ -5,9 +5,9 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, attach
 from worker_proc.inputs import StepInputs
-from worker_proc.kv_groups import KVLayout
-from worker_proc.kv_pool import KVPool
-from worker_proc.loader import LoadedModel
+from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.kv.kv_pool import KVPool
+from worker_proc.loading.loader import LoadedModel
 
 
 def attach_cache(

@@ -7,9 +7,6 @@ import logging
 
 import zmq
 
-from protocol import gc_tuning
-from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
-from protocol.child_runtime import ChildProcess
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
@@ -18,10 +15,13 @@ from protocol.core_worker import (
     WorkerToCore,
     decode_from_core,
 )
-from protocol.failpoints import failpoint
 from protocol.lifecycle import Stop
 from protocol.message import ProtocolError, encode
-from protocol.runtime import Clock, Poller
+from protocol.process import gc_tuning
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.failpoints import failpoint
+from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
+from protocol.transport.runtime import Clock, Poller
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
 from worker_proc.step_timer import StepTimer

@@ -17,7 +17,7 @@ from protocol.core_worker import (
 )
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
-from worker_proc.drafter import NgramIndex
+from worker_proc.sampling.drafter import NgramIndex
 
 
 class MirrorError(Exception):

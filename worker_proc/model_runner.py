@@ -15,31 +15,31 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.failpoints import failpoint
-from worker_proc import kv_tensors
+from protocol.process.failpoints import failpoint
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
-from worker_proc.drafter import NgramIndex
+from worker_proc.calibration.exactness import check_exactness
+from worker_proc.calibration.memory import available_cache_bytes
+from worker_proc.calibration.self_check import check_forward, num_blocks_needed
+from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.errors import CheckpointError, InsufficientMemory
-from worker_proc.exactness import check_exactness
 from worker_proc.forward import attach_cache, compute_logits
-from worker_proc.fused import fuse_modules
-from worker_proc.host_limits import available_cpus, available_memory
 from worker_proc.inputs import LogitsRange, StepInputs, pack_step
-from worker_proc.kv_groups import KVLayout, lay_out
-from worker_proc.kv_pool import KVPool
-from worker_proc.loader import LoadedModel, load_model
-from worker_proc.memory import available_cache_bytes
+from worker_proc.kv import kv_tensors
+from worker_proc.kv.kv_groups import KVLayout, lay_out
+from worker_proc.kv.kv_pool import KVPool
+from worker_proc.loading.fused import fuse_modules
+from worker_proc.loading.host_limits import available_cpus, available_memory
+from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
-from worker_proc.packed_linear import can_pack, pack_linears
 from worker_proc.runner import ReportProgress
-from worker_proc.sampler import Sampler
-from worker_proc.self_check import check_forward, num_blocks_needed
-from worker_proc.swap_cost import measure_swap_cost
-from worker_proc.verification import count_sampled, sampling_rows
+from worker_proc.sampling.drafter import NgramIndex
+from worker_proc.sampling.sampler import Sampler
+from worker_proc.sampling.verification import count_sampled, sampling_rows
 
 NOT_FINITE = "the model's logits for this request are not finite"
 

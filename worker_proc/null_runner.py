@@ -16,9 +16,9 @@ from protocol.core_worker import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from protocol.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.message import pack_token_ids
-from protocol.runtime import Clock
+from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
+from protocol.transport.runtime import Clock
 from worker_proc.mirror import (
     Mirror,
     MirroredRequest,
@@ -26,7 +26,7 @@ from worker_proc.mirror import (
     ScheduledRequest,
     first_visible,
 )
-from worker_proc.verification import count_sampled
+from worker_proc.sampling.verification import count_sampled
 
 CONTEXT_TOKENS = 4
 """Tokens before the next one that it depends on, besides its position."""

@@ -7,7 +7,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api_proc.budget import Budget, Lease
 from api_proc.errors import ApiError
-from protocol.failpoints import failpoint
+from protocol.process.failpoints import failpoint
 
 BODY_TIMEOUT_S = 60.0
 KEEP_ALIVE_INTERVAL_S = 15.0

@@ -8,7 +8,7 @@ from api_proc.http.connection import Connection
 from api_proc.openai.responses import encode
 from api_proc.state import ApiState
 from protocol.api_core import PauseMode
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 
 _MODES = {"new": PauseMode.PAUSED_NEW, "all": PauseMode.PAUSED_ALL}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}

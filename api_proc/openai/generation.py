@@ -15,7 +15,7 @@ from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
 

@@ -21,9 +21,9 @@ from api_proc.resumption.sessions import DecodedRequest, Session, request_not_fo
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest
+from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
-from protocol.errors import RequestFailed
-from protocol.failpoints import failpoint
+from protocol.process.failpoints import failpoint
 
 _SEND_BYTES = 16 * 1024
 """Events are sent once they have this size together."""

@@ -5,8 +5,8 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from protocol.api_core import RequestOutput
+from protocol.client.errors import RequestFailed
 from protocol.core_worker import PromptLogprobs, TokenLogprobs
-from protocol.errors import RequestFailed
 from protocol.sampling import FinishReason
 
 _PART_TOKENS = 4096

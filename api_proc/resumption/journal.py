@@ -26,7 +26,7 @@ from api_proc.resumption.journal_segments import (
     Write,
     frame,
 )
-from protocol.runtime import Clock
+from protocol.transport.runtime import Clock
 
 MAX_QUEUED_BYTES = 32 * 2**20
 """With more than this to be written the disk counts as failed."""

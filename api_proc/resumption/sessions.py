@@ -31,11 +31,11 @@ from api_proc.resumption.session_log import (
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client import AsyncEngineClient
+from protocol.client.errors import RequestFailed
 from protocol.config import ApiConfig
-from protocol.errors import RequestFailed
 from protocol.message import Message, TokenIds
-from protocol.runtime import Clock
 from protocol.sampling import FinishReason, SamplingParams
+from protocol.transport.runtime import Clock
 
 _COMMIT_TIMEOUT_S = 0.25
 """Longest wait of an answer for the record of its request."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.child_runtime import configure_logging
 from protocol.config import ConfigError, EngineConfig
-from protocol.prctl import set_subreaper
+from protocol.process.child_runtime import configure_logging
+from protocol.process.prctl import set_subreaper
 from scripts.supervisor.console import Console
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError

@@ -4,8 +4,8 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.child_runtime import EXIT_FATAL
 from protocol.lifecycle import DeathCause, Fatal
+from protocol.process.child_runtime import EXIT_FATAL
 from scripts.supervisor.process_state import Process, phase_name
 
 _OWN_SIGNALS = frozenset(

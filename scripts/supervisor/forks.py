@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import zmq
 
 from protocol import zygote_link
-from protocol.child_handle import Child, ChildHandle
 from protocol.config import EngineConfig
-from protocol.forked_child import ForkServer
 from protocol.lifecycle import Fatal, Progress, Ready
 from protocol.message import ProtocolError
-from protocol.runtime import Poller
+from protocol.process.child_handle import Child, ChildHandle
+from protocol.process.fork_server import ForkServer
+from protocol.transport.runtime import Poller
 from protocol.zygote_link import ForkFailed
 from scripts.supervisor.system import System
 

@@ -9,17 +9,7 @@ from typing import Any
 
 import zmq
 
-from protocol.channel import (
-    HighWaterMark,
-    Received,
-    RouterChannel,
-    client_address,
-    lifecycle_address,
-)
-from protocol.child_handle import ChildHandle
-from protocol.child_runtime import EXIT_FATAL
 from protocol.config import EngineConfig
-from protocol.failpoints import failpoint
 from protocol.lifecycle import (
     Fatal,
     Hello,
@@ -32,6 +22,16 @@ from protocol.lifecycle import (
     decode_to_supervisor,
 )
 from protocol.message import ProtocolError
+from protocol.process.child_handle import ChildHandle
+from protocol.process.child_runtime import EXIT_FATAL
+from protocol.process.failpoints import failpoint
+from protocol.transport.channel import (
+    HighWaterMark,
+    Received,
+    RouterChannel,
+    client_address,
+    lifecycle_address,
+)
 from protocol.zygote_link import ForkFailed
 from scripts.supervisor import actions
 from scripts.supervisor.actions import Action, Origin, Slot

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 
 from protocol.lifecycle import Role
-from protocol.progress_page import Death, Phase, ProgressPage, ProgressRecord
+from protocol.process.progress_page import Death, Phase, ProgressPage, ProgressRecord
 from scripts.supervisor.actions import RecordDeath, Slot
 
 NEXT_API = Slot(Role.API, 1)

@@ -1,7 +1,7 @@
 """The connections of processes on the lifecycle link, by slot."""
 
-from protocol.channel import PeerGone, RouterChannel
 from protocol.message import Message, encode
+from protocol.transport.channel import PeerGone, RouterChannel
 from scripts.supervisor.actions import Slot
 
 SUPERVISOR_EPOCH = 0

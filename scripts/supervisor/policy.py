@@ -27,7 +27,7 @@ from protocol.lifecycle import (
     Ready,
     Role,
 )
-from protocol.progress_page import ProgressRecord
+from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Action, Announce, DumpStacks, Note, Origin, Show, Slot
 from scripts.supervisor.crash_loop import CrashLoop
 from scripts.supervisor.death_causes import Evidence, classify, describe_death

@@ -8,11 +8,11 @@ from collections.abc import Container, Sequence
 import msgspec
 import zmq
 
-from protocol.child_handle import Child, ChildHandle, rss_bytes
 from protocol.config import EngineConfig
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
-from protocol.runtime import Poller
+from protocol.process.child_handle import Child, ChildHandle, rss_bytes
+from protocol.transport.runtime import Poller
 from protocol.zygote_link import ForkFailed
 from scripts.supervisor.actions import Origin, Slot, Start
 from scripts.supervisor.failover import HELPERS

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.run_dir import make_run_dir
+from protocol.process.run_dir import make_run_dir
 
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import settings
-from protocol.config import ConfigError, Device, EngineConfig
-from protocol.launch import failure_file
+from protocol.config import ConfigError, Device, EngineConfig, settings
+from protocol.process.launch import failure_file
 
 DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "demo_model"
 _BACKLOG = 2048

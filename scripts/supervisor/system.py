@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from protocol.child_handle import Child
-from protocol.forked_child import ForkServer, reap_strangers
-from protocol.runtime import Clock, Poller, SocketFactory
+from protocol.process.child_handle import Child
+from protocol.process.fork_server import ForkServer, reap_strangers
+from protocol.transport.runtime import Clock, Poller, SocketFactory
 from scripts.supervisor.death_causes import OomCounter
 
 

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from protocol.progress_page import ProgressRecord
+from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Slot
 
 _LEAST_LOOK_S = 0.005

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from protocol.settings import configure
+from protocol.config.settings import configure
 from tests.api.fake_engine import FakeClient, LiveServer
 
 CHAT_TEMPLATE = (

@@ -25,11 +25,11 @@ from protocol.api_core import (
     Status,
     validate_request,
 )
+from protocol.client.errors import RequestFailed
+from protocol.client.open_requests import Receiver
+from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
-from protocol.errors import RequestFailed
-from protocol.open_requests import Receiver
-from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 
 EOS_ID = 2

@@ -19,8 +19,8 @@ from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor
 from protocol.api_core import AddRequest
 from protocol.config import EngineConfig
+from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
 from tests.api.fake_engine import FakeClient, emitting
 
 P = ParamSpec("P")

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from protocol.api_core import ErrorCode, PauseMode, RequestError
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient
 

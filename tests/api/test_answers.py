@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from protocol.api_core import EngineState, ErrorCode, RequestError
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, REPLY, FakeClient, LiveServer, emitting, ids_of, repeating

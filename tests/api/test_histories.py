@@ -20,10 +20,10 @@ from api_proc.resumption.session_log import (
     unpacked,
 )
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
+from protocol.client.errors import EngineFailed, failure_of
+from protocol.client.request_stream import merge
 from protocol.core_worker import PromptLogprobs, TokenLogprobs
-from protocol.errors import EngineFailed, failure_of
 from protocol.message import encode
-from protocol.request_stream import merge
 from protocol.sampling import FinishReason, SamplingParams
 from tests.api.fake_engine import logprobs_of
 from tests.api.session_server import replay

@@ -12,7 +12,7 @@ import pytest
 
 from api_proc.text.processor import INLINE_CHARS, MAX_LONG_TEXTS, TextProcessor
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.settings import configure
+from protocol.config.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
 from tests.timing import within
 

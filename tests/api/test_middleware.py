@@ -15,7 +15,7 @@ from api_proc.app import _ROUTES, openai_app
 from api_proc.http.middleware import OPEN_PATHS
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
-from protocol.settings import configure
+from protocol.config.settings import configure
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer
 

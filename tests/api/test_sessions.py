@@ -11,7 +11,7 @@ from api_proc.errors import ApiError
 from api_proc.resumption.event_ids import StreamPosition
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.api.fake_engine import emitting
 from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, until

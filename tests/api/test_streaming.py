@@ -10,7 +10,7 @@ import pytest
 
 from api_proc.http.protocol import MAX_UNREAD_TOKENS
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
 from protocol.sampling import FinishReason
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import (

@@ -12,7 +12,7 @@ from api_proc.text.checkpoint import chat_templates, read_json, sampling_default
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import EncodeOptions, HfTokenizer, TooManyTokens
 from protocol.config import ConfigError
-from protocol.settings import configure
+from protocol.config.settings import configure
 from tests.api.conftest import CORPUS, write_json
 
 TEXTS = [*CORPUS[:3], "", " ", "<s>special</s> <|im_start|>", "tab\tnew\nline\r\n", "x" * 300]

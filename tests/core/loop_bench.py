@@ -21,7 +21,6 @@ from protocol.api_core import (
     StepOutputs,
     decode_from_core,
 )
-from protocol.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
@@ -32,11 +31,12 @@ from protocol.core_worker import (
     WorkerHello,
 )
 from protocol.core_worker import decode_from_core as decode_step
-from protocol.frame_sequence import Flag
 from protocol.lifecycle import Role, Suspect
 from protocol.message import Message, encode
-from protocol.runtime import SystemProcesses
 from protocol.sampling import SamplingParams
+from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
+from protocol.transport.frame_sequence import Flag
+from protocol.transport.runtime import SystemProcesses
 from tests.core.fake_worker import FakeWorker
 from tests.unsupervised_child import UnsupervisedChild
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from core_proc.engine import EngineCore
 from protocol.api_core import AddRequest
-from protocol.ledger import Ledger
+from protocol.client.ledger import Ledger
 from protocol.sampling import SamplingParams
 from tests.core.test_engine import make_engine, run_step
 

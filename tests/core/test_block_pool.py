@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from core_proc.block_pool import BlockPool
+from core_proc.kv.block_pool import BlockPool
 
 
 def _hash(number: int) -> bytes:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore, FactsChanged
-from core_proc.output_check import WorkerMisbehaved
+from core_proc.links.output_check import WorkerMisbehaved
 from protocol.api_core import (
     AddRequest,
     EngineState,
@@ -14,6 +14,7 @@ from protocol.api_core import (
     RequestOutput,
     StepOutputs,
 )
+from protocol.config.settings import configure
 from protocol.core_worker import (
     ModelFacts,
     ModelRunnerOutput,
@@ -22,7 +23,6 @@ from protocol.core_worker import (
     TokenLogprobs,
 )
 from protocol.sampling import FinishReason, SamplingParams
-from protocol.settings import configure
 
 FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])
 CLIENT, OTHER = b"client", b"other"

@@ -7,15 +7,15 @@ import pytest
 
 from core_proc import running_engine as engine_module
 from core_proc.engine import EngineCore
-from core_proc.kv_cache import KVCacheManager
+from core_proc.kv.kv_cache import KVCacheManager
+from core_proc.links.output_check import WorkerMisbehaved
+from core_proc.links.owners import Owner
 from core_proc.options import SchedulerOptions
-from core_proc.output_check import WorkerMisbehaved
-from core_proc.owners import Owner
 from core_proc.request import Request
-from core_proc.results import StepResult
+from core_proc.scheduling.results import StepResult
 from protocol.api_core import ErrorCode, Refused, RequestOutput
+from protocol.config.settings import configure
 from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput, PromptLogprobs
-from protocol.settings import configure
 from tests.core.test_engine import (
     CLIENT,
     FACTS,

@@ -4,7 +4,7 @@ import pytest
 
 from core_proc.engine import EngineCore
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
-from protocol.settings import configure
+from protocol.config.settings import configure
 from tests.core.test_engine import (
     CLIENT,
     FACTS,

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from core_proc import event_log
 from core_proc.engine import EngineCore
-from core_proc.event_log import EventLog
-from core_proc.event_recorder import HASH_BYTES
+from core_proc.kv.event_recorder import HASH_BYTES
+from core_proc.links import event_log
+from core_proc.links.event_log import EventLog
 from protocol.api_core import Control, ControlAction, KVEventsTaken, decode_from_core
+from protocol.client.kv_feed import KVEventFeed
+from protocol.config.settings import configure
 from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
 from protocol.kv_events import (
     AllBlocksCleared,
@@ -22,9 +24,7 @@ from protocol.kv_events import (
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
-from protocol.kv_feed import KVEventFeed
 from protocol.message import encode
-from protocol.settings import configure
 from tests.core.test_engine import CLIENT, add
 
 Contents = set[tuple[bytes, int]]

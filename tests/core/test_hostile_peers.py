@@ -13,17 +13,17 @@ import pytest
 import zmq
 
 from core_proc import loop
-from protocol import channel, multipart
 from protocol.api_core import Connect, decode_from_client
-from protocol.channel import MAX_FRAME_BYTES
 from protocol.core_worker import (
     ModelRunnerOutput,
     StepFailed,
     WorkerHello,
     decode_from_worker,
 )
-from protocol.frame_sequence import Flag
 from protocol.message import ProtocolError, encode, pack_header
+from protocol.transport import channel, multipart
+from protocol.transport.channel import MAX_FRAME_BYTES
+from protocol.transport.frame_sequence import Flag
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
 from tests.protocol.wire_corpus import DIRECTIONS, harmed
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from core_proc.request import Request, RequestStatus
-from scripts.scheduling_tables import main
 from tests.core.harness import Harness
+from tests.tools.scheduling_tables import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "scheduling.md"
 
@@ -300,4 +300,4 @@ def test_the_page_has_the_tables_that_the_command_prints(
     _, _, rest = PAGE.read_text().partition("<!-- tables -->\n")
     on_page, end, _ = rest.partition("<!-- end of tables -->")
     assert end
-    assert on_page.strip() == printed.strip(), "run python -m scripts.scheduling_tables"
+    assert on_page.strip() == printed.strip(), "run python -m tests.tools.scheduling_tables"

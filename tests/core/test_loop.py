@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from core_proc import clients, loop
+from core_proc import loop
 from core_proc.engine import EngineCore
+from core_proc.links import clients
 from protocol import message
 from protocol.api_core import (
     AbortRequests,
@@ -18,13 +19,13 @@ from protocol.api_core import (
     ErrorCode,
     StepOutputs,
 )
+from protocol.client.ledger import check_request
 from protocol.core_worker import (
     ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
     TokenLogprobs,
 )
-from protocol.ledger import check_request
 from protocol.lifecycle import Drain, Stop
 from protocol.message import encode
 from protocol.sampling import SamplingParams

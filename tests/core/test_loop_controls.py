@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from core_proc import loop
-from core_proc.event_log import MAX_UNTAKEN_BATCHES
+from core_proc.links.event_log import MAX_UNTAKEN_BATCHES
 from protocol.api_core import (
     Control,
     ControlAction,

@@ -10,19 +10,19 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
-from core_proc.worker_link import WorkerLink
+from core_proc.links.worker_link import WorkerLink
 from protocol import message
 from protocol.api_core import (
     EngineState,
 )
-from protocol.channel import PeerGone, Received, RouterChannel
 from protocol.core_worker import (
     ModelRunnerOutput,
     StepFailed,
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
-from protocol.progress_page import CoreMarks, Death, ProgressPage
+from protocol.process.progress_page import CoreMarks, Death, ProgressPage
+from protocol.transport.channel import PeerGone, Received, RouterChannel
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
 
 Misdeed = Callable[[WorkerEnd, int, ModelRunnerOutput], None]

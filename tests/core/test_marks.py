@@ -2,11 +2,11 @@
 
 import random
 
-from core_proc.marks import Marks
-from core_proc.quarantine import Quarantine
+from core_proc.recovery.marks import Marks
+from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from protocol.core_worker import ModelRunnerOutput
-from protocol.progress_page import MarkEdits
+from protocol.process.progress_page import MarkEdits
 from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 

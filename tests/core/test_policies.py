@@ -5,7 +5,7 @@ import pytest
 from core_proc.options import SchedulerOptions
 from core_proc.policy import Fair, ShortestPrefill
 from core_proc.request import Request
-from core_proc.victims import VictimChoice
+from core_proc.scheduling.victims import VictimChoice
 from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 

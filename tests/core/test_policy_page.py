@@ -9,7 +9,7 @@ import pytest
 
 from core_proc.options import SchedulerOptions
 from core_proc.policy import POLICIES
-from protocol.settings import settings
+from protocol.config.settings import settings
 from tests.core.harness import Harness
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from core_proc import step
 from core_proc.options import SchedulerOptions
+from core_proc.scheduling import step
 from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
-from core_proc.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprint
+from core_proc.recovery.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprint
 from core_proc.running_engine import CANARY_ID
 from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
+from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, SchedulerOutput
-from protocol.progress_page import MarkEdits
+from protocol.process.progress_page import MarkEdits
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
 from tests.core.fake_worker import FakeWorker
 
 CLIENT = b"client"

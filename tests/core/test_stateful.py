@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from scripts.soak.scheduler import run_sequence
 from tests.core.events import EVENTS, OPTIONS, Values, make_options
 from tests.core.machine import Machine
+from tests.soak.scheduler import run_sequence
 
 NUM_EXAMPLES = int(os.environ.get("TROIKA_STATEFUL_EXAMPLES", "1000"))
 DEPTHS = (1, 2, 3, 4)

@@ -5,11 +5,11 @@ import pytest
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
-from core_proc.step import longest_sequence
-from protocol.channel import MAX_FRAME_BYTES
+from core_proc.scheduling.step import longest_sequence
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from protocol.message import encode
 from protocol.sampling import SamplingParams
+from protocol.transport.channel import MAX_FRAME_BYTES
 from tests.core.harness import Harness
 
 WIDE_ID = 2**31 - 1

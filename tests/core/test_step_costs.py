@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from core_proc.admission import Admission
-from core_proc.kv_cache import KVCacheManager, Tables
+from core_proc.kv.kv_cache import KVCacheManager, Tables
 from core_proc.policy import Priority
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
+from core_proc.scheduling.admission import Admission
 from protocol.api_core import PauseMode
 from protocol.core_worker import KVGroup
 from tests.core.harness import PLAIN_TOKEN, Harness

@@ -2,9 +2,9 @@
 
 import pytest
 
+from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from core_proc.swap import Swapper
 from protocol.core_worker import KVGroup
 from protocol.sampling import SamplingParams
 from tests.core.harness import PLAIN_TOKEN, Harness

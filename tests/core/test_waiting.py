@@ -5,7 +5,7 @@ import random
 from core_proc.options import SchedulerOptions
 from core_proc.policy import make_policy
 from core_proc.request import Request, RequestStatus
-from core_proc.waiting import WaitingQueue
+from core_proc.scheduling.waiting import WaitingQueue
 from protocol.sampling import SamplingParams
 
 LONG = 10

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import zmq
 
-from core_proc.pidfd_monitor import PidfdMonitor
-from core_proc.workers import WorkerGroup
+from core_proc.links.pidfd_monitor import PidfdMonitor
+from core_proc.links.workers import WorkerGroup
 from protocol.core_worker import ModelFacts, WorkerHello
-from protocol.runtime import SystemProcesses
+from protocol.transport.runtime import SystemProcesses
 
 FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])
 

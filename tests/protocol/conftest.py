@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import client, core_link
+from protocol.client import async_client as client
+from protocol.client import core_link
 from tests.protocol.fake_core import FAST_TICK_S, FakeCore
 
 

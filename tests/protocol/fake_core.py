@@ -23,12 +23,18 @@ from protocol.api_core import (
     StepOutputs,
     decode_from_client,
 )
-from protocol.channel import HighWaterMark, PeerGone, Received, RouterChannel, client_address
 from protocol.client import AsyncEngineClient
-from protocol.core_link import STATUS_TIMEOUT_S
+from protocol.client.core_link import STATUS_TIMEOUT_S
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import Message, encode
+from protocol.transport.channel import (
+    HighWaterMark,
+    PeerGone,
+    Received,
+    RouterChannel,
+    client_address,
+)
 
 FAST_TICK_S = 0.02
 """Period of the status reports under the fixture `fast_ticks`."""

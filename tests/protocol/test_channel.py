@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from protocol import message
-from protocol.channel import (
+from protocol.message import PROTOCOL_VERSION, pack_header
+from protocol.transport.channel import (
     MAX_FRAME_BYTES,
     BadFrame,
     DealerChannel,
@@ -23,8 +24,7 @@ from protocol.channel import (
     lifecycle_address,
     worker_address,
 )
-from protocol.frame_sequence import Flag
-from protocol.message import PROTOCOL_VERSION, pack_header
+from protocol.transport.frame_sequence import Flag
 from tests.protocol.relay import Relay
 from tests.timing import within
 

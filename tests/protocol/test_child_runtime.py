@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol import child_runtime, supervisor_link
-from protocol.channel import HighWaterMark, Received, RouterChannel, lifecycle_address
-from protocol.child_runtime import ChildProcess
+from protocol.config.settings import configure
 from protocol.lifecycle import Drain, Hello, Ready, Role, Stop, decode_to_supervisor
 from protocol.message import Message, encode
-from protocol.progress_page import ProgressPage
-from protocol.settings import configure
+from protocol.process import child_runtime, supervisor_link
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.progress_page import ProgressPage
+from protocol.transport.channel import HighWaterMark, Received, RouterChannel, lifecycle_address
 
 TIMEOUT_S = 10.0
 EPOCH = 4
@@ -218,9 +218,9 @@ def test_commands_to_another_incarnation_are_dropped_and_counted(bench: Bench) -
 
 LEAVER = """
 import sys, types, zmq
-from protocol import child_runtime
-from protocol.channel import DealerChannel, HighWaterMark
-from protocol.child_runtime import ChildProcess
+from protocol.process import child_runtime
+from protocol.transport.channel import DealerChannel, HighWaterMark
+from protocol.process.child_runtime import ChildProcess
 
 child_runtime.FLUSH_MS = 20_000  # on a busy machine the reader may be slow
 

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import open_requests
 from protocol.api_core import (
     PACKED_FROM_TOKENS,
     EngineState,
@@ -17,10 +16,10 @@ from protocol.api_core import (
     RequestOutput,
     Status,
 )
-from protocol.client import AsyncEngineClient
-from protocol.errors import RequestFailed
+from protocol.client import AsyncEngineClient, open_requests
+from protocol.client.errors import RequestFailed
+from protocol.client.request_stream import RequestStream
 from protocol.message import encode, unpack_token_ids
-from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
 from tests.protocol.fake_core import FACTS, FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
 

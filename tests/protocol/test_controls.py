@@ -15,8 +15,8 @@ from protocol.api_core import (
     Status,
 )
 from protocol.client import AsyncEngineClient
-from protocol.controls import Controls
-from protocol.errors import RequestFailed
+from protocol.client.controls import Controls
+from protocol.client.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.protocol.fake_core import FACTS, FakeCore, run_connected
 

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol import client as client_module
-from protocol import core_link
 from protocol.api_core import RequestOutput, StepOutputs
-from protocol.channel import MAX_FRAME_BYTES, DealerChannel, client_address
-from protocol.client import AsyncEngineClient
+from protocol.client import AsyncEngineClient, core_link
+from protocol.client import async_client as client_module
+from protocol.client.request_stream import RequestStream
 from protocol.message import pack_header
-from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason, SamplingParams
+from protocol.transport.channel import MAX_FRAME_BYTES, DealerChannel, client_address
 from tests.protocol.fake_core import FAST_TICK_S, READY, RECOVERING, FakeCore, run_connected
 from tests.protocol.relay import Relay
 

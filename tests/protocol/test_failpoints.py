@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import failpoints
-from protocol.failpoints import (
+from protocol.process import failpoints
+from protocol.process.failpoints import (
     FAILPOINTS,
     LOG_FILE,
     REACHED_PREFIX,
@@ -84,7 +84,9 @@ def test_off_unless_configured() -> None:
             failpoint(name)
 
 
-SCRIPT = f"from protocol.failpoints import failpoint; failpoint({NAME!r}); failpoint({NAME!r})"
+SCRIPT = (
+    f"from protocol.process.failpoints import failpoint; failpoint({NAME!r}); failpoint({NAME!r})"
+)
 
 
 def command(value: str) -> tuple[list[str], dict[str, str]]:

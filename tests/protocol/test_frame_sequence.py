@@ -1,7 +1,7 @@
 """Sequence numbers of frames: next, repeated, missing, or of a sender out of step."""
 
-from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import Header
+from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
 
 NEXT, REPEATED, GAP = Verdict.NEXT, Verdict.REPEATED, Verdict.AFTER_A_GAP
 

@@ -7,7 +7,8 @@ import pytest
 
 from protocol.api_core import KVEventsTaken
 from protocol.client import AsyncEngineClient
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
+from protocol.client.kv_feed import KVEventFeed
 from protocol.kv_events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -17,7 +18,6 @@ from protocol.kv_events import (
     SubscribeKVEvents,
     UnsubscribeKVEvents,
 )
-from protocol.kv_feed import KVEventFeed
 from protocol.sampling import SamplingParams
 from tests.protocol.fake_core import FakeCore, run_connected
 

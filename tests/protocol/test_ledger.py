@@ -5,9 +5,9 @@ import random
 import pytest
 
 from protocol.api_core import AddRequest, ErrorCode, RequestOutput
+from protocol.client.errors import RequestFailed
+from protocol.client.ledger import REPAIR_MESSAGES_MAX, Ledger, check_request
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
-from protocol.errors import RequestFailed
-from protocol.ledger import REPAIR_MESSAGES_MAX, Ledger, check_request
 from protocol.sampling import FinishReason, SamplingParams
 
 

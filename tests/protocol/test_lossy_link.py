@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.channel import HighWaterMark
-from protocol.frame_sequence import Flag, FrameSequence, Verdict
 from protocol.message import Header, pack_header
+from protocol.transport.channel import HighWaterMark
+from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
 from tests.protocol.test_channel import Link, eventually
 
 

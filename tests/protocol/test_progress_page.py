@@ -11,8 +11,8 @@ import pytest
 
 from protocol.config import RecoveryConfig
 from protocol.lifecycle import DeathCause
-from protocol.progress import ProgressReporter
-from protocol.progress_page import (
+from protocol.process.progress import ProgressReporter
+from protocol.process.progress_page import (
     MAX_MARKS,
     PAGE_BYTES,
     CoreMarks,
@@ -105,7 +105,8 @@ def test_reader_never_sees_two_writes_mixed() -> None:
     """Another process writes marks at full speed, each with equal fields."""
     page, fd = ProgressPage.create("test")
     script = (
-        "import sys\nfrom protocol.progress_page import *\npage = ProgressPage(int(sys.argv[1]))\n"
+        "import sys\nfrom protocol.process.progress_page import *\n"
+        "page = ProgressPage(int(sys.argv[1]))\n"
         "for n in range(10**9): page.write(n, Phase.TURN, n, n, n)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(fd)], cwd=ROOT, pass_fds=[fd]) as it:

@@ -6,9 +6,9 @@ import tracemalloc
 import pytest
 
 from protocol.api_core import RequestOutput
+from protocol.client.request_stream import RequestStream
 from protocol.core_worker import TokenLogprobs
 from protocol.message import Decoder, Message, encode
-from protocol.request_stream import RequestStream
 from protocol.sampling import FinishReason
 
 

@@ -6,9 +6,9 @@ import time
 
 from protocol.api_core import AddRequest, decode_from_client
 from protocol.client import AsyncEngineClient
-from protocol.ledger import Ledger
+from protocol.client.ledger import Ledger
+from protocol.client.open_requests import OpenRequests
 from protocol.message import encode
-from protocol.open_requests import OpenRequests
 from protocol.sampling import SamplingParams
 from tests.protocol.fake_core import FakeCore, ServingThread, run_connected
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.run_dir import make_run_dir
+from protocol.process.run_dir import make_run_dir
 
 
 def test_a_new_run_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

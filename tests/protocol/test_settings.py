@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config import ConfigError, Dtype, EngineConfig
-from protocol.settings import add_flags, configure, parse_args, resolve, settings
+from protocol.config.settings import add_flags, configure, parse_args, resolve, settings
 
 
 def parse(*argv: str) -> EngineConfig:

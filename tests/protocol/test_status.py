@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.channel import HighWaterMark, RouterChannel, lifecycle_address
 from protocol.lifecycle import StatusReply
 from protocol.message import encode
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
+from protocol.transport.channel import HighWaterMark, RouterChannel, lifecycle_address
 
 REPLY = StatusReply([], True, None)
 PATIENCE_S = 10.0

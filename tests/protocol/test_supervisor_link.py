@@ -6,7 +6,6 @@ from typing import cast
 
 import pytest
 
-from protocol.channel import DealerChannel, Received
 from protocol.lifecycle import (
     REPEAT_S,
     Drained,
@@ -19,7 +18,8 @@ from protocol.lifecycle import (
     decode_to_supervisor,
 )
 from protocol.message import Header, Message, encode
-from protocol.supervisor_link import SupervisorLink
+from protocol.process.supervisor_link import SupervisorLink
+from protocol.transport.channel import DealerChannel, Received
 
 EPOCH = 7
 

@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
+from protocol.client.sync_client import EngineClient
 from protocol.sampling import FinishReason, SamplingParams
-from protocol.sync_client import EngineClient
 from tests.protocol.fake_core import FACTS, RECOVERING, FakeCore, ServingThread
 
 PARAMS = SamplingParams(max_tokens=1000)

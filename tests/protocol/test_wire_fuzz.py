@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol import multipart
-from protocol.channel import HighWaterMark, RouterChannel, client_address
-from protocol.frame_sequence import Flag
 from protocol.message import Message, ProtocolError, encode, pack_header
+from protocol.transport import multipart
+from protocol.transport.channel import HighWaterMark, RouterChannel, client_address
+from protocol.transport.frame_sequence import Flag
 from tests.protocol.wire_corpus import DIRECTIONS, Direction, harmed
 from tests.timing import within
 

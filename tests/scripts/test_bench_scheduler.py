@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.bench_scheduler import Plan, main
+from scripts.bench.scheduler import Plan, main
 
 TINY = (
     "--running 2 16 --waiting-behind 4 --waiting 50 --leaving 20"

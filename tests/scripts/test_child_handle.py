@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol import child_handle
-from protocol.child_handle import Child
-from protocol.settings import configure
+from protocol.config.settings import configure
+from protocol.process import child_handle
+from protocol.process.child_handle import Child
 from scripts.testing import eventually, is_alive
 
 CONFIG = configure(model="null")

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from protocol.lifecycle import DeathCause, Fatal, ProcessState, Ready, Role, Suspect, WorkerDied
-from protocol.progress_page import Phase, ProgressRecord
+from protocol.process.progress_page import Phase, ProgressRecord
 from scripts.supervisor.actions import (
     Action,
     DumpStacks,

@@ -4,10 +4,10 @@ import pytest
 
 from core_proc import running_engine as engine_module
 from protocol.api_core import ErrorCode, PauseMode, RequestOutput
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
+from protocol.config.settings import configure
 from protocol.kv_events import BlocksStored
 from protocol.sampling import FinishReason, SamplingParams
-from protocol.settings import configure
 from scripts.inprocess import InprocEngine
 
 

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 import zmq
 
-from protocol.child_handle import Child
 from protocol.config import EngineConfig, ParallelConfig
+from protocol.config.settings import configure
 from protocol.lifecycle import Role
-from protocol.settings import configure
+from protocol.process.child_handle import Child
 from scripts.supervisor import process_table
 from scripts.supervisor.actions import Slot
 from scripts.supervisor.console import Console

@@ -2,8 +2,8 @@
 
 from typing import cast
 
-from protocol.channel import RouterChannel
 from protocol.lifecycle import Role, Stop
+from protocol.transport.channel import RouterChannel
 from scripts.supervisor.actions import Slot
 from scripts.supervisor.peers import Peers
 

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from protocol.lifecycle import ProcessState, ProcessStatus, RestartReply, Role, StatusReply
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
 from scripts.restart import RestartFailed, restart
 
 READY, STARTING = ProcessState.READY, ProcessState.STARTING

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.channel import lifecycle_address
+from protocol.transport.channel import lifecycle_address
 from scripts.supervisor import run_dirs
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, live_run_dirs
 from tests.system.conftest import ROOT

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.config import ConfigError
-from protocol.settings import configure
+from protocol.config.settings import configure
 from scripts.supervisor.process_table import num_ranks
 from scripts.supervisor.startup import complete, num_standby_workers
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.launch import EngineProcesses
+from protocol.config.settings import configure
 from protocol.lifecycle import Role
-from protocol.settings import configure
+from protocol.process.launch import EngineProcesses
 from scripts.testing import EngineFactory, RunningEngine, eventually, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]

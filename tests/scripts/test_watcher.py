@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.lifecycle import Role
-from protocol.progress_page import Phase, ProgressRecord
+from protocol.process.progress_page import Phase, ProgressRecord
 from scripts.supervisor.actions import Slot
 from scripts.supervisor.watcher import HangStatus, Watcher
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from protocol.core_worker import CachedRequestData, SchedulerOutput, decode_from_core
-from protocol.frame_sequence import Flag
 from protocol.message import HEADER_BYTES, encode, pack_header
+from protocol.transport.frame_sequence import Flag
 from scripts.wiretap import MessageSplitter, describe, main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,15 +21,15 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.client import AsyncEngineClient
-from protocol.errors import RequestFailed
-from protocol.launch import EngineProcesses
+from protocol.client.errors import RequestFailed
+from protocol.client.request_stream import RequestStream
+from protocol.client.sync_client import EngineClient
+from protocol.config.settings import configure
 from protocol.lifecycle import Role
-from protocol.request_stream import RequestStream
+from protocol.process.launch import EngineProcesses
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
-from protocol.sync_client import EngineClient
-from scripts.chaos import processes
-from scripts.soak.report import theil_sen
+from tests.chaos import processes
+from tests.soak.report import theil_sen
 from tests.system import host_state
 
 CLOSE_LIMIT_S = 5.0

@@ -15,10 +15,10 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
+from protocol.transport.channel import client_address
 from scripts.testing import Engine, EngineFactory
 
 SHARE = 0.9

@@ -12,7 +12,7 @@ import statistics
 import time
 
 from protocol.lifecycle import ProcessState, Role
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.null_load import Stream
 

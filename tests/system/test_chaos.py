@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.failpoints import (
+from protocol.lifecycle import Role
+from protocol.process.failpoints import (
     FAILPOINTS,
     LOG_FILE,
     POISON_TOKEN_ID,
@@ -15,11 +16,10 @@ from protocol.failpoints import (
     VARIABLE,
     arm,
 )
-from protocol.lifecycle import Role
-from scripts.chaos import processes
-from scripts.chaos.__main__ import main
-from scripts.chaos.engine import Engine as ChaosEngine
 from scripts.testing import Engine, EngineFactory, eventually
+from tests.chaos import processes
+from tests.chaos.__main__ import main
+from tests.chaos.engine import Engine as ChaosEngine
 from tests.system.test_supervisor import PROMPT, open_stream
 
 PRESSURE = ("--num-gpu-blocks-override", "40", "--max-model-len", "512", "--null-step-ms", "5")

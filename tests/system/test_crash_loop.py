@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from protocol import failpoints
 from protocol.lifecycle import Role
+from protocol.process import failpoints
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.streams import Stream
 from tests.timing import within

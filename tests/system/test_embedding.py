@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from protocol.api_core import ErrorCode
-from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
-from protocol.errors import RequestFailed
+from protocol.client.errors import RequestFailed
+from protocol.client.sync_client import EngineClient
+from protocol.config.settings import configure
 from protocol.sampling import FinishReason, SamplingParams
-from protocol.settings import configure
-from protocol.sync_client import EngineClient
+from protocol.transport.channel import client_address
 from scripts.inprocess import InprocEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -140,7 +140,7 @@ def test_refusals_name_the_field_and_the_engine_goes_on(engine: Engine) -> None:
 
 def test_death_of_a_client_aborts_its_requests(engine: Engine) -> None:
     script = (
-        "import sys, time\nfrom protocol.sync_client import EngineClient\n"
+        "import sys, time\nfrom protocol.client.sync_client import EngineClient\n"
         "from protocol.sampling import SamplingParams\n"
         "client = EngineClient(sys.argv[1]); client.wait_ready(20)\n"
         "streams = [client.submit([n], SamplingParams(max_tokens=8000)) for n in range(8)]\n"
@@ -169,7 +169,7 @@ def test_orphans_leave() -> None:
     """EOF of the parent pipe ends a process in any state."""
     read, write = os.pipe()
     script = (
-        "import sys\nfrom protocol.child_runtime import watch_parent\nimport time\n"
+        "import sys\nfrom protocol.process.child_runtime import watch_parent\nimport time\n"
         "watch_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, str(read)]

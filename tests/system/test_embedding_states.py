@@ -13,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from protocol import failpoints
 from protocol.client import AsyncEngineClient
+from protocol.client.errors import RequestFailed
+from protocol.client.sync_client import EngineClient, SyncStream
 from protocol.config import EngineConfig
-from protocol.errors import RequestFailed
-from protocol.launch import CLOSE_GRACE_S, EngineProcesses
+from protocol.config.settings import configure
 from protocol.lifecycle import Role
+from protocol.process import failpoints
+from protocol.process.launch import CLOSE_GRACE_S, EngineProcesses
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
-from protocol.sync_client import EngineClient, SyncStream
-from scripts.chaos import processes
 from scripts.testing import eventually
+from tests.chaos import processes
 from tests.system.conftest import ROOT
 from tests.timing import within
 
@@ -275,8 +275,8 @@ def test_while_asleep() -> None:
 
 FORKING_HOST = """if True:
     import os, sys, time
-    from protocol.launch import EngineProcesses
-    from protocol.settings import configure
+    from protocol.process.launch import EngineProcesses
+    from protocol.config.settings import configure
     engine = EngineProcesses.start(configure(model="null", log_level="error"), timeout_s=30)
     if os.fork() == 0:
         engine.close()  # it is not the fork's

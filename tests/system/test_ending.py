@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
+from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory
 from tests.system.null_load import null_tokens
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol import failpoints
-from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
+from protocol.process import failpoints
+from protocol.process.status import StatusLink
 from protocol.sampling import SamplingParams
-from protocol.status import StatusLink
+from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system import long_steps
 from tests.system.null_load import Stream

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
 from scripts.inprocess import InprocEngine
 from tests.system.conftest import ROOT
 

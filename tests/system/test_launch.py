@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol.launch import EngineProcesses, EngineStartError
+from protocol.client.sync_client import EngineClient
+from protocol.config.settings import configure
 from protocol.lifecycle import Role
+from protocol.process.launch import EngineProcesses, EngineStartError
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
-from protocol.sync_client import EngineClient
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.conftest import ROOT
 from tests.timing import within
@@ -104,8 +104,8 @@ def test_host_killed_by_sigkill_takes_its_engine_along(start_engine: EngineFacto
     """All processes leave within 2 s, and the supervisor removes the temporary run directory."""
     script = """if True:
         import sys
-        from protocol.launch import EngineProcesses
-        from protocol.settings import configure
+        from protocol.process.launch import EngineProcesses
+        from protocol.config.settings import configure
         engine = EngineProcesses.start(configure(model="null"), timeout_s=20)
         pids = [row.pid for row in engine.status().processes if row.pid is not None]
         print(engine.run_dir, *pids, flush=True)

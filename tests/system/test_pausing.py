@@ -12,8 +12,8 @@ import pytest
 
 from protocol.api_core import EngineState, PauseMode, Status
 from protocol.client import AsyncEngineClient
+from protocol.client.kv_feed import KVEventFeed
 from protocol.kv_events import AllBlocksCleared, BlocksStored
-from protocol.kv_feed import KVEventFeed
 from protocol.sampling import SamplingParams
 from scripts.testing import TIMEOUT_S, EngineFactory
 from tests.system.test_embedding import PROMPTS, ROOT, Engine, collect, expected_tokens

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from protocol import failpoints
-from protocol.channel import client_address
 from protocol.client import AsyncEngineClient
-from protocol.errors import RequestQuarantined
+from protocol.client.errors import RequestQuarantined
 from protocol.lifecycle import Role
+from protocol.process import failpoints
 from protocol.sampling import SamplingParams
+from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, EngineFactory
 from tests.system.test_embedding import collect, expected_tokens
 

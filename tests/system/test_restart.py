@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from protocol.lifecycle import ProcessState, Role
-from protocol.status import StatusLink
+from protocol.process.status import StatusLink
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.conftest import ROOT
 from tests.system.null_load import NullLoad, Stream, null_tokens

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.channel import DealerChannel, HighWaterMark, lifecycle_address
 from protocol.lifecycle import ProcessState, Role, StatusQuery
 from protocol.message import encode
+from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
 from scripts.supervisor.shutdown import STOP_GRACE_S
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.conftest import ROOT

@@ -9,7 +9,9 @@ from transformers import Gemma3TextConfig
 
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_bitwise import CONFIGS, load
-from worker_proc import exactness, fused, model_runner
+from worker_proc import model_runner
+from worker_proc.calibration import exactness
+from worker_proc.loading import fused
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
 

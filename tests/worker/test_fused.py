@@ -8,10 +8,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from worker_proc.fused import FusedActivation, FusedMLP, FusedRMSNorm, fuse_modules
+from worker_proc.loading.fused import FusedActivation, FusedMLP, FusedRMSNorm, fuse_modules
+from worker_proc.loading.packed_linear import can_pack
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.packed_linear import can_pack
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

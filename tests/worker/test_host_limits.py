@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from worker_proc import host_limits
-from worker_proc.host_limits import available_cpus, available_memory
+from worker_proc.loading import host_limits
+from worker_proc.loading.host_limits import available_cpus, available_memory
 
 HOST_BYTES = 64 * 1024**3
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from protocol.core_worker import BlockCopies
-from worker_proc.kv_pool import KVPool, copy_by_index, copy_one_by_one
-from worker_proc.kv_tensors import DeviceMemory, HostMemory
+from worker_proc.kv.kv_pool import KVPool, copy_by_index, copy_one_by_one
+from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory
 
 CPU = torch.device("cpu")
 SHAPES = [((6, 2, 3), (6, 4)), ((6, 5), (6, 5))]

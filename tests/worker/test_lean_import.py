@@ -7,9 +7,9 @@ from tests.system.conftest import ROOT
 
 _SCRIPT = """
 import sys
-from protocol.settings import configure
+from protocol.config.settings import configure
 from scripts.supervisor.startup import complete
-from worker_proc.start import make_runner
+from worker_proc.startup.start import make_runner
 config = configure(model="demo", device="cpu", num_threads=1, num_gpu_blocks_override=256)
 runner = make_runner(complete(config), lambda *_: None)
 assert runner.facts.exact_resume, runner.facts.exact_resume_reason

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol import child_runtime
 from protocol.core_worker import Adopt, ModelRunnerOutput, SchedulerOutput
-from protocol.progress_page import Phase, ProgressPage, ProgressRecord
+from protocol.process import child_runtime
+from protocol.process.progress_page import Phase, ProgressPage, ProgressRecord
 from tests.unsupervised_child import UnsupervisedChild
 from tests.worker import test_shim
 from tests.worker.test_shim import OWN_EPOCH, Bench, FakeRunner, step

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
-from worker_proc.inverse_cdf import (
+from worker_proc.sampling.inverse_cdf import (
     Filters,
     _distance,
     _weigh,
@@ -25,8 +25,8 @@ from worker_proc.inverse_cdf import (
     sample_top_k,
     scale,
 )
-from worker_proc.philox import draw, philox4x32
-from worker_proc.sampler import Sampler
+from worker_proc.sampling.philox import draw, philox4x32
+from worker_proc.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 EOS = (2, 5)
@@ -273,7 +273,7 @@ def test_chunked_batches_equal_whole_ones(monkeypatch: pytest.MonkeyPatch) -> No
     """The rows are treated in chunks that fit the cache; their size changes nothing."""
     logits, rows = _logits(64, 6), _random_rows(64, 6)
     whole = _sampler().sample(logits, rows)
-    monkeypatch.setattr("worker_proc.sampler._CPU_CHUNK_ELEMENTS", 3 * VOCAB)
+    monkeypatch.setattr("worker_proc.sampling.sampler._CPU_CHUNK_ELEMENTS", 3 * VOCAB)
     assert _sampler().sample(logits, rows) == whole
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
-from worker_proc.logit_edits import edit_scores
-from worker_proc.sampler import Sampler
+from worker_proc.sampling.logit_edits import edit_scores
+from worker_proc.sampling.sampler import Sampler
 
 EOS = (2, 5)
 VOCAB = 64

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.channel import HighWaterMark, Received, RouterChannel
 from protocol.core_worker import (
     Adopt,
     CachedRequestData,
@@ -24,6 +23,7 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import Role, Stop
 from protocol.message import ProtocolError, encode
+from protocol.transport.channel import HighWaterMark, Received, RouterChannel
 from tests.unsupervised_child import UnsupervisedChild
 from worker_proc import loop
 from worker_proc.loop import WorkerLoop

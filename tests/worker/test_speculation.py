@@ -12,8 +12,8 @@ from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.test_mirror import new, step
 from tests.worker.test_parity import make_runner
 from worker_proc import model_runner
-from worker_proc.drafter import NgramIndex
 from worker_proc.model_runner import ModelRunner
+from worker_proc.sampling.drafter import NgramIndex
 
 NUM_DRAFTS = 4
 NUM_BLOCKS = 400

@@ -17,19 +17,19 @@ import msgspec
 import pytest
 import zmq
 
-from protocol.channel import HighWaterMark, RouterChannel, lifecycle_address
-from protocol.child_handle import ChildHandle
 from protocol.config import EngineConfig
-from protocol.forked_child import ForkServer, reap_strangers
+from protocol.config.settings import configure
 from protocol.lifecycle import Fatal, Hello, Ready, Stop, decode_to_supervisor
 from protocol.message import encode
-from protocol.prctl import set_subreaper
-from protocol.progress_page import ProgressPage
-from protocol.settings import configure
+from protocol.process.child_handle import ChildHandle
+from protocol.process.fork_server import ForkServer, reap_strangers
+from protocol.process.prctl import set_subreaper
+from protocol.process.progress_page import ProgressPage
+from protocol.transport.channel import HighWaterMark, RouterChannel, lifecycle_address
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 from scripts.testing import eventually, is_alive
 from tests.system.conftest import ROOT
-from worker_proc.zygote import NotForkable, check_forkable
+from worker_proc.startup.zygote import NotForkable, check_forkable
 
 T = TypeVar("T")
 
@@ -264,10 +264,10 @@ def test_process_with_threads_is_not_forked() -> None:
 COMPARE = """
 import json, os, sys
 from protocol.sampling import SamplingParams
-from protocol.settings import configure
+from protocol.config.settings import configure
 from tests.worker.driving import drive
-from worker_proc.start import load_to_fork, make_runner
-from worker_proc.zygote import check_forkable
+from worker_proc.startup.start import load_to_fork, make_runner
+from worker_proc.startup.zygote import check_forkable
 
 def quiet(*_): pass
 

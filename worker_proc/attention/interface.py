@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs
-from worker_proc.kv_tensors import KVTensors
+from worker_proc.kv.kv_tensors import KVTensors
+from worker_proc.kv.layer_spec import LayerSpec
 
 IMPLEMENTATION = "troika_paged"
 

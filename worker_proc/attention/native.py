@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
-from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs
+from worker_proc.kv.layer_spec import LayerSpec
 from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
 

@@ -21,8 +21,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.errors import UnsupportedModel
+from worker_proc.kv.layer_spec import LayerSpec
 
 PROBE = "troika_probe"
 NUM_PROBE_TOKENS = 8

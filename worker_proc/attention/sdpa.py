@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
-from worker_proc.attention.layer_spec import LayerSpec
 from worker_proc.inputs import StepInputs, to_device
+from worker_proc.kv.layer_spec import LayerSpec
 from worker_proc.mirror import ScheduledRequest
 
 MAX_GROUP_TOKENS = 2**17

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core_proc.step import ScheduledStep
+from core_proc.scheduling.step import ScheduledStep
 from tests.core.harness import Harness
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from core_proc.invariants import check_blocks
-from core_proc.kv_cache import KVCacheManager
+from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol.sampling import SamplingParams

@@ -1,0 +1,378 @@
+"""KV cache manager: block tables that grow with the computed tokens, and the prefix cache.
+
+It decides whether something fits, and never which request should get it. A block is cached once
+it is full and its tokens are known, under the hash of all tokens up to its end. So a hit on block i
+implies the whole prefix.
+
+Layers with a sliding window form KV groups, whose tables take blocks from the same pool. Blocks
+that the window has passed are freed, and a hit needs only the blocks that it still sees.
+"""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from core_proc.kv.block_pool import BlockPool
+from core_proc.kv.event_recorder import EventRecorder, group_key
+from core_proc.options import SchedulerOptions
+from core_proc.request import Request
+from protocol.core_worker import NULL_BLOCK, KVGroup
+from protocol.kv_events import KVEvent
+
+log = logging.getLogger("troika.core")
+
+_HASHED_AT_ONCE = 2**15
+"""Tokens; about a millisecond."""
+
+Tables = list[list[int]]
+"""Block ids, one list per KV group, all equally long."""
+
+
+class KVCacheManager:
+    """Gives blocks to requests, and takes them back."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        """Manage the pool that `options` describes."""
+        self.block_size = options.block_size
+        self.enable_prefix_caching = options.enable_prefix_caching
+        self.groups = options.kv_groups
+        self._has_windows = any(group.window is not None for group in options.kv_groups)
+        self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
+        self.pool = BlockPool(options.num_blocks, self._recorder)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds, cached ones included."""
+        return self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Held share of the usable blocks, 0 to 1."""
+        return 1.0 - self.pool.num_free / self.pool.num_usable
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks of one table that hold `num_tokens` tokens; the last may be filled in part."""
+        return -(-num_tokens // self.block_size)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether one request can have `num_tokens` computed in an otherwise empty cache."""
+        num_blocks = self.num_blocks_for(num_tokens)
+        most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
+        return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
+
+    # The prefix cache ---------------------------------------------------------------------------
+
+    def may_read_cache(self, request: Request) -> bool:
+        """Whether the request may use hits: for prompt logprobs it must compute all tokens."""
+        return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
+
+    def prepare(self, request: Request) -> bool:
+        """Hash some more blocks of a waiting request, so that no long prompt holds up the core.
+
+        Returns:
+            Whether `find_cached_prefix` has nothing left to hash.
+        """
+        if not self.may_read_cache(request):
+            return True
+        num_full = request.num_tokens // self.block_size
+        most = len(request.block_hashes) + max(1, _HASHED_AT_ONCE // self.block_size)
+        self._extend_hashes(request, min(num_full, most))
+        return most >= num_full
+
+    def find_cached_prefix(self, request: Request) -> Tables:
+        """Find the longest known prefix of the request that is cached; changes nothing.
+
+        Returns:
+            The leading entries of its tables, as many for every group; NULL_BLOCK where a window
+            has passed.
+        """
+        if not self.may_read_cache(request):
+            return [[] for _ in self.groups]
+        self._extend_hashes(request, request.num_tokens // self.block_size)
+        limit = len(request.block_hashes)
+        while True:
+            hits = [self._hits(request, index, limit) for index in range(len(self.groups))]
+            shortest = min(map(len, hits))
+            if shortest == limit or len(hits) == 1:
+                return hits
+            limit = shortest
+
+    def _hits(self, request: Request, group: int, limit: int) -> list[int]:
+        """Find one group's longest hit of at most `limit` blocks."""
+        if self.groups[group].window is not None:
+            return self._hits_in_window(request, group, limit)
+        keys = request.block_hashes[:limit]
+        if group > 0:
+            keys = [group_key(key, group) for key in keys]
+        return self.pool.cached_run(keys)
+
+    def _hits_in_window(self, request: Request, group: int, limit: int) -> list[int]:
+        """Search from the right for a run of blocks that fills the window."""
+        window = self.groups[group].window
+        run: list[int] = []
+        end = limit
+        for index in range(limit - 1, -1, -1):
+            if index < self._first_seen(window, min(end * self.block_size, request.num_tokens - 1)):
+                break
+            block_id = self.pool.cached_block(group_key(request.block_hashes[index], group))
+            if block_id is None:
+                end, run = index, []
+            else:
+                run.append(block_id)
+        return [NULL_BLOCK] * (end - len(run)) + run[::-1]
+
+    def without_passed(self, hits: Tables, start: int) -> Tables:
+        """Drop the hits that no token from position `start` on attends to."""
+        if not self._has_windows:
+            return hits
+        num_passed = [min(self._first_seen(g.window, start), len(hits[0])) for g in self.groups]
+        return [[NULL_BLOCK] * n + t[n:] for n, t in zip(num_passed, hits, strict=True)]
+
+    def watch_prefix(self, request: Request) -> None:
+        """Watch all contents that `find_cached_prefix` could find for the request."""
+        hashes = request.block_hashes if self.may_read_cache(request) else []
+        keys = (group_key(key, group) for group in range(len(self.groups)) for key in hashes)
+        self.pool.watch(keys)
+
+    def _first_seen(self, window: int | None, num_computed: int) -> int:
+        """First entry of a table that tokens from position `num_computed` on attend to."""
+        return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached contents; refused (False) while any block is held."""
+        if self.pool.num_free != self.pool.num_usable:
+            return False
+        self.pool.forget_all()
+        return True
+
+    def take_events(self) -> list[KVEvent]:
+        """Return what happened to the cache since the last call, if events are recorded."""
+        return [] if self._recorder is None else self._recorder.take()
+
+    def snapshot_events(self) -> Iterator[KVEvent]:
+        """Return events that bring an empty cache to the current state, made one by one."""
+        return iter(()) if self._recorder is None else self._recorder.snapshot()
+
+    # Blocks -------------------------------------------------------------------------------------
+
+    def num_missing_blocks(
+        self, hits: Tables, start: int, num_tokens: int, num_reserved: int
+    ) -> int:
+        """Count the free blocks that `admit` would lack; negative: that it would leave."""
+        num_wanted = 0
+        for group, table in zip(self.groups, hits, strict=True):
+            first_new = self._first_new(group, table, start)
+            num_new = self.num_blocks_for(num_tokens) - first_new
+            num_reserve = self.num_blocks_for(max(num_tokens, num_reserved)) - first_new
+            live = live_blocks(table)
+            if group.max_blocks is not None:
+                num_reserve = max(num_new, min(num_reserve, group.max_blocks - len(live)))
+            # A hit that no request holds is in the free queue, and is used up like a new block.
+            num_wanted += num_reserve + self.pool.count_free(live)
+        return num_wanted - self.pool.num_free
+
+    def _first_new(self, group: KVGroup, hits: list[int], start: int) -> int:
+        """First entry of a new table that needs a block of its own, if computing begins there."""
+        return max(len(hits), self._first_seen(group.window, start))
+
+    def admit(
+        self,
+        request: Request,
+        hits: Tables,
+        *,
+        start: int,
+        num_tokens: int,
+        num_reserved: int = 0,
+        headroom: int = 0,
+    ) -> bool:
+        """Give a request its first blocks, if they fit.
+
+        Args:
+            request: Holds no blocks yet.
+            hits: What `find_cached_prefix` returns for it now, `without_passed`.
+            start: Position of the first token that is going to be computed. The KV between the
+                hits and it comes from elsewhere, before this step computes.
+            num_tokens: Tokens that need slots now.
+            num_reserved: Tokens that must fit too, although their blocks are not taken yet.
+            headroom: Blocks that must stay free.
+
+        Returns:
+            Whether it fitted; if not, nothing changed.
+        """
+        assert not request.block_tables
+        if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
+            return False
+        self._take(request, hits, start, num_tokens)
+        self.remember_full_blocks(request, num_tokens)
+        return True
+
+    def hold(self, request: Request, num_tokens: int) -> bool:
+        """Give a waiting request blocks that a remote load fills, if they fit."""
+        no_hits: Tables = [[] for _ in self.groups]
+        if self.num_missing_blocks(no_hits, 0, num_tokens, 0) > 0:
+            return False
+        self._take(request, no_hits, 0, num_tokens)
+        return True
+
+    def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
+        """Build the tables: hits, what the windows have passed, and new blocks."""
+        for table in hits:
+            self.pool.touch(live_blocks(table))
+        num_entries = self.num_blocks_for(num_tokens)
+        for group, table in zip(self.groups, hits, strict=True):
+            first_new = self._first_new(group, table, start)
+            passed = [NULL_BLOCK] * (first_new - len(table))
+            new_ids = self.pool.allocate(max(0, num_entries - first_new))
+            request.block_tables.append(table + passed + new_ids)
+        request.num_hashed_blocks = len(hits[0])
+
+    def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
+        """Extend the tables to slots for `num_tokens`.
+
+        Args:
+            request: Holds blocks.
+            num_tokens: From the first on.
+            again: The same step has granted it tokens before, which still attend to all that
+                their window shows them.
+
+        Returns:
+            The new blocks of each group; empty if it needs none. None, and nothing is taken, if
+            they do not fit.
+        """
+        tables, pool = request.block_tables, self.pool
+        if self._has_windows and not again:
+            self._free_passed(request)
+        new: Tables = []
+        num_new = -(-num_tokens // self.block_size) - len(tables[0])
+        if num_new > 0:
+            if num_new * len(tables) > pool.num_free:
+                return None
+            for table in tables:
+                new_ids = pool.allocate(num_new)
+                table.extend(new_ids)
+                new.append(new_ids)
+        self.remember_full_blocks(request, num_tokens)
+        return new
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request can grow to `num_tokens`."""
+        num_new = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
+        return num_new * len(request.block_tables) <= self.pool.num_free
+
+    def _free_passed(self, request: Request) -> None:
+        """Free the blocks that no window reaches from the next token on.
+
+        Steps in flight may still read these blocks. That is safe: the worker runs steps strictly
+        in order, so the next holder of a block writes to it after them.
+        """
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
+            first = end
+            while first > 0 and table[first - 1] != NULL_BLOCK:
+                first -= 1
+            if first < end:
+                self.pool.free(table[first:end])
+                table[first:end] = [NULL_BLOCK] * (end - first)
+
+    def num_slots(self, request: Request) -> int:
+        """Tokens that fit into the request's blocks."""
+        return len(request.block_tables[0]) * self.block_size
+
+    def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
+        """Count the blocks that no other request holds, without those in `besides`."""
+        held = Counter(i for r in requests for table in r.block_tables for i in table)
+        for block_id in {NULL_BLOCK}.union(*besides):
+            del held[block_id]
+        ref_count = self.pool.ref_count
+        return sum(ref_count(block_id) == count for block_id, count in held.items())
+
+    def num_shared_blocks(self, request: Request) -> int:
+        """Count the request's blocks that others hold too, and so keep cached."""
+        ref_count = self.pool.ref_count
+        return sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
+
+    def forget_uncomputed(self, request: Request) -> None:
+        """Drop the hashes of blocks that were to be filled by a step that will not be sent.
+
+        A block that another request holds too was a hit, and has been filled.
+        """
+        first = request.num_computed_tokens // self.block_size
+        for table in request.block_tables:
+            for block_id in live_blocks(table[first : request.num_hashed_blocks]):
+                if self.pool.ref_count(block_id) == 1:
+                    self.pool.forget(block_id)
+        request.num_hashed_blocks = min(first, request.num_hashed_blocks)
+
+    def free(self, request: Request) -> None:
+        """Free all blocks; the contents of full ones stay cached until they are reused.
+
+        Steps in flight may still write to these blocks: see `_free_passed`.
+        """
+        try:
+            self.remember_full_blocks(request, request.num_computed_tokens)
+        except AssertionError:
+            raise  # the books are wrong
+        except Exception:
+            # The hashes are not needed, but the blocks must be freed.
+            log.exception("blocks of request %d are not cached", request.req_id)
+            self.forget_uncomputed(request)
+        self.discard(request)
+
+    def discard(self, request: Request) -> None:
+        """Free all blocks, and cache no more of them than was cached before."""
+        for table in request.block_tables:
+            self.pool.free(live_blocks(table))
+        request.block_tables = []
+        request.num_hashed_blocks = 0
+
+    # Hashes -------------------------------------------------------------------------------------
+
+    def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Cache the full blocks among the first tokens, as far as their ids are known.
+
+        This happens when the step is scheduled: in one step the worker writes all KV before it
+        attends, so a later admission of the same step may already hit these blocks.
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full = min(num_computed_tokens, len(request.token_ids)) // self.block_size
+        first = request.num_hashed_blocks
+        if num_full <= first:
+            return
+        self._extend_hashes(request, num_full)
+        hashes, tables = request.block_hashes, request.block_tables
+        for index in range(first, num_full):
+            for group, table in enumerate(tables):
+                if table[index] != NULL_BLOCK:
+                    is_new = self.pool.remember(table[index], group_key(hashes[index], group))
+                    if is_new and self._recorder is not None:
+                        self._recorder.stored(request, index, group)
+            request.num_hashed_blocks = index + 1
+
+    def _extend_hashes(self, request: Request, num_full: int) -> None:
+        """Extend the prefix hashes to `num_full` blocks."""
+        hashes, size = request.block_hashes, self.block_size
+        first = len(hashes)
+        if first >= num_full:
+            return
+        prefix = request.prefix_hash
+        if prefix is None:
+            prefix = request.prefix_hash = hashlib.sha256(prefix_root(request))
+        token_ids = request.token_ids
+        for start in range(first * size, num_full * size, size):
+            prefix.update(token_ids[start : start + size])
+            hashes.append(prefix.digest())
+
+
+def live_blocks(table: list[int]) -> list[int]:
+    """Return the blocks of a table, without the entries that a window has passed."""
+    if NULL_BLOCK not in table:
+        return table
+    return [block_id for block_id in table if block_id != NULL_BLOCK]
+
+
+def prefix_root(request: Request) -> bytes:
+    """What a prefix depends on besides its tokens; no root is a prefix of another."""
+    salt = request.cache_salt.encode()
+    return request.adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt

@@ -1,0 +1,1 @@
+"""The core's two links: to its clients and to its workers."""

@@ -1,0 +1,1 @@
+"""What the core does about requests that crash workers."""

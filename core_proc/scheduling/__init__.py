@@ -1,0 +1,1 @@
+"""What the scheduler is built from: queues, admission, due requests, victims, drafts."""

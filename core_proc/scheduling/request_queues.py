@@ -1,0 +1,81 @@
+"""The two queues of unfinished requests: those that wait, and those that run."""
+
+from itertools import count
+
+from core_proc.request import Request, RequestStatus
+from core_proc.scheduling.due_index import DueIndex
+from core_proc.scheduling.waiting import WaitingQueue
+from protocol.sampling import FinishReason
+
+
+class RequestQueues:
+    """Every unfinished request is in exactly one queue, which agrees with its status.
+
+    The waiting queue is in the policy's order, the running queue in order of admission. A request
+    leaves the running queue by its status alone, and all that have left are removed together when
+    the queue is read next: so the end of n requests costs n, and not n squared.
+    """
+
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self.requests: dict[int, Request] = {}
+        """Both queues, by request id."""
+        self.waiting = waiting
+        self.due_index = DueIndex()
+        self.num_moves = 0
+        """Changes whenever a request begins to run or stops running."""
+        self._running: list[Request] = []
+        self._some_left = False
+        self._arrivals = count()
+        self._admissions = count()
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that run; another list object whenever some have left since the last call.
+
+        So a caller that iterates over the old list is not disturbed.
+        """
+        if self._some_left:
+            self._some_left = False
+            running = RequestStatus.RUNNING
+            self._running = [request for request in self._running if request.status is running]
+        return self._running
+
+    def add(self, request: Request) -> None:
+        """Enter a new request into the waiting queue."""
+        request.arrival_index = next(self._arrivals)
+        self.waiting.push(request)
+        self.requests[request.req_id] = request
+
+    def start(self, request: Request) -> None:
+        """Move a request from the waiting to the end of the running queue."""
+        running = self.running
+        self.waiting.remove(request)
+        request.become(RequestStatus.RUNNING)
+        request.admission_index = next(self._admissions)
+        running.append(request)
+        self.num_moves += 1
+
+    def requeue(self, request: Request) -> None:
+        """Move a running request to its place in the waiting queue."""
+        self._leave_running()
+        request.become(RequestStatus.PREEMPTED)
+        self.waiting.push(request)
+
+    def change_waiting(self, request: Request, status: RequestStatus) -> None:
+        """Give a waiting request another waiting status: blocked, or no longer blocked."""
+        self.waiting.remove(request)
+        request.become(status)
+        self.waiting.push(request)
+
+    def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None) -> None:
+        """Remove a request from its queue, and end it."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave_running()
+        else:
+            self.waiting.remove(request)
+        request.finish(reason, stop_token_id)
+        del self.requests[request.req_id]
+
+    def _leave_running(self) -> None:
+        self._some_left = True
+        self.num_moves += 1

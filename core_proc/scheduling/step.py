@@ -1,0 +1,180 @@
+"""The grants of one step, while the scheduler puts it together."""
+
+from collections.abc import Sequence
+
+from core_proc.kv.kv_cache import Tables
+from core_proc.request import Request
+from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.message import pack_token_ids
+
+_MAX_NEW_IDS = 1_500_000
+"""Token and block ids in the data of one step's new requests. An id takes at most 5 bytes, so they
+fill half a frame; the other half is left to the data of requests that the worker knows."""
+_MAX_PARAMS_IDS = 4096
+"""Most that the sampling parameters and numbers of one new request take, in ids."""
+_MAX_SCORED_TOKENS = 16_384
+"""Tokens of requests with prompt logprobs in one step: a frame holds 50,000 of these answers."""
+
+
+def longest_sequence(block_size: int, num_groups: int = 1) -> int:
+    """Return the length of the longest request that a step can introduce, in tokens."""
+    return (_MAX_NEW_IDS - _MAX_PARAMS_IDS - num_groups) * block_size // (block_size + num_groups)
+
+
+class ScheduledStep:
+    """The budget of one step, and the grants from it."""
+
+    __slots__ = (
+        "_new_ids_left",
+        "_scored_left",
+        "_total",
+        "budget",
+        "granted",
+        "grown",
+        "new_reqs",
+        "num_behind",
+        "ran_out_of_blocks",
+        "sampling",
+        "threshold",
+    )
+
+    def __init__(self, budget: int, threshold: int) -> None:
+        self._total = budget
+        self.budget = budget
+        """Tokens left to hand out."""
+        self.threshold = threshold
+        """No request gets more tokens than this; 0: no such limit."""
+        self.sampling: list[Request] = []
+        """Requests that reach the end of their tokens, and so sample one, in mirror order."""
+        self.granted: dict[int, int] = {}
+        """Tokens by request id; a request missing here is in `sampling` and has one token."""
+        self.grown: dict[int, Tables] = {}
+        """New blocks of requests that the worker knows, by request id."""
+        self.new_reqs: list[NewRequestData] = []
+        self.ran_out_of_blocks = False
+        """A request was preempted for want of blocks, so none is admitted."""
+        self.num_behind = 0
+        """Running requests behind the one that is being visited."""
+        self._new_ids_left = _MAX_NEW_IDS
+        self._scored_left = _MAX_SCORED_TOKENS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens handed out."""
+        return self._total - self.budget
+
+    def extend(self, num_tokens: int) -> None:
+        """Make the step larger, and lift the threshold."""
+        self._total += num_tokens
+        self.budget += num_tokens
+        self.threshold = 0
+
+    def limit(self, request: Request, num_tokens: int) -> int:
+        """Cut a number of tokens to the threshold, and to what prompt logprobs leave of a frame."""
+        if self.threshold:
+            num_tokens = min(num_tokens, self.threshold)
+        if request.sampling_params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, max(self._scored_left, 1))
+        return num_tokens
+
+    def can_introduce(self, request: Request, num_blocks: int) -> bool:
+        """Whether the message has room for a new request with `num_blocks` in its tables."""
+        return _num_ids(request, num_blocks) <= self._new_ids_left
+
+    def advance(self, requests: list[Request]) -> int:
+        """Grant one token each to requests that decode, in order, until the budget ends.
+
+        Returns:
+            The number of requests that got their token.
+        """
+        if len(requests) > self.budget:
+            requests = requests[: self.budget]
+        for request in requests:
+            request.num_computed_tokens += 1
+        self.sampling += requests
+        self.budget -= len(requests)
+        return len(requests)
+
+    def introduce(self, request: Request, num_computed_tokens: int, num_cached_tokens: int) -> None:
+        """Add all data of a request that the worker does not know."""
+        self._new_ids_left -= _num_ids(request, sum(map(len, request.block_tables)))
+        self.new_reqs.append(
+            NewRequestData(
+                req_id=request.req_id,
+                token_ids=pack_token_ids(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling_params=request.sampling_params,
+                block_ids=[table.copy() for table in request.block_tables],
+                num_computed_tokens=num_computed_tokens,
+                num_cached_tokens=num_cached_tokens,
+            )
+        )
+
+    def undo_introduce(self, request: Request) -> bool:
+        """Undo `introduce`; returns whether the request had been introduced in this step."""
+        before = len(self.new_reqs)
+        self.new_reqs = [new for new in self.new_reqs if new.req_id != request.req_id]
+        return len(self.new_reqs) < before
+
+    def grant(self, request: Request, num_tokens: int) -> None:
+        """Grant tokens, which may be more for a request that has some already."""
+        self.budget -= num_tokens
+        if request.sampling_params.prompt_logprobs is not None:
+            self._scored_left -= num_tokens
+        self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
+
+    def num_granted_to(self, requests: Sequence[Request]) -> int:
+        """Count the tokens that these requests have got in this step."""
+        sampling = set(self.sampling)
+        return sum(self.granted.get(r.req_id, int(r in sampling)) for r in requests)
+
+    def add_blocks(self, request: Request, new_blocks: Tables) -> None:
+        """Add new blocks of a request, which the worker knows or which was introduced."""
+        before = self.grown.get(request.req_id)
+        if before is not None:
+            new_blocks = [old + new for old, new in zip(before, new_blocks, strict=True)]
+        self.grown[request.req_id] = new_blocks
+
+    def withdraw(self, request: Request) -> int:
+        """Undo a grant of this step.
+
+        Returns:
+            The number of tokens it was for; 0 if there was none.
+        """
+        num_tokens = self.num_granted_to([request])
+        self.granted.pop(request.req_id, None)
+        if request in self.sampling:
+            self.sampling.remove(request)
+        self.grown.pop(request.req_id, None)
+        self.budget += num_tokens
+        if request.sampling_params.prompt_logprobs is not None:
+            self._scored_left += num_tokens
+        return num_tokens
+
+    def message(
+        self,
+        step_id: int,
+        preempted_req_ids: list[int],
+        finished_req_ids: list[int],
+        copies: tuple[BlockCopies, BlockCopies],
+    ) -> SchedulerOutput:
+        """Build the message, which omits requests that get one token and no block."""
+        swap_out, swap_in = copies
+        return SchedulerOutput(
+            step_id=step_id,
+            scheduled_new_reqs=self.new_reqs,
+            scheduled_cached_reqs=CachedRequestData(list(self.grown), list(self.grown.values())),
+            num_scheduled_tokens={req_id: n for req_id, n in self.granted.items() if n != 1},
+            total_num_scheduled_tokens=self.num_tokens,
+            preempted_req_ids=preempted_req_ids,
+            finished_req_ids=finished_req_ids,
+            swap_out=swap_out,
+            swap_in=swap_in,
+        )
+
+
+def _num_ids(request: Request, num_blocks: int) -> int:
+    """Return an upper bound of the size of a new request's data, in ids."""
+    params = request.sampling_params
+    num_params = 64 + len(params.stop_token_ids) + 3 * len(params.logit_bias)
+    return request.num_tokens + num_blocks + num_params

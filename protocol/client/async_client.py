@@ -1,0 +1,415 @@
+"""The asynchronous client of the core: submit prompts, iterate over tokens, cancel.
+
+    async with AsyncEngineClient(client_address(run_dir)) as client:
+        await client.wait_ready(timeout_s=60)
+        async for output in client.submit([1, 2, 3], SamplingParams(max_tokens=8)):
+            print(output.token_ids)
+
+It survives restarts of the core and of the workers: open requests are sent again from the ledger,
+and their streams continue. It changes no signal handlers, environment, logging or event loops.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Unpack
+
+import msgspec
+
+from protocol.api_core import (
+    AddRequest,
+    ControlAction,
+    ControlDone,
+    EngineState,
+    ErrorCode,
+    KVEventsTaken,
+    PauseMode,
+    Refused,
+    RequestError,
+    Status,
+    StepOutputs,
+    decode_from_client,
+)
+from protocol.client.controls import Controls
+from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
+from protocol.client.errors import failure_of
+from protocol.client.kv_feed import KVEventFeed
+from protocol.client.ledger import Ledger, RequestOptions, check_request
+from protocol.client.open_requests import OpenRequests, Receiver
+from protocol.client.request_stream import RequestStream
+from protocol.core_worker import ModelFacts
+from protocol.kv_events import KVEventBatch, SubscribeKVEvents
+from protocol.message import ProtocolError, encode
+from protocol.sampling import SamplingParams
+from protocol.transport.runtime import Clock
+
+MAX_OPEN_REQUESTS = 16384
+MAX_OPEN_TOKENS = 2**23
+STALL_TIMEOUT_S = 120.0
+CONTROL_TIMEOUT_S = 30.0
+_RESEND_SLICE_S = 0.002
+"""Longest time for which a resend holds the host's event loop."""
+_RESEND_RETRY_S = 0.01
+"""Until the next slice while the socket is full."""
+_SERVING = (EngineState.READY, EngineState.DRAINING)
+_NOT_OPEN = RequestError(ErrorCode.INTERNAL, "the client is not open, or closed again")
+
+
+class AsyncEngineClient:
+    """A client inside the event loop in which `start` was awaited. Not thread-safe."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_open_requests: int = MAX_OPEN_REQUESTS,
+        max_open_tokens: int = MAX_OPEN_TOKENS,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+        clock: Clock = time,
+        make_link: Callable[..., CoreLink] = CoreLink,
+    ) -> None:
+        """Name the core's address (see `channel.client_address`); nothing connects yet.
+
+        Args:
+            max_open_requests: past it `submit` raises Overloaded.
+            max_open_tokens: the same for the tokens of all open prompts together.
+            stall_timeout_s: open requests fail after this time without a serving engine.
+            clock: the clock of the recorded times.
+            make_link: takes the arguments of `CoreLink`.
+        """
+        self._stall_timeout_s = stall_timeout_s
+        self._stalled_s = 0.0
+        self._clock = clock
+        self._controls = Controls()
+        self._answers: dict[int, asyncio.Future[ControlDone]] = {}
+        self._feed: KVEventFeed | None = None
+        self._subscriptions = itertools.count()
+        self._link = make_link(address, 2 * max_open_requests, self._on_status, self._on_message)
+        ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic)
+        self._open = OpenRequests(ledger, self._link.send)
+        self._is_resending = False
+        self._status_event = asyncio.Event()
+        self.facts: ModelFacts | None = None
+        """Facts of the model; kept while the engine recovers."""
+        self.status: Status | None = None
+        """The core's last status."""
+        self.last_status_time = 0.0
+        """When it arrived, on the monotonic clock."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages reach the core; it may be recovering nevertheless."""
+        return self._link.is_agreed
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._open)
+
+    @property
+    def num_fenced_frames(self) -> int:
+        """Frames of another incarnation of the core, dropped."""
+        return self._link.num_fenced_frames
+
+    @property
+    def num_bad_frames(self) -> int:
+        """Frames with a body that could not be decoded, dropped."""
+        return self._link.num_bad_frames
+
+    async def start(self) -> None:
+        """Begin to connect; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._link.open()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    async def __aenter__(self) -> "AsyncEngineClient":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Disconnect; open streams fail, and the core aborts them. Idempotent."""
+        if not self._link.is_open:
+            return
+        self._timer.cancel()
+        closed = RequestError(ErrorCode.INTERNAL, "the client was closed")
+        self._open.fail_all(closed)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(failure_of(closed))
+        if self._feed is not None:
+            self._feed.fail(ConnectionError(closed.message))
+        self._link.close()
+        self._status_event.set()
+
+    async def wait_ready(self, timeout_s: float) -> ModelFacts:
+        """Wait until the engine serves: its state is READY.
+
+        Raises:
+            TimeoutError: it does not serve within `timeout_s`.
+            RequestFailed: the client is not open, or was closed meanwhile.
+        """
+        async with asyncio.timeout(timeout_s):
+            while (facts := self._ready_facts()) is None:
+                self._require_open()
+                self._status_event.clear()
+                await self._status_event.wait()
+        return facts
+
+    def _ready_facts(self) -> ModelFacts | None:
+        status = self.status
+        is_ready = self.connected and status is not None and status.state is EngineState.READY
+        return self.facts if is_ready else None
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> RequestStream:
+        """Accept a request: from here on it survives restarts of everything but this process.
+
+        Args:
+            prompt_token_ids: may change afterwards.
+            params: with an explicit seed.
+            options: priority, cache_salt and tenant.
+
+        Raises:
+            InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
+            Overloaded: the engine does not accept requests now.
+            EngineFailed: no engine has served for longer than `stall_timeout_s`.
+        """
+        add, body = self._check(prompt_token_ids, params, options)
+        stream = RequestStream(add.request_id, self.cancel)
+        self._open.accept(add, body, stream)
+        return stream
+
+    def submit_to(
+        self,
+        receiver: Receiver,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> AddRequest:
+        """As `submit`, for a receiver of the caller's; returns the request as it was accepted."""
+        add, body = self._check(prompt_token_ids, params, options)
+        self._open.accept(add, body, receiver)
+        return add
+
+    def adopt(self, add: AddRequest, receiver: Receiver) -> int:
+        """Continue a request that an earlier incarnation of this client accepted.
+
+        Args:
+            add: as it was accepted, with the outputs that are known; its number is replaced.
+            receiver: gets the outputs that follow.
+
+        Returns:
+            Its number, for `cancel`.
+
+        Raises:
+            Overloaded: too much is open.
+        """
+        request_id = self._open.ledger.next_request_id()
+        add = msgspec.structs.replace(add, request_id=request_id, resent=True)
+        # The host's clock: monotonic clocks do not compare across reboots.
+        self._open.adopt(add, receiver, age_s=max(0.0, self._clock.time() - add.arrival_time))
+        return request_id
+
+    def _check(
+        self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions
+    ) -> tuple[AddRequest, bytes]:
+        if (error := self._why_not()) is not None:
+            raise failure_of(error)
+        assert self.facts is not None
+        request_id, now = self._open.ledger.next_request_id(), self._clock.time()
+        add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)
+        return check_request(add, self.facts)
+
+    def _why_not(self) -> RequestError | None:
+        if not self._link.is_open:
+            return _NOT_OPEN
+        if self.status is None or self.facts is None:
+            return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
+        if self._stalled_s > self._stall_timeout_s:
+            return RequestError(ErrorCode.ENGINE_FAILED, self._stall_text())
+        if self.status.state is EngineState.DRAINING:
+            return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
+        return None
+
+    def cancel(self, request_id: int) -> None:
+        """Abort a request, if it is open."""
+        self._open.cancel(request_id)
+
+    async def pause(
+        self,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> bool:
+        """Pause scheduling; requests are still accepted, and a restarted core is paused again.
+
+        Returns:
+            Whether the engine is paused: not while it drains.
+
+        Raises:
+            TimeoutError: no answer within `timeout_s`; whether it was paused is not known.
+            RequestFailed: the client is not open.
+            ValueError: `mode` is not a pause.
+        """
+        if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
+            raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
+        return (await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
+
+    async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """End any pause or sleep, also of other clients; errors as `pause`."""
+        return (await self._control(timeout_s, ControlAction.RESUME)).ok
+
+    async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """Pause everything and let the workers release the KV cache's memory.
+
+        Returns:
+            Whether the workers were told to; the memory is free soon after. False while the engine
+            drains, or if it was resumed before. Requests keep their tokens and compute KV again.
+        """
+        return (await self._control(timeout_s, ControlAction.SLEEP)).ok
+
+    async def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
+        """As `resume`."""
+        return await self.resume(timeout_s=timeout_s)
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> bool:
+        """Drop all cached prefixes, as after a change of the weights.
+
+        Returns:
+            Whether it was done: not while a block is in use, unless `reset_running_requests`
+            preempts the running requests, which then compute their KV again.
+        """
+        action = ControlAction.RESET_PREFIX_CACHE
+        done = await self._control(timeout_s, action, reset_running_requests=reset_running_requests)
+        return done.ok
+
+    async def _control(
+        self,
+        timeout_s: float,
+        action: ControlAction,
+        mode: PauseMode = PauseMode.PAUSED_ALL,
+        *,
+        reset_running_requests: bool = False,
+    ) -> ControlDone:
+        self._require_open()
+        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
+        control = self._controls.ask(action, mode, reset_running_requests=reset)
+        answer: asyncio.Future[ControlDone] = self._loop.create_future()
+        self._answers[control.number] = answer
+        try:
+            self._link.send(encode(control))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._answers[control.number]
+            self._controls.give_up(control.number)
+
+    def _require_open(self) -> None:
+        if not self._link.is_open:
+            raise failure_of(_NOT_OPEN)
+
+    def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
+        """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.
+
+        The feed begins with number `next_seq`, or with AllBlocksCleared and a snapshot, whose
+        events have no numbers. Another snapshot follows when events were missed, as with a new
+        core. It fails with ConnectionError if no engine has served for `stall_timeout_s`.
+
+        Raises:
+            ValueError: `next_seq` is not a number of an event.
+            RequestFailed: the client is not open.
+            RuntimeError: there is a feed already.
+        """
+        self._require_open()
+        try:
+            decode_from_client(encode(SubscribeKVEvents(0, next_seq)))
+        except (TypeError, OverflowError, ProtocolError) as problem:
+            raise ValueError(f"next_seq {next_seq!r} must be None, or 0 to 2**63 - 1") from problem
+        if self._feed is not None:
+            raise RuntimeError("there is a feed of KV events already: cancel it first")
+
+        def end() -> None:
+            self._feed = None
+
+        self._feed = KVEventFeed(
+            next_seq, self._subscriptions, lambda message: self._link.send(encode(message)), end
+        )
+        return self._feed
+
+    def _on_status(self, status: Status, is_new_epoch: bool) -> None:
+        self.status = status
+        self.last_status_time = self._clock.monotonic()
+        if status.facts is not None:
+            self.facts = status.facts
+        if status.state in _SERVING:
+            self._stalled_s = 0.0
+        self._open.ledger.allow_repairs()
+        if is_new_epoch:  # the core does not know this client's requests
+            for control in self._controls.begin(self._link.epoch, status):
+                self._link.send(encode(control))
+            self._open.begin_resend()
+            if not self._is_resending:
+                self._resend()
+            if self._feed is not None:
+                self._feed.subscribe()
+        elif status.facts is not None:  # else it is a successor that is starting
+            self._controls.follow(status)
+        self._status_event.set()
+
+    def _resend(self) -> None:
+        """Resend a slice of what the core does not know, and schedule the next slice."""
+        deadline = self._clock.monotonic() + _RESEND_SLICE_S
+        # If the epoch is lost, the resend begins anew when the next one is agreed on.
+        self._is_resending = self.connected and self._open.resend(
+            deadline, lambda: self._link.has_room
+        )
+        if self._is_resending and self._link.has_room:
+            self._loop.call_soon(self._resend)
+        elif self._is_resending:
+            self._loop.call_later(_RESEND_RETRY_S, self._resend)
+
+    def _on_message(self, message: News) -> None:
+        if isinstance(message, StepOutputs):
+            for output in message.outputs:
+                self._open.take(output)
+        elif isinstance(message, UnreadableOutputs):
+            self._open.repair(message.request_ids)
+        elif isinstance(message, Refused):
+            if message.request_id is None:  # not a request, or the core would have named it
+                self._link.begin_anew_soon()
+            else:
+                self._open.refuse(message.request_id, message.error)
+        elif isinstance(message, ControlDone):
+            self._controls.take(message)
+            answer = self._answers.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, KVEventBatch):
+            if self._feed is None:  # cancelled meanwhile
+                self._link.send(encode(KVEventsTaken()))
+            else:
+                self._feed.take(message)
+        elif self._feed is not None:
+            self._feed.refuse(message)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        self._stalled_s += TICK_S  # ticks and not the clock, as in the link
+        if self._stalled_s > self._stall_timeout_s:
+            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text()))
+            if self._feed is not None:
+                self._feed.fail(ConnectionError(self._stall_text()))
+        self._link.tick()
+
+    def _stall_text(self) -> str:
+        return f"no engine has served for {self._stall_timeout_s:.0f} s"

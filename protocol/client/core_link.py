@@ -1,0 +1,281 @@
+"""A client's end of the link to the core: it connects, agrees on an epoch, and detects silence.
+
+Messages are sent only after a `Status` with the core's epoch, and earlier ones are not kept: the
+user of the link sends everything open again when a new epoch is agreed on. So every failure (a lost
+connection, a silent core, a queue that does not empty) has one remedy: forget the epoch, send
+`Connect`, and begin anew with the answer.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+
+from protocol.api_core import (
+    Connect,
+    ControlDone,
+    Refused,
+    Status,
+    StepOutputs,
+    decode_from_core,
+)
+from protocol.kv_events import KVEventBatch, KVEventsRefused
+from protocol.message import NO_EPOCH, ProtocolError, encode
+from protocol.salvage import readable_outputs
+from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent, Received
+from protocol.transport.runtime import SocketFactory
+
+TICK_S = 1.0
+"""Between two calls of `CoreLink.tick`."""
+STATUS_TIMEOUT_S = 5.0
+"""Silence after which to connect again: a core reports each second, and drops slow clients."""
+RELINK_TIMEOUT_S = 2.0
+"""Time without a connection after which a socket is replaced: some errors end its reconnecting."""
+_DRAIN_LIMIT = 64
+_RETRY_S = 0.01
+DOUBT_PAUSE_S = 60.0
+"""Shortest time between two reconnections on account of unreadable messages."""
+
+
+class UnreadableOutputs(NamedTuple):
+    """Outputs of these requests have arrived and cannot be decoded."""
+
+    request_ids: list[int]
+
+
+News = StepOutputs | UnreadableOutputs | Refused | ControlDone | KVEventBatch | KVEventsRefused
+"""All messages of a core but its status."""
+
+
+class CoreLink:
+    """One connection at a time, within the event loop in which `open` was called."""
+
+    def __init__(
+        self,
+        address: str,
+        outbox_limit: int,
+        on_status: Callable[[Status, bool], None],
+        on_message: Callable[[News], None],
+        *,
+        make_context: Callable[[], SocketFactory] = zmq.Context,
+        getpid: Callable[[], int] = os.getpid,
+    ) -> None:
+        """Name the core's address; nothing connects yet.
+
+        Args:
+            address: `protocol.transport.channel.client_address`.
+            outbox_limit: messages kept while the socket's queue is full; past it begin anew.
+            on_status: gets every status, and whether it begins an epoch: then send everything.
+            on_message: gets all other messages of the agreed epoch.
+            make_context: creates the factory of sockets when the link is opened.
+            getpid: the process whose death the core watches.
+        """
+        self._address = address
+        self._outbox_limit = outbox_limit
+        self._on_status = on_status
+        self._on_message = on_message
+        self._make_context = make_context
+        self._getpid = getpid
+        self._outbox: deque[bytes] = deque()
+        self._epoch = NO_EPOCH
+        self._is_flushing = False
+        self._is_look_due = False
+        self._is_linked = False
+        self._awaits_status = False
+        # Counted in ticks: time in which this loop was blocked is not the core's silence.
+        self._silent_s = 0.0
+        self._unlinked_s = 0.0
+        self._is_in_doubt = False
+        self._since_doubt_s = DOUBT_PAUSE_S
+        self.is_open = False
+        self.num_fenced_frames = 0
+        """Frames of another epoch than the one agreed on, dropped."""
+        self.num_bad_frames = 0
+        """Bodies that could not be decoded; of outputs all readable rows are taken."""
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the core's epoch is known: otherwise messages are dropped."""
+        return self._epoch != NO_EPOCH
+
+    @property
+    def has_room(self) -> bool:
+        """Whether everything that was sent before has left the outbox."""
+        return not self._outbox
+
+    @property
+    def epoch(self) -> int:
+        """Of the core, as agreed on."""
+        return self._epoch
+
+    def open(self) -> None:
+        """Begin to connect; returns at once."""
+        self._loop = asyncio.get_running_loop()
+        self._is_look_due = False
+        self._context = self._make_context()
+        try:
+            self._use(DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.is_open = True
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.is_open = self._is_linked = False
+        self._forget_epoch()
+        self._close_channel()
+        self._context.term()
+
+    def send(self, body: bytes) -> None:
+        """Send a message, or keep it until there is room; dropped if no epoch is agreed on."""
+        if not self.is_agreed:
+            return
+        if not self._outbox and self._try_send(body):
+            return
+        self._outbox.append(body)
+        if len(self._outbox) > self._outbox_limit:
+            self._greet()
+        elif not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_later(_RETRY_S, self._flush)
+
+    def tick(self) -> None:
+        """Called every `TICK_S`: repeat an unanswered Connect, replace a dead socket."""
+        self._silent_s += TICK_S
+        self._since_doubt_s += TICK_S
+        is_doubt_due = self._is_in_doubt and self._since_doubt_s >= DOUBT_PAUSE_S
+        if not self._is_linked:
+            self._unlinked_s += TICK_S
+            if self._unlinked_s >= RELINK_TIMEOUT_S:
+                self._replace_channel()
+        elif self._awaits_status or is_doubt_due or self._silent_s >= STATUS_TIMEOUT_S:
+            self._greet()
+
+    def begin_anew_soon(self) -> None:
+        """Have everything sent again with the next tick: a message was lost to one of both ends.
+
+        Not more often than once in `DOUBT_PAUSE_S`, as the message may be unreadable for ever.
+        """
+        self._is_in_doubt = True
+
+    def _replace_channel(self) -> None:
+        """Replace the socket; if the system has no room for one, the next tick tries again."""
+        try:
+            channel = DealerChannel(self._context, self._address, HighWaterMark.CLIENT_LINK)
+        except (OSError, zmq.ZMQError):
+            return
+        self._close_channel()
+        self._use(channel)
+
+    def _use(self, channel: DealerChannel) -> None:
+        self._unlinked_s = 0.0
+        self._channel = channel
+        self._fds = (channel.fd, int(channel.monitor.getsockopt(zmq.FD)))
+        self._loop.add_reader(self._fds[0], self._on_readable)
+        self._loop.add_reader(self._fds[1], self._on_link_events)
+        self._loop.call_soon(self._on_link_events)
+
+    def _close_channel(self) -> None:
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._channel.close()
+
+    def _forget_epoch(self) -> None:
+        self._outbox.clear()
+        self._epoch = NO_EPOCH
+
+    def _greet(self) -> None:
+        """Begin anew: the core drops this client's requests and answers with its epoch."""
+        self._forget_epoch()
+        self._awaits_status = True
+        if self._is_in_doubt:
+            self._is_in_doubt, self._since_doubt_s = False, 0.0
+        self._try_send(encode(Connect(self._getpid())), begins=True)
+
+    def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
+        # The descriptor is edge-triggered: a send may consume the event of an arrival.
+        self._look_soon()
+        return self._channel.send(self._epoch, body, begins=begins)
+
+    def _look_soon(self) -> None:
+        """Schedule one read for all sends in this turn of the loop."""
+        if not self._is_look_due:
+            self._is_look_due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_look_due = False
+        self._on_readable()
+
+    def _flush(self) -> None:
+        while self._outbox and self._try_send(self._outbox[0]):
+            self._outbox.popleft()
+        self._is_flushing = bool(self._outbox)
+        if self._outbox:
+            self._loop.call_later(_RETRY_S, self._flush)
+
+    def _on_link_events(self) -> None:
+        if not self.is_open:
+            return
+        for event in self._channel.link_events():
+            self._is_linked = event is LinkEvent.CONNECTED
+            self._unlinked_s = 0.0
+            if self._is_linked:
+                self._greet()
+            else:
+                self._forget_epoch()
+        self._on_readable()
+
+    def _on_readable(self) -> None:
+        if not self.is_open:
+            return
+        channel = self._channel
+        num_read = channel.num_read
+        try:
+            for received in channel.drain(_DRAIN_LIMIT):
+                self._on_frame(received)
+            if channel.take_loss() and self._is_linked and not self._awaits_status:
+                self._greet()
+        finally:
+            if channel.num_read != num_read:
+                self._look_soon()
+
+    def _on_frame(self, received: Received) -> None:
+        try:
+            message = decode_from_core(received.body)
+        except ProtocolError:
+            self.num_bad_frames += 1
+            self._on_unreadable(received)
+            return
+        epoch = received.header.epoch
+        if isinstance(message, Status):
+            if epoch < self._epoch:  # left over from the core's predecessor
+                self.num_fenced_frames += 1
+                return
+            self._awaits_status = False
+            self._silent_s = 0.0
+            is_new = message.facts is not None and epoch != self._epoch
+            if is_new:
+                self._outbox.clear()
+                self._epoch = epoch
+            self._on_status(message, is_new)
+        elif epoch != self._epoch:
+            self.num_fenced_frames += 1
+        else:
+            self._on_message(message)
+
+    def _on_unreadable(self, received: Received) -> None:
+        """Take the readable rows of outputs, and have only the others sent again."""
+        if received.header.epoch != self._epoch:
+            return
+        rows = readable_outputs(received.body)
+        if rows is None:
+            self.begin_anew_soon()
+            return
+        outputs, unreadable = rows
+        self._on_message(StepOutputs(outputs))
+        self._on_message(UnreadableOutputs(unreadable))

@@ -1,0 +1,288 @@
+"""The client's ledger: the source of truth about every request that it has accepted.
+
+Theory of operation. A request enters by `accept` and leaves by `fail`, or by the output of `take`
+that has a finish reason. In between the ledger holds what cannot be computed again: the prompt, the
+resolved parameters, the tokens that were delivered, and when it was accepted. Core and workers
+are caches of this, so every repair is the same message: `resumed`, the request with the tokens that
+are known, under which the core replaces what it has.
+
+Exactly once, by index: with n tokens known, an output that starts at n is new; one that starts
+lower is a repetition, compared with the known tokens and cut; one that starts higher shows a gap.
+Prompt logprobs are compared by position in the same way.
+
+Invariants: known tokens only grow, and a caller gets each of them once, in order; a contradiction
+(other tokens at a known index) fails the request and changes no token. A gap asks for one repair:
+further outputs behind the same gap are ignored until `allow_repairs`, which runs about once a
+second, and after `REPAIR_MESSAGES_MAX` repairs without an output that fits the request fails.
+Entries are in order of acceptance, and a resend goes through them in this order. Ages are
+differences of this process's clock, so that the core can order requests of all its clients
+without comparing clocks.
+"""
+
+import re
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import TypedDict
+
+import msgspec
+
+from protocol.api_core import (
+    PACKED_FROM_TOKENS,
+    AbortRequests,
+    AddRequest,
+    ErrorCode,
+    RequestError,
+    RequestOutput,
+    decode_from_client,
+    encode_add,
+    validate_request,
+)
+from protocol.client.errors import failure_of
+from protocol.core_worker import ModelFacts, PromptLogprobs
+from protocol.message import MAX_TEXT, ProtocolError, encode
+from protocol.sampling import SamplingParams
+
+REPAIR_MESSAGES_MAX = 3
+"""Repairs in a row after which a request fails."""
+_PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
+"""Where a decoding error lies: the index of a field, and of a field within that."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `submit` takes beside the prompt and its sampling parameters."""
+
+    priority: int
+    """Lower is sooner, under the priority policy; 0 by default."""
+    cache_salt: str
+    """Requests share cached prefixes only with requests of the same salt."""
+    tenant: str
+    """The account of the request: the fair policy shares the engine among tenants."""
+
+
+def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
+    """Check a request as the core will, before it is accepted.
+
+    Structs check no bounds when they are built, so the encoded request is decoded again.
+
+    Returns:
+        The request, sharing no objects with the caller's, and its body for the wire.
+
+    Raises:
+        RequestFailed: the error names the field and the bound.
+    """
+    try:
+        body = encode(add)
+    except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+        message = f"request cannot be encoded: {problem}"[:MAX_TEXT]
+        raise failure_of(RequestError(ErrorCode.INVALID, message)) from problem
+    try:
+        checked = decode_from_client(body)
+    except ProtocolError as problem:
+        raise failure_of(_out_of_bounds(str(problem))) from problem
+    assert isinstance(checked, AddRequest)
+    error = validate_request(checked, facts)
+    if error is not None:
+        raise failure_of(error)
+    return checked, body if len(add.prompt_token_ids) < PACKED_FROM_TOKENS else encode_add(checked)
+
+
+def _out_of_bounds(problem: str) -> RequestError:
+    """Replace the indices in a decoding error by names of fields."""
+    match = _PATH.search(problem)
+    if match is None:
+        return RequestError(ErrorCode.INVALID, problem[:MAX_TEXT])
+    name = AddRequest.__struct_fields__[int(match[1]) - 1]  # the message's own name comes first
+    if name == "sampling_params" and match[2] is not None:
+        name = SamplingParams.__struct_fields__[int(match[2])]
+    param = "prompt" if name == "prompt_token_ids" else name
+    text = f"{param}: {_PATH.sub('', problem)}"
+    return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
+
+
+class _Entry:
+    __slots__ = ("accepted_at", "add", "next_prompt_position", "num_repairs", "output_token_ids")
+
+    def __init__(self, add: AddRequest, accepted_at: float) -> None:
+        self.add = add
+        self.accepted_at = accepted_at
+        self.output_token_ids = array("i", add.output_token_ids)
+        self.num_repairs = 0
+        """Since the last output without a gap."""
+        self.next_prompt_position = 0
+
+    def resumed(self, now: float) -> AddRequest:
+        """The request for a core that does not know it."""
+        return msgspec.structs.replace(
+            self.add,
+            output_token_ids=list(self.output_token_ids),
+            resent=True,
+            age_s=max(0.0, now - self.accepted_at),
+        )
+
+    def new_prompt_logprobs(self, parts: list[PromptLogprobs]) -> list[PromptLogprobs] | None:
+        """Remove repetitions: a prompt that is computed again returns its logprobs again."""
+        news = []
+        for part in parts:
+            num_again = max(0, self.next_prompt_position - part.first_position)
+            if num_again < len(part.entries):
+                first = part.first_position + num_again
+                news.append(PromptLogprobs(part.req_id, first, part.entries[num_again:]))
+                self.next_prompt_position = part.first_position + len(part.entries)
+        return news or None
+
+
+class Ledger:
+    """All open requests of one client, in the order in which they were accepted."""
+
+    def __init__(
+        self,
+        max_open: int,
+        max_open_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            max_open: most requests.
+            max_open_tokens: most tokens of their prompts together; None: no limit.
+            clock: monotonic seconds, for the ages of requests.
+        """
+        self._max_open = max_open
+        self._max_open_tokens = max_open_tokens
+        self.clock = clock
+        self.num_prompt_tokens = 0
+        """Of all open requests."""
+        self._entries: dict[int, _Entry] = {}
+        self._repairing: set[int] = set()
+        """Requests repaired since the last `allow_repairs`."""
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._entries
+
+    def next_request_id(self) -> int:
+        """Return an unused number."""
+        self._next_id += 1
+        return self._next_id
+
+    def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
+        """Enter a request that was accepted `age_s` seconds ago.
+
+        Raises:
+            Overloaded: too many requests or prompt tokens are open.
+        """
+        assert add.request_id not in self._entries
+        if len(self._entries) >= self._max_open:
+            message = f"{self._max_open} requests are open, the most this client takes"
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+        num_tokens = self.num_prompt_tokens + len(add.prompt_token_ids)
+        limit = self._max_open_tokens
+        if limit is not None and num_tokens > limit and self._entries:
+            message = f"prompts of {limit} tokens are open, the most this client takes"
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
+        self.num_prompt_tokens = num_tokens
+        self._entries[add.request_id] = _Entry(add, self.clock() - age_s)
+
+    def cancel(self, request_id: int) -> AbortRequests | None:
+        """Remove a request; returns the message for the core if it was open."""
+        if not self.fail(request_id):
+            return None
+        return AbortRequests([request_id])
+
+    def fail(self, request_id: int) -> bool:
+        """Remove a request; returns whether it was open."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        self.num_prompt_tokens -= len(entry.add.prompt_token_ids)
+        return True
+
+    def __iter__(self) -> Iterator[int]:
+        """Ids of everything open, oldest first."""
+        return iter(self._entries)
+
+    def resumed(self, request_id: int, now: float) -> AddRequest | None:
+        """An open request for a core that does not know it, with its age at `now`."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.resumed(now)
+
+    def allow_repairs(self) -> None:
+        """Let gaps that are still open be repaired again; called about once a second."""
+        self._repairing.clear()
+
+    def take(self, output: RequestOutput) -> RequestOutput | AddRequest | None:
+        """Enter one output of the core.
+
+        Returns:
+            The new part of it, to be delivered; the request to be sent again if tokens are missing
+            before it; None if nothing in it is new.
+
+        Raises:
+            RequestFailed: the output contradicts the ledger; the request is removed.
+        """
+        entry = self._entries.get(output.request_id)
+        if entry is None:
+            return None
+        known = entry.output_token_ids
+        num_again = len(known) - output.first_index
+        if num_again < 0:
+            # One repair at a time: outputs that were under way already are no further gaps.
+            return None if output.request_id in self._repairing else self.repair(output.request_id)
+        if num_again:
+            return self._take_overlapping(output, entry, num_again)
+        if output.prompt_logprobs is not None:
+            parts = entry.new_prompt_logprobs(output.prompt_logprobs)
+            if parts is None and not output.token_ids and output.finish_reason is None:
+                return None
+            output = msgspec.structs.replace(output, prompt_logprobs=parts)
+        if entry.num_repairs:
+            entry.num_repairs = 0
+            self._repairing.discard(output.request_id)
+        known.extend(output.token_ids)
+        if output.finish_reason is not None:
+            self.fail(output.request_id)
+        return output
+
+    def _take_overlapping(
+        self, output: RequestOutput, entry: _Entry, num_again: int
+    ) -> RequestOutput | AddRequest | None:
+        again = output.token_ids[:num_again]
+        first = output.first_index
+        if entry.output_token_ids[first : first + len(again)].tolist() != again:
+            self.fail(output.request_id)
+            message = f"output {output.first_index} was repeated with other tokens"
+            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
+        if len(output.token_ids) < num_again or (
+            len(output.token_ids) == num_again and output.finish_reason is None
+        ):
+            return None
+        logprobs = None if output.logprobs is None else output.logprobs[num_again:]
+        return self.take(
+            msgspec.structs.replace(
+                output,
+                first_index=output.first_index + num_again,
+                token_ids=output.token_ids[num_again:],
+                logprobs=logprobs,
+            )
+        )
+
+    def repair(self, request_id: int) -> AddRequest | None:
+        """Return a request to be resent because an output of it is missing; None: it is not open.
+
+        Raises:
+            RequestFailed: it was repaired too often; the request is removed.
+        """
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return None
+        if entry.num_repairs == REPAIR_MESSAGES_MAX:
+            self.fail(request_id)
+            message = f"outputs were missing after {REPAIR_MESSAGES_MAX} repairs"
+            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
+        entry.num_repairs += 1
+        self._repairing.add(request_id)
+        return entry.resumed(self.clock())

@@ -1,0 +1,1 @@
+"""What processes share: starting, watching and stopping children, and their own runtime."""

@@ -1,0 +1,146 @@
+"""The parent's side of a zygote and of the workers that it forks.
+
+The zygote forks each worker twice, and this process, as the subreaper, becomes its parent: from
+then on a forked worker is a child like any other.
+"""
+
+import os
+from contextlib import ExitStack
+
+from protocol.config import EngineConfig
+from protocol.message import ProtocolError
+from protocol.process.child_handle import Child, ChildHandle
+from protocol.zygote_link import (
+    Forked,
+    ForkWorker,
+    FromZygote,
+    LinkClosed,
+    ZygoteLink,
+    close_all,
+    decode_from_zygote,
+    socket_pair,
+)
+
+_RECEIVE_LIMIT = 64
+
+
+class ForkServer:
+    """A zygote, and the workers that were requested from it."""
+
+    def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None = None) -> None:
+        """Start the zygote, which reports in a progress page.
+
+        Raises:
+            OSError: it cannot be started; nothing is left behind.
+        """
+        with ExitStack() as stack:
+            ours, theirs = socket_pair()
+            stack.callback(ours.close)
+            with theirs:
+                self.child = Child(
+                    "worker_proc",
+                    config,
+                    epoch=epoch,
+                    listen_fd=theirs.fileno(),
+                    progress_fd=progress_fd,
+                    arguments=["--zygote"],
+                )
+            stack.pop_all()
+        self.link = ZygoteLink(ours, decode_from_zygote)
+        self._asked: dict[int, int] = {}
+        """Write ends of the parent pipes of requested workers, by epoch."""
+
+    def fork(
+        self, epoch: int, rank: int, progress_fd: int | None = None, *, is_standby: bool
+    ) -> None:
+        """Request a worker; `Forked` or `ForkFailed` follows, or the end of the zygote.
+
+        Raises:
+            OSError: the request cannot be sent.
+        """
+        parent_read, parent_write = os.pipe()
+        fds = {"parent_fd": parent_read}
+        if progress_fd is not None:
+            fds["progress_fd"] = progress_fd
+        message = ForkWorker(epoch, rank, is_standby, list(fds))
+        try:
+            if not self.link.send(message, list(fds.values())):
+                raise OSError("the zygote does not read")
+        except (LinkClosed, OSError) as error:
+            os.close(parent_write)
+            raise OSError(str(error) or "the zygote is gone") from error
+        finally:
+            os.close(parent_read)
+        self._asked[epoch] = parent_write
+
+    def receive(self) -> list[FromZygote]:
+        """Messages that have arrived, in order, and a bounded number.
+
+        Raises:
+            ProtocolError: a message is invalid; the zygote should be killed.
+        """
+        messages: list[FromZygote] = []
+        try:
+            for _ in range(_RECEIVE_LIMIT):
+                received = self.link.receive()
+                if received is None:
+                    break
+                message, fds = received
+                if fds:
+                    close_all(fds)
+                    raise ProtocolError("a zygote has no descriptors to send")
+                messages.append(message)
+        except LinkClosed:
+            pass  # its pidfd reports the death
+        return messages
+
+    def claim(self, forked: Forked) -> ChildHandle:
+        """Take over a worker that was requested.
+
+        Raises:
+            ProtocolError: it was not requested, or given up.
+            OSError: it cannot be watched; it ends by itself.
+        """
+        parent_write = self._asked.pop(forked.epoch, None)
+        if parent_write is None:
+            raise ProtocolError(f"no worker with epoch {forked.epoch} was requested")
+        return ChildHandle(forked.pid, forked.epoch, parent_write)
+
+    def disown(self, epoch: int) -> bool:
+        """Give up a requested worker: if it starts after all, it ends by itself.
+
+        Returns:
+            Whether it was requested.
+        """
+        parent_write = self._asked.pop(epoch, None)
+        if parent_write is not None:
+            os.close(parent_write)
+        return parent_write is not None
+
+    @property
+    def asked(self) -> list[int]:
+        """Epochs of requested workers that have not been forked yet."""
+        return list(self._asked)
+
+    def close(self) -> None:
+        """Close everything and give up requested workers, after the end of the zygote."""
+        for epoch in self.asked:
+            self.disown(epoch)
+        self.link.close()
+        self.child.close()
+
+
+def reap_strangers(known: frozenset[int]) -> None:
+    """Reap dead children without a handle: workers that were given up before they were claimed.
+
+    Args:
+        known: pids whose handles reap them.
+    """
+    while True:
+        try:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if info is None or info.si_pid in known:
+            return
+        os.waitpid(info.si_pid, os.WNOHANG)

@@ -1,0 +1,148 @@
+"""Embedding: the engine's processes, without HTTP, owned by the program that starts them.
+
+    with EngineProcesses.start(configure(model="demo")) as engine:
+        with EngineClient(engine.address) as client:
+            ...
+
+The host's signal handlers, environment, event loop and logging stay unchanged. If the host dies in
+any way, the engine's processes exit within 2 s.
+"""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from protocol.config import EngineConfig
+from protocol.lifecycle import Role, StatusReply
+from protocol.process.child_handle import Child
+from protocol.process.run_dir import make_run_dir
+from protocol.process.status import StatusLink
+from protocol.transport.channel import client_address
+
+CLOSE_GRACE_S = 3.0
+_SUPERVISOR = "scripts.supervisor"
+_POLL_S = 0.02
+_QUERY_TIMEOUT_S = 1.0
+
+
+class EngineStartError(Exception):
+    """The engine does not start; the text gives the reason."""
+
+
+def failure_file(run_dir: str, pid: int) -> Path:
+    """The file in which the embedded supervisor with this pid writes why it gave up."""
+    return Path(run_dir) / f"failure-{pid}"
+
+
+class EngineProcesses:
+    """A supervisor with a core and workers. Any thread may close it, and query its status."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the processes; `start` also waits until they are ready.
+
+        Raises:
+            EngineStartError: they cannot be started; nothing is left behind.
+        """
+        self._is_temporary = config.run.run_dir is None
+        try:
+            self.run_dir = make_run_dir(config.run.run_dir)
+        except (OSError, ValueError) as error:
+            raise EngineStartError(str(error)) from error
+        run = msgspec.structs.replace(config.run, run_dir=self.run_dir)
+        arguments = ["--no-api", *(["--temporary-run-dir"] if self._is_temporary else [])]
+        self._link = StatusLink(self.run_dir)
+        self._child: Child | None = None
+        self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
+        try:
+            self._child = Child(
+                _SUPERVISOR,
+                msgspec.structs.replace(config, run=run),
+                epoch=0,
+                arguments=arguments,
+            )
+        except OSError as error:
+            self._clear()
+            raise EngineStartError(f"the supervisor cannot be started: {error}") from error
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, timeout_s: float = 600.0) -> "EngineProcesses":
+        """Start the processes and wait until all of them are ready.
+
+        Raises:
+            EngineStartError: they cannot start, or not within `timeout_s`; nothing is left behind.
+        """
+        engine = cls(config)
+        try:
+            engine._wait_ready(timeout_s)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @property
+    def address(self) -> str:
+        """The address for clients of the core."""
+        return client_address(self.run_dir)
+
+    def status(self, timeout_s: float = 2.0) -> StatusReply | None:
+        """Query the processes; None if the supervisor is gone or does not answer in time.
+
+        Replies of another engine in the same run directory are ignored.
+        """
+        child = self._child
+        if child is None:
+            return None
+        reply = self._link.query(timeout_s, child.pidfd)
+        return reply if reply is not None and _is_from(child.pid, reply) else None
+
+    def close(self) -> None:
+        """End all processes, in less than 5 s in any state. Idempotent.
+
+        Calls of `status` under way return None. In a fork of the starting process it does nothing.
+        """
+        with self._lock:
+            if self._child is None or os.getpid() != self._owner_pid:
+                return
+            self._child.stop(CLOSE_GRACE_S)
+            failure_file(self.run_dir, self._child.pid).unlink(missing_ok=True)
+            self._child = None  # last: after an interrupt it may be called again
+            self._clear()
+
+    def __enter__(self) -> "EngineProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _clear(self) -> None:
+        self._link.close()
+        if self._is_temporary:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def _wait_ready(self, timeout_s: float) -> None:
+        assert self._child is not None
+        deadline = time.monotonic() + timeout_s
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            reply = self.status(min(remaining_s, _QUERY_TIMEOUT_S))
+            if reply is not None and reply.ready:
+                return
+            status = self._child.wait(min(remaining_s, _POLL_S))
+            if status is not None:
+                raise EngineStartError(self._read_failure(self._child.pid, status))
+        raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")
+
+    def _read_failure(self, pid: int, status: int) -> str:
+        try:
+            return failure_file(self.run_dir, pid).read_text()
+        except OSError:
+            return f"the supervisor ended with status {status}"
+
+
+def _is_from(pid: int, reply: StatusReply) -> bool:
+    """Whether the reply is from the supervisor with this pid."""
+    return any(row.role is Role.SUPERVISOR and row.pid == pid for row in reply.processes)

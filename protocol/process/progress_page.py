@@ -1,0 +1,235 @@
+"""The progress page: memory that a process shares with its supervisor, and leaves when it dies.
+
+There is one page per slot, whose descriptor each incarnation inherits. It has three parts:
+
+- progress, written by the thread that works: its phase, since when, and until when it should end;
+- the marks of a core, written before it dispatches a step: which requests are being computed, so
+  that its successor knows them when both the core and its workers have died;
+- the death of the last incarnation, written by the supervisor before it starts the next.
+
+The first two are guarded by a sequence number, which is odd during a write. No reader waits for a
+lock: a part whose writer died during a write is unreadable, not wrong. Times are nanoseconds of
+CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+import enum
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from protocol.lifecycle import DeathCause
+
+MAX_MARKS = 4096
+"""Further ones are counted, not kept."""
+NO_STEP = 2**64 - 1
+
+_MAGIC = 0x3250_4B54
+"""The bytes `TKP2`, little-endian; the digit is the version of this layout."""
+_WORD = 8
+_COMPLETED = 1
+"""Index of the epoch that last completed a step."""
+_PROGRESS = 8
+"""Index of the sequence number; then epoch, phase, step, began, deadline."""
+_DEATH = 16
+"""Index of the epoch; then the cause and the step."""
+_MARKS = 64
+"""Index of the sequence number; then the core's epoch, the number of marks, and the marks."""
+_MARKS_HEAD = 3
+_END = _MARKS + _MARKS_HEAD + MAX_MARKS
+PAGE_BYTES = -(-_END * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
+_NUM_TRIES = 4
+_PROGRESS_STRUCT = struct.Struct("=5Q")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Phase(enum.IntEnum):
+    """What the thread that works is doing."""
+
+    NONE = 0
+    """The process has not reported yet."""
+    STARTING = 1
+    LOAD = 2
+    """A long phase of the start; progress resets its deadline."""
+    IDLE = 3
+    """Waiting in a poll, which returns regularly even if nothing happens."""
+    TURN = 4
+    """Handling what the poll returned."""
+    STEP = 5
+    """Computing a step."""
+
+
+class ProgressRecord(NamedTuple):
+    """What a process last wrote about its progress."""
+
+    epoch: int
+    phase: Phase
+    step_id: int | None
+    began_ns: int
+    deadline_ns: int
+    """When it is suspected to hang; 0: never."""
+
+    @property
+    def limit_s(self) -> float:
+        """Longest duration of the phase before the process counts as hanging."""
+        return (self.deadline_ns - self.began_ns) / 1e9
+
+
+class CoreMarks(NamedTuple):
+    """What a core was computing; `core_proc.recovery.quarantine` defines the numbers."""
+
+    epoch: int
+    """Of the core."""
+    marks: list[int]
+    """The first `MAX_MARKS` of them, of 64 bits each."""
+
+
+class MarkEdits(NamedTuple):
+    """The changes of a core's marks since they were last written."""
+
+    total: int
+    """Number of marks now; 0: no step is in flight."""
+    marks: Mapping[int, int]
+    """New and changed marks by place."""
+
+    @classmethod
+    def whole(cls, marks: Sequence[int]) -> "MarkEdits":
+        """Return the edits that replace all marks."""
+        return cls(len(marks), dict(enumerate(marks)))
+
+
+class Death(NamedTuple):
+    """How an incarnation ended."""
+
+    epoch: int
+    cause: DeathCause
+    step_id: int | None
+
+
+class ProgressPage:
+    """One page, used by both sides. One thread of one process writes each part."""
+
+    def __init__(self, fd: int) -> None:
+        """Map a page that `create` has made; the descriptor stays the caller's.
+
+        Raises:
+            OSError: it cannot be mapped.
+            ValueError: it is too small, or it is not a page of this version.
+        """
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._map).cast("Q")
+        if self._words[0] != _MAGIC:
+            self.close()
+            raise ValueError("the descriptor holds no progress page")
+
+    @classmethod
+    def create(cls, name: str) -> "tuple[ProgressPage, int]":
+        """Make an empty page; returns it with the descriptor to hand on.
+
+        Its size is sealed: a process that shrank it would kill the readers with SIGBUS.
+
+        Raises:
+            OSError: there is no descriptor or memory left.
+        """
+        fd = os.memfd_create(f"troika-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, PAGE_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            os.pwrite(fd, struct.pack("=Q", _MAGIC), 0)
+            page = cls(fd)
+            page.write(0, Phase.NONE, None, 0, 0)
+            return page, fd
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._words.release()
+        self._map.close()
+
+    # Progress -----------------------------------------------------------------------------------
+
+    def write(
+        self, epoch: int, phase: Phase, step_id: int | None, began_ns: int, deadline_ns: int
+    ) -> None:
+        """Write the phase that begins now."""
+        words = self._words
+        seq = words[_PROGRESS] | 1  # odd already if a predecessor died while it wrote
+        words[_PROGRESS] = seq
+        step = NO_STEP if step_id is None else step_id
+        _PROGRESS_STRUCT.pack_into(
+            self._map, (_PROGRESS + 1) * _WORD, epoch, phase, step, began_ns, deadline_ns
+        )
+        words[_PROGRESS] = seq + 1
+
+    def read(self) -> ProgressRecord | None:
+        """Return the last progress; None during a write, after a torn one, or if it is invalid."""
+        words = self._words
+        for _ in range(_NUM_TRIES):
+            seq = words[_PROGRESS]
+            fields = _PROGRESS_STRUCT.unpack_from(self._map, (_PROGRESS + 1) * _WORD)
+            if seq % 2 == 0 and words[_PROGRESS] == seq:
+                epoch, phase, step, began_ns, deadline_ns = fields
+                if phase > Phase.STEP:
+                    return None
+                step_id = None if step == NO_STEP else step
+                return ProgressRecord(epoch, Phase(phase), step_id, began_ns, deadline_ns)
+        return None
+
+    def write_completed(self, epoch: int) -> None:
+        """Record that an incarnation has completed a step."""
+        self._words[_COMPLETED] = epoch
+
+    @property
+    def last_completing_epoch(self) -> int:
+        """The last incarnation that has completed a step; 0: none has."""
+        return self._words[_COMPLETED]
+
+    # Marks --------------------------------------------------------------------------------------
+
+    def write_marks(self, epoch: int, edits: MarkEdits) -> None:
+        """Update what a core is about to compute, before it dispatches it.
+
+        Only changes are written, so that the cost does not grow with the number of marks.
+        """
+        words = self._words
+        words[_MARKS] |= 1
+        words[_MARKS + 1], words[_MARKS + 2] = epoch, edits.total
+        for place, mark in edits.marks.items():
+            if place < MAX_MARKS:
+                words[_MARKS + _MARKS_HEAD + place] = mark
+        words[_MARKS] += 1
+
+    def read_marks(self) -> CoreMarks | None:
+        """Return the marks that were written last.
+
+        None if they are empty or their write was torn: that step was not dispatched.
+        """
+        seq, epoch, total = self._words[_MARKS : _MARKS + _MARKS_HEAD]
+        if seq % 2 or total == 0:
+            return None
+        first = _MARKS + _MARKS_HEAD
+        return CoreMarks(epoch, list(self._words[first : first + min(total, MAX_MARKS)]))
+
+    def inherit(self, other: "ProgressPage") -> None:
+        """Copy the death and the marks from another slot's page, while nothing writes to either."""
+        first, end = _DEATH * _WORD, _END * _WORD
+        self._map[first:end] = other._map[first:end]
+
+    # The last death -----------------------------------------------------------------------------
+
+    def write_death(self, death: Death) -> None:
+        """Leave word for the next incarnation of how the last one ended."""
+        step = NO_STEP if death.step_id is None else death.step_id
+        for offset, word in enumerate((death.epoch, death.cause, step)):
+            self._words[_DEATH + offset] = word
+
+    def read_death(self) -> Death | None:
+        """How the last incarnation ended; None if there was none."""
+        epoch, cause, step = self._words[_DEATH : _DEATH + 3]
+        if epoch == 0:
+            return None
+        return Death(epoch, DeathCause(cause), None if step == NO_STEP else step)

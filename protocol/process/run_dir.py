@@ -1,0 +1,44 @@
+"""The directory of an engine's sockets: every process that can enter it is trusted.
+
+Its mode is the only access control, so only processes of the same user can connect.
+"""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from protocol.transport.channel import lifecycle_address
+
+MAX_IPC_PATH_BYTES = 107
+"""The kernel's limit on the path of a socket file."""
+
+
+def make_run_dir(path: str | None) -> str:
+    """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
+
+    Args:
+        path: the directory; None for a new one under `$XDG_RUNTIME_DIR` or the temporary directory.
+
+    Raises:
+        ValueError: the directory cannot be used; the text gives the reason.
+    """
+    if path is None:
+        base = os.environ.get("XDG_RUNTIME_DIR")
+        path = tempfile.mkdtemp(
+            prefix="troika-", dir=base if base and os.path.isdir(base) else None
+        )
+    path = os.path.abspath(path)
+    longest = len(os.fsencode(lifecycle_address(path).removeprefix("ipc://")))
+    if longest > MAX_IPC_PATH_BYTES:
+        raise ValueError(
+            f"run_dir {path} is too long: socket paths of {longest} bytes exceed the system's "
+            f"{MAX_IPC_PATH_BYTES}"
+        )
+    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = os.lstat(path)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+        raise ValueError(f"run_dir {path} must be a directory of this user, not a link")
+    if info.st_mode & 0o077:
+        raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
+    return path

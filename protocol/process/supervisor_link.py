@@ -1,0 +1,91 @@
+"""A child's end of the lifecycle link: its messages to the supervisor, and the commands it gets.
+
+A frame may be lost with its connection, and gaps are ignored on this link. So both ends repeat
+their current state: a child that is ready, or drained, sends that every `REPEAT_S`.
+"""
+
+import logging
+import time
+
+from protocol.lifecycle import (
+    REPEAT_S,
+    Command,
+    Drained,
+    Ready,
+    RestartQuery,
+    RestartReply,
+    StatusReply,
+    ToSupervisor,
+    decode_from_supervisor,
+)
+from protocol.message import encode
+from protocol.transport.channel import DealerChannel
+from protocol.transport.runtime import Clock
+
+_READ_LIMIT = 16
+
+log = logging.getLogger("troika.lifecycle")
+
+
+class SupervisorLink:
+    """The link of one child; its owner closes the channel."""
+
+    def __init__(self, channel: DealerChannel, epoch: int, clock: Clock = time) -> None:
+        self._channel = channel
+        self._epoch = epoch
+        self._monotonic = clock.monotonic
+        self.num_fenced_frames = 0
+        """Commands to another incarnation, dropped."""
+        self._holds: Ready | Drained | None = None
+        self._wish: RestartQuery | None = None
+        self._repeat_at = 0.0
+
+    def send(self, message: ToSupervisor) -> bool:
+        """Send a message once; False if there is no connection."""
+        return self._channel.send(self._epoch, encode(message))
+
+    def hold(self, message: Ready | Drained) -> None:
+        """Send a state, and repeat it from now on; Drained is final."""
+        if not isinstance(self._holds, Drained):
+            self._holds = message
+        self._say_what_holds()
+
+    def ask_for_restart(self, wish: RestartQuery) -> None:
+        """Request a replacement, and repeat it until there is an answer."""
+        self._wish = wish
+        self._say_what_holds()
+
+    def promoted(self, epoch: int) -> None:
+        """Continue under a new epoch, with no state to repeat yet."""
+        self._epoch = epoch
+        self._holds = None
+
+    def repeat(self) -> None:
+        """Send the current state again, if it is time."""
+        if self._monotonic() >= self._repeat_at:
+            self._say_what_holds()
+
+    def read(self) -> list[Command]:
+        """Return a bounded number of commands. To be called at least every `REPEAT_S`."""
+        self.repeat()
+        commands: list[Command] = []
+        for received in self._channel.drain(_READ_LIMIT):
+            message = decode_from_supervisor(received.body)
+            if isinstance(message, RestartReply):
+                self._on_reply(message)
+            elif received.header.epoch != self._epoch:
+                self.num_fenced_frames += 1
+            elif not isinstance(message, StatusReply):
+                commands.append(message)
+        return commands
+
+    def _on_reply(self, reply: RestartReply) -> None:
+        if self._wish is not None and not reply.accepted:
+            log.info("a restart was refused: %s", reply.reason)
+        self._wish = None
+
+    def _say_what_holds(self) -> None:
+        self._repeat_at = self._monotonic() + REPEAT_S
+        for message in (self._holds, self._wish):
+            if message is not None:
+                self.send(message)

@@ -1,0 +1,1 @@
+"""How frames travel: channels over ZMQ sockets, multipart messages, sequence numbers."""

@@ -1,0 +1,399 @@
+"""Sockets: the only file that knows ZMQ options, addresses and frames.
+
+Theory of operation. Binding sides are ROUTERs, connecting sides DEALERs with a random identity per
+incarnation. Every socket has LINGER 0, a high-water mark and a largest message; no call blocks.
+
+A connection is in one of two states. *In step*: each frame that arrives has the next number, and
+is delivered. *Lost*: a frame was damaged or is missing; every later one is dropped until a frame
+with the flag BEGINS. `FrameSequence` (frame_sequence.py) keeps the numbers, one per peer. Only the
+connecting side can leave the lost state, because it knows what has to be sent again:
+
+1. The binding side finds a loss: it sends LOST. The connecting side finds one, or receives LOST:
+   `take_loss` returns True once. A loss of the last frame shows with the next BEAT.
+2. The caller of `take_loss` sends its first message with `begins=True` (Connect, WorkerHello).
+3. The binding side accepts that frame whatever its number, and its next frame has BEGINS too.
+
+Invariants: a frame is delivered at most once and in order; between two BEGINS no frame is missing;
+numbers that a connecting side sends never go back. On the lifecycle link each message is complete
+in itself and repeated by its sender, so gaps are ignored there and only damaged and repeated
+frames are dropped.
+
+Callers rely on this order: `link_events` before `drain` after a wake-up, since a reconnection
+discards what is unread; `drain` after every send, since the descriptor is edge-triggered and a send
+may consume the event of an arrival; `beat` about once a second on binding sides.
+"""
+
+import contextlib
+import enum
+import secrets
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from protocol.message import (
+    NO_EPOCH,
+    DamagedFrame,
+    Header,
+    ProtocolError,
+    pack_header,
+    unpack_header,
+)
+from protocol.transport import multipart
+from protocol.transport.frame_sequence import Flag, FrameSequence, Verdict
+from protocol.transport.runtime import SocketFactory
+
+MAX_FRAME_BYTES = 16 * 2**20
+_RECONNECT_MS = 10
+"""Plus a random part of the same size. No backoff: a new core would wait for its worker."""
+_HANDSHAKE_MS = 2000
+_FEW_PEERS = 64
+_BEGINS = int(Flag.BEGINS)
+_EMPTY = int(Flag.BEAT | Flag.LOST)
+"""Flags of frames without a message."""
+_READABLE = int(zmq.POLLIN)
+_MONITOR_EVENT = struct.Struct("=Hi")
+"""Event and value, as libzmq's monitor sockets send them."""
+
+
+class HighWaterMark(enum.IntEnum):
+    """Messages queued per peer and direction before a send is refused."""
+
+    CLIENT_LINK = 4096
+    WORKER_LINK = 64
+    LIFECYCLE_LINK = 1024
+
+
+class PeerGone(Exception):
+    """The peer is not connected."""
+
+
+class FrameTooLarge(Exception):
+    """A body has more than `MAX_FRAME_BYTES`: its receiver would close the connection for good."""
+
+
+class LinkEvent(enum.Enum):
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+
+
+class Received(NamedTuple):
+    """One message from the wire."""
+
+    peer: bytes
+    """Identity of the sender; empty on connecting sockets."""
+    header: Header
+    body: bytes
+
+
+class BadFrame(NamedTuple):
+    """A message that was dropped because it could not be decoded."""
+
+    peer: bytes
+    reason: str
+
+
+def client_address(run_dir: str) -> str:
+    """Where the core listens for clients."""
+    return f"ipc://{run_dir}/core.sock"
+
+
+def worker_address(run_dir: str) -> str:
+    """Where the core listens for workers."""
+    return f"ipc://{run_dir}/workers.sock"
+
+
+def lifecycle_address(run_dir: str) -> str:
+    """Where the supervisor listens."""
+    return f"ipc://{run_dir}/supervisor.sock"
+
+
+def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, int(hwm))
+    socket.setsockopt(zmq.RCVHWM, int(hwm))
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+@contextlib.contextmanager
+def _closed_on_error(socket: zmq.Socket[bytes]) -> Iterator[None]:
+    """Close a socket whose setup fails."""
+    try:
+        yield
+    except BaseException:
+        socket.close(linger=0)
+        raise
+
+
+def _check_size(body: bytes) -> None:
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameTooLarge(f"body of {len(body)} bytes exceeds the {MAX_FRAME_BYTES} of a frame")
+
+
+class _Channel:
+    """Common part of both kinds of sockets: polling, bounded draining, closing."""
+
+    _names_peers: bool
+    """Whether each message begins with its sender's identity."""
+
+    def __init__(self, socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
+        self.socket = socket
+        self._ignores_gaps = hwm is HighWaterMark.LIFECYCLE_LINK
+        self.num_read = 0
+        """Frames that have arrived, dropped ones included."""
+        self.num_dropped_frames = 0
+        """Frames that were damaged, repeated, or came after a gap."""
+        self.num_bad_frames = 0
+        """Messages that could not be decoded."""
+        self.last_bad_frame: BadFrame | None = None
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered descriptor for event loops: drain after every wake-up and every send."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def drain(self, limit: int) -> Iterator[Received]:
+        """Yield the messages that have arrived, at most `limit`; bad ones are only counted."""
+        for _ in range(limit):
+            parts = multipart.receive(self.socket)
+            if parts is None:
+                return
+            self.num_read += 1
+            peer = parts.pop(0) if self._names_peers else b""
+            try:
+                received = _unpack(peer, parts)
+            except DamagedFrame:
+                self.num_dropped_frames += 1
+                self._on_loss(peer)
+            except ProtocolError as problem:
+                self.count_bad_frame(peer, str(problem))
+            else:
+                if self._is_due(received):
+                    yield received
+
+    def _is_due(self, received: Received) -> bool:
+        """Whether a frame carries a message, and is neither repeated nor after a gap."""
+        verdict = self._sequence(received.peer).judge(received.header)
+        if verdict is Verdict.NEXT:
+            return not received.header.flags or self._handle_flags(received.header)
+        self.num_dropped_frames += 1
+        if verdict is Verdict.AFTER_A_GAP:
+            self._on_loss(received.peer)
+        return False
+
+    def _handle_flags(self, header: Header) -> bool:
+        """Returns whether the frame carries a message."""
+        if header.flags & _BEGINS:
+            self._on_beginning()
+        if header.flags & _EMPTY:
+            self._on_empty(header)
+            return False
+        return True
+
+    def _sequence(self, peer: bytes) -> FrameSequence:
+        raise NotImplementedError
+
+    def _on_loss(self, peer: bytes) -> None:
+        """A frame was damaged, or is missing."""
+        raise NotImplementedError
+
+    def _on_beginning(self) -> None:
+        """A frame with BEGINS has arrived."""
+
+    def _on_empty(self, header: Header) -> None:
+        """A frame without a message has arrived."""
+
+    def count_bad_frame(self, peer: bytes, reason: str) -> None:
+        """Count a dropped message; callers whose decoder rejects a body count it here too."""
+        self.num_bad_frames += 1
+        self.last_bad_frame = BadFrame(peer, reason)
+
+    def close(self) -> None:
+        """Close the socket; queued messages are dropped."""
+        self.socket.close(linger=0)
+
+
+def _unpack(peer: bytes, parts: list[bytes]) -> Received:
+    if len(parts) != 2:
+        raise DamagedFrame("message does not have the two parts header and body")
+    return Received(peer, unpack_header(parts[0], parts[1]), parts[1])
+
+
+class RouterChannel(_Channel):
+    """The binding side of a link, with any number of peers."""
+
+    _names_peers = True
+
+    def __init__(self, context: SocketFactory, address: str, hwm: HighWaterMark):
+        """Bind to `address`; a socket file left by a dead predecessor is replaced."""
+        socket = context.socket(zmq.ROUTER)
+        with _closed_on_error(socket):
+            _configure(socket, hwm)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # Without this, a peer that reconnects before its lost connection was read to the end
+            # stays unreachable for good. Its identity is random, so no other peer can take it over.
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+            socket.bind(address)
+        super().__init__(socket, hwm)
+        self._sequences: dict[bytes, FrameSequence] = {}
+        self._num_peers_looked_over = _FEW_PEERS
+        """Number of peers at which dead ones are looked for again."""
+        self._first_seq = 0
+        """First number of a new sequence: frames to a forgotten peer must not look repeated."""
+
+    def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
+        """Send one message.
+
+        Returns:
+            False if the peer's queue is full.
+
+        Raises:
+            PeerGone: the peer is not connected.
+            FrameTooLarge: the peer could not receive it; nothing was sent.
+        """
+        return self._send(peer, epoch, body)
+
+    def _send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
+        _check_size(body)
+        sequence = self._sequence(peer)
+        if sequence.owes_beginning:
+            flags |= _BEGINS
+        header = pack_header(epoch, sequence.next_seq, body, flags)
+        try:
+            multipart.send(self.socket, [peer, header, body])
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self.forget(peer)
+                raise PeerGone(peer.hex()) from error
+            raise
+        sequence.next_seq += 1
+        sequence.owes_beginning = False
+        return True
+
+    def beat(self) -> None:
+        """Send a BEAT to every peer: the answers reveal whether the last frames were lost."""
+        for peer in list(self._sequences):
+            self._send_empty(peer, Flag.BEAT)
+
+    def forget(self, peer: bytes) -> None:
+        """Drop the sequence of a peer that is gone."""
+        if peer in self._sequences:
+            self._first_seq = max(self._first_seq, self._sequences.pop(peer).next_seq)
+
+    def _sequence(self, peer: bytes) -> FrameSequence:
+        sequence = self._sequences.get(peer)
+        if sequence is None:
+            if len(self._sequences) >= self._num_peers_looked_over:
+                self.beat()  # peers that are gone are forgotten
+                self._num_peers_looked_over = 2 * len(self._sequences) + _FEW_PEERS
+            sequence = FrameSequence(ignores_gaps=self._ignores_gaps, first_seq=self._first_seq)
+            self._sequences[peer] = sequence
+        return sequence
+
+    def _on_loss(self, peer: bytes) -> None:
+        if not self._ignores_gaps:
+            self._send_empty(peer, Flag.LOST)
+
+    def _send_empty(self, peer: bytes, flag: Flag) -> None:
+        with contextlib.suppress(PeerGone):
+            self._send(peer, NO_EPOCH, b"", flag)
+
+
+class DealerChannel(_Channel):
+    """The connecting side of a link; it reconnects by itself and reports when."""
+
+    _names_peers = False
+
+    def __init__(self, context: SocketFactory, address: str, hwm: HighWaterMark):
+        """Start connecting to `address`; the binding side may come later."""
+        socket = context.socket(zmq.DEALER)
+        with _closed_on_error(socket):
+            _configure(socket, hwm)
+            socket.setsockopt(zmq.IDENTITY, b"T" + secrets.token_bytes(15))
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            self.monitor = socket.get_monitor_socket(
+                zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+            )
+            with _closed_on_error(self.monitor):
+                socket.connect(address)
+        super().__init__(socket, hwm)
+        self._frames = FrameSequence(ignores_gaps=self._ignores_gaps)
+        self._has_lost = False
+        self._is_new = True
+
+    def link_events(self) -> list[LinkEvent]:
+        """Connections made and lost since the last call, in order."""
+        events = []
+        while int(self.monitor.getsockopt(zmq.EVENTS)) & _READABLE:
+            what, _address = self.monitor.recv_multipart(zmq.NOBLOCK)
+            connected = _MONITOR_EVENT.unpack(what)[0] == zmq.Event.HANDSHAKE_SUCCEEDED
+            self._leave_connection()
+            events.append(LinkEvent.CONNECTED if connected else LinkEvent.DISCONNECTED)
+        return events
+
+    def _leave_connection(self) -> None:
+        """Discard unread frames of the last connection: over a new one the peer only answers."""
+        while multipart.receive(self.socket) is not None:
+            self.num_read += 1
+            self.num_dropped_frames += 1
+        self._frames.reconnected()
+        self._has_lost = False
+        self._is_new = True
+
+    def send(self, epoch: int, body: bytes, *, begins: bool = False) -> bool:
+        """Send one message; False if there is no connection or the queue is full.
+
+        Args:
+            begins: set BEGINS, which ends the lost state. The first message of a connection
+                always has it.
+
+        Raises:
+            FrameTooLarge: the peer could not receive it; nothing was sent.
+        """
+        return self._send(epoch, body, _BEGINS if begins else 0)
+
+    def take_loss(self) -> bool:
+        """Whether a frame of either direction was lost since the last call."""
+        has_lost, self._has_lost = self._has_lost, False
+        return has_lost
+
+    def _send(self, epoch: int, body: bytes, flags: int) -> bool:
+        _check_size(body)
+        if self._is_new:
+            flags |= _BEGINS
+        header = pack_header(epoch, self._frames.next_seq, body, flags)
+        try:
+            multipart.send(self.socket, [header, body])
+        except zmq.Again:
+            return False
+        self._frames.next_seq += 1
+        self._is_new = False
+        return True
+
+    def _sequence(self, peer: bytes) -> FrameSequence:
+        return self._frames
+
+    def _on_loss(self, peer: bytes) -> None:
+        self._has_lost = not self._ignores_gaps
+
+    def _on_beginning(self) -> None:
+        self._has_lost = False  # losses, and LOST, came before it
+
+    def _on_empty(self, header: Header) -> None:
+        if header.flags & Flag.LOST:
+            self._has_lost = True
+        else:
+            self._send(header.epoch, b"", Flag.BEAT)
+
+    def close(self) -> None:
+        """Close both sockets; queued messages are dropped."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        super().close()

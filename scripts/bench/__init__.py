@@ -1,0 +1,1 @@
+"""Benchmarks of a running engine and of the scheduler."""

@@ -1,0 +1,564 @@
+"""Measure the scheduler alone: `python -m scripts.bench.scheduler [--json]`.
+
+The real scheduler, KV manager and prefix cache, without sockets and without a worker: every step is
+answered at once, outside the clock, with a token for each request that sampled.
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from core_proc.engine import EngineCore
+from core_proc.options import SchedulerOptions
+from core_proc.recovery.quarantine import Quarantine
+from core_proc.request import Request
+from core_proc.scheduler import Scheduler
+from protocol.api_core import AddRequest, PauseMode, decode_from_client
+from protocol.config.settings import configure
+from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
+from protocol.message import encode
+from protocol.process import gc_tuning
+from protocol.process.progress_page import ProgressPage
+from protocol.sampling import SamplingParams
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 512
+ADMITTED_TOKENS = 1000
+VOCAB_SIZE = 32_000
+VLLM_STEADY_US = {16: 212.0, 64: 732.0, 256: 2807.0, 1024: 13125.0}
+"""vLLM 0.32 on a machine of the same size: schedule and update, by running requests."""
+VLLM_ADMISSION_US = {"caching_off": 95.0, "miss": 271.0, "full_hit": 255.0}
+
+_BYTES_PER_TOKEN = 4
+_WARM_UP_BUDGET = 65_536
+"""Does not matter for steady decode; a large one shortens the way there."""
+_WINDOWED = (KVGroup(), KVGroup(window=1024, max_blocks=1024))
+_FRONT_RUNNING = 32
+_FRONT_TOKENS = 120_000
+
+
+class SteadyDecode(msgspec.Struct, frozen=True):
+    """One step in which every running request decodes, in microseconds."""
+
+    running: int
+    schedule_us: float
+    update_us: float
+    total_us: float
+    vllm_total_us: float | None
+
+
+class Admission(msgspec.Struct, frozen=True):
+    """One prompt that enters an empty scheduler, is computed in one step, and ends, in µs."""
+
+    case: str
+    create_us: float
+    """From the ids of the message to a `Request`; not part of the total."""
+    add_us: float
+    schedule_us: float
+    update_us: float
+    total_us: float
+    vllm_total_us: float
+
+
+class MarksCost(msgspec.Struct, frozen=True):
+    """What an admission and an end cost to write suspects to the progress page, in microseconds."""
+
+    running: int
+    change_us: float
+
+
+class WaitingCost(msgspec.Struct, frozen=True):
+    """What a queue behind full slots adds to a step, in microseconds."""
+
+    running: int
+    waiting: int
+    without_us: float
+    with_us: float
+    extra_us: float
+
+
+class FrontCost(msgspec.Struct, frozen=True):
+    """What a request in front of the queue that cannot be admitted adds to a step, in µs."""
+
+    case: str
+    without_us: float
+    with_us: float
+    extra_us: float
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """A client leaves whose requests all run."""
+
+    requests: int
+    total_ms: float
+    per_request_us: float
+
+
+class WaitingMemory(msgspec.Struct, frozen=True):
+    """Bytes of one waiting request, beside four for each of its tokens."""
+
+    requests: int
+    bare_bytes: float
+    """In the scheduler, with sampling parameters that all share."""
+    wire_bytes: float
+    """In the engine, as decoded from a message: parameters and ids of its own."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured, and how long."""
+
+    running: tuple[int, ...] = (16, 64, 256, 1024, 4096)
+    waiting_behind: int = 256
+    waiting: int = 10_000
+    leaving: int = 16_384
+    admissions: int = 200
+    """In each repeat."""
+    steps: int = 10 * BLOCK_SIZE
+    """In each repeat; a multiple of the block size, so that all take new blocks equally often."""
+    repeats: int = 5
+    steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            if (min(value) if name == "running" else value) < 1:
+                raise ValueError(f"{name} {value} must be at least 1")
+        if self.steps % BLOCK_SIZE:
+            raise ValueError(f"steps {self.steps} must be a multiple of {BLOCK_SIZE}")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was measured."""
+
+    plan: Plan
+    python: str
+    block_size: int
+    prompt_tokens: int
+    admitted_tokens: int
+    steady_decode: list[SteadyDecode]
+    admission: list[Admission]
+    marks: list[MarksCost]
+    waiting_cost: WaitingCost
+    front_cost: list[FrontCost]
+    departure: Departure
+    waiting_memory: WaitingMemory
+
+
+@contextlib.contextmanager
+def _production_gc() -> Iterator[None]:
+    """Treat the garbage collector as the core does before its first request; then it stays on."""
+    thresholds = gc.get_threshold()
+    gc_tuning.freeze()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def _prompt(req_id: int, num_tokens: int) -> list[int]:
+    """Ids that no other request begins with."""
+    return [(req_id * 7919 + i * 31) % VOCAB_SIZE for i in range(num_tokens - 2)] + [
+        req_id % VOCAB_SIZE,
+        req_id // VOCAB_SIZE,
+    ]
+
+
+class _Decoder:
+    """Requests that all decode, with the clock around each half of a step."""
+
+    def __init__(
+        self, num_running: int, num_steps: int, steps_in_flight: int, **options: Any
+    ) -> None:
+        """Admit all and step until all prompts are computed."""
+        self._num_running = num_running
+        num_admitting = num_running * 2 * PROMPT_TOKENS // _WARM_UP_BUDGET
+        max_tokens = num_steps + num_admitting + 4 * BLOCK_SIZE
+        longest = PROMPT_TOKENS + BLOCK_SIZE + max_tokens
+        settings = {
+            "num_blocks": 1 + num_running * -(-longest // BLOCK_SIZE),
+            "max_model_len": longest + 1,
+            "max_num_seqs": num_running,
+        }
+        self.scheduler = Scheduler(
+            SchedulerOptions(
+                block_size=BLOCK_SIZE,
+                max_num_batched_tokens=_WARM_UP_BUDGET,
+                max_steps_in_flight=steps_in_flight,
+                **settings | options,
+            )
+        )
+        params = SamplingParams(max_tokens=max_tokens)
+        for req_id in range(num_running):
+            # In every step the same number of requests reach the end of a block.
+            num_tokens = PROMPT_TOKENS - BLOCK_SIZE // 2 + req_id % BLOCK_SIZE
+            prompt, priority = _prompt(req_id, num_tokens), 2 * (req_id % 2)
+            self.scheduler.add_request(Request(req_id, prompt, params, priority=priority))
+        self._answer_all = [7] * num_running
+        self._warm_up(steps_in_flight)
+
+    def _warm_up(self, steps_in_flight: int) -> None:
+        in_flight, num_sampling = self.scheduler.in_flight, 0
+        while num_sampling < self._num_running:
+            self.scheduler.schedule()
+            if len(in_flight) == steps_in_flight:
+                step_id, sampling = in_flight[0]
+                num_sampling = len(sampling)
+                tokens = self._answer_all[:num_sampling]
+                self.scheduler.update_from_output(ModelRunnerOutput(step_id, tokens))
+        self.measure(2 * BLOCK_SIZE)
+
+    def measure(self, num_steps: int) -> tuple[float, float]:
+        """Mean microseconds of `schedule` and of `update_from_output` over `num_steps` steps."""
+        clock, scheduler, tokens = time.perf_counter_ns, self.scheduler, self._answer_all
+        schedule_ns = update_ns = 0
+        for _ in range(num_steps):
+            start = clock()
+            step = scheduler.schedule()
+            end = clock()
+            schedule_ns += end - start
+            assert step is not None
+            assert step.total_num_scheduled_tokens == self._num_running
+            output = ModelRunnerOutput(scheduler.in_flight[0][0], tokens)
+            start = clock()
+            scheduler.update_from_output(output)
+            update_ns += clock() - start
+        return schedule_ns / num_steps / 1000, update_ns / num_steps / 1000
+
+
+def measure_steady_decode(num_running: int, plan: Plan) -> SteadyDecode:
+    """Medians over the repeats of the mean step."""
+    with _production_gc():
+        decoder = _Decoder(num_running, plan.repeats * plan.steps, plan.steps_in_flight)
+        runs = [decoder.measure(plan.steps) for _ in range(plan.repeats)]
+    schedule_us, update_us = (statistics.median(column) for column in zip(*runs, strict=True))
+    total_us = statistics.median(map(sum, runs))
+    vllm_us = VLLM_STEADY_US.get(num_running)
+    return SteadyDecode(num_running, schedule_us, update_us, total_us, vllm_us)
+
+
+def measure_admissions(plan: Plan) -> list[Admission]:
+    """Medians over the repeats of the mean admission, case by case in turn.
+
+    A miss takes blocks that still hold other prompts, as in a server that has run for a while.
+    """
+    runs: dict[str, list[tuple[float, ...]]] = {case: [] for case in VLLM_ADMISSION_US}
+    schedulers = {
+        case: Scheduler(SchedulerOptions(enable_prefix_caching=case != "caching_off"))
+        for case in runs
+    }
+    first = 0
+    with _production_gc():
+        for _ in range(plan.repeats + 1):
+            for case, scheduler in schedulers.items():
+                runs[case].append(_admit(scheduler, range(first, first + plan.admissions), case))
+            first += plan.admissions
+    return [_admission(case, rows[1:]) for case, rows in runs.items()]
+
+
+def _admission(case: str, runs: Sequence[tuple[float, ...]]) -> Admission:
+    create_us, add_us, schedule_us, update_us = map(statistics.median, zip(*runs, strict=True))
+    total_us, vllm_us = statistics.median(sum(run[1:]) for run in runs), VLLM_ADMISSION_US[case]
+    return Admission(case, create_us, add_us, schedule_us, update_us, total_us, vllm_us)
+
+
+def _admit(scheduler: Scheduler, req_ids: Sequence[int], case: str) -> tuple[float, ...]:
+    """Admit one after another; mean microseconds of creation, `add_request`, schedule, update."""
+    clock, params = time.perf_counter_ns, SamplingParams(max_tokens=1)
+    sums = [0, 0, 0, 0]
+    for req_id in req_ids:
+        prompt = _prompt(0 if case == "full_hit" else req_id, ADMITTED_TOKENS)
+        times = [clock()]
+        request = Request(req_id, prompt, params)
+        times.append(clock())
+        scheduler.add_request(request)
+        times.append(clock())
+        step = scheduler.schedule()
+        times.append(clock())
+        assert step is not None
+        scheduler.update_from_output(ModelRunnerOutput(step.step_id, [7]))
+        times.append(clock())
+        assert request.is_finished
+        for part in range(4):
+            sums[part] += times[part + 1] - times[part]
+    return tuple(total / len(req_ids) / 1000 for total in sums)
+
+
+def measure_marks(num_running: int, plan: Plan) -> MarksCost:
+    """Median of steps that each admit one request and end another, of the marks alone."""
+    page, fd = ProgressPage.create("bench")
+    os.close(fd)
+    scheduler, clock = _Decoder(num_running, plan.admissions, 1).scheduler, time.perf_counter_ns
+    quarantine = Quarantine(scheduler, VOCAB_SIZE**3)
+    params = SamplingParams(max_tokens=plan.admissions + 1)
+    times = []
+    with _production_gc():
+        for number in range(plan.admissions):
+            scheduler.abort_request(scheduler.running[number % num_running].req_id)
+            req_id = num_running + number
+            scheduler.add_request(Request(req_id, _prompt(req_id, PROMPT_TOKENS), params))
+            step = scheduler.schedule()
+            assert step is not None
+            start = clock()
+            quarantine.dispatched(step)
+            edits = quarantine.take_marks()
+            assert edits is not None
+            page.write_marks(1, edits)
+            times.append(clock() - start)
+            step_id, sampling = scheduler.in_flight[0]
+            scheduler.update_from_output(ModelRunnerOutput(step_id, [7] * len(sampling)))
+    page.close()
+    return MarksCost(num_running, statistics.median(times) / 1000)
+
+
+def measure_waiting_cost(plan: Plan) -> WaitingCost:
+    """Compare the same running requests with and without others behind them, in turn."""
+    num_running = plan.waiting_behind
+    req_ids = range(num_running, num_running + plan.waiting)
+    prompt, params = _prompt(num_running, PROMPT_TOKENS), SamplingParams(max_tokens=8)
+    without_us, with_us = [], []
+    with _production_gc():
+        num_steps = plan.repeats * (2 * plan.steps + BLOCK_SIZE)
+        decoder = _Decoder(num_running, num_steps, plan.steps_in_flight)
+        scheduler = decoder.scheduler
+        for _ in range(plan.repeats):
+            without_us.append(sum(decoder.measure(plan.steps)))
+            for req_id in req_ids:
+                scheduler.add_request(Request(req_id, prompt, params))
+            decoder.measure(BLOCK_SIZE)
+            with_us.append(sum(decoder.measure(plan.steps)))
+            assert scheduler.num_waiting == plan.waiting
+            for req_id in req_ids:
+                scheduler.abort_request(req_id)
+    extra_us = statistics.median(b - a for a, b in zip(without_us, with_us, strict=True))
+    medians = statistics.median(without_us), statistics.median(with_us)
+    return WaitingCost(num_running, plan.waiting, *medians, extra_us)
+
+
+def measure_front_cost(plan: Plan) -> list[FrontCost]:
+    """Compare steps with and without requests in front that cannot be admitted, case by case.
+
+    The prompt in front is longer than the free blocks. With priorities, half of the requests that
+    run are less important, and to preempt all of them would not be enough. Under a pause, new
+    requests wait.
+    """
+    prompt_blocks = _FRONT_TOKENS // BLOCK_SIZE
+    refused = {
+        "num_blocks": prompt_blocks + 400,
+        "max_num_seqs": _FRONT_RUNNING + 1,
+        "max_model_len": _FRONT_TOKENS + 1000,
+    }
+    windowed = {"kv_groups": _WINDOWED, "num_blocks": prompt_blocks + 1200}
+    by_priority = {"policy": "priority", "preempt_for_priority": True}
+    return [
+        _front_cost("refused", plan, refused),
+        _front_cost("refused_windowed", plan, refused | windowed),
+        _front_cost("refused_by_priority", plan, refused | by_priority),
+        _front_cost("paused", plan, {"max_num_seqs": _FRONT_RUNNING + 1}, is_paused=True),
+    ]
+
+
+def _front_cost(
+    case: str, plan: Plan, options: Mapping[str, Any], *, is_paused: bool = False
+) -> FrontCost:
+    num_waiting = plan.waiting if is_paused else 1
+    prompt = _prompt(_FRONT_RUNNING, PROMPT_TOKENS if is_paused else _FRONT_TOKENS)
+    params = SamplingParams(max_tokens=8)
+    without_us, with_us = [], []
+    with _production_gc():
+        for _ in range(plan.repeats):
+            num_steps = 2 * plan.steps + BLOCK_SIZE
+            decoder = _Decoder(_FRONT_RUNNING, num_steps, plan.steps_in_flight, **options)
+            without_us.append(sum(decoder.measure(plan.steps)))
+            if is_paused:
+                decoder.scheduler.pause(PauseMode.PAUSED_NEW)
+            for req_id in range(_FRONT_RUNNING, _FRONT_RUNNING + num_waiting):
+                decoder.scheduler.add_request(Request(req_id, prompt, params, priority=1))
+            decoder.measure(BLOCK_SIZE)
+            with_us.append(sum(decoder.measure(plan.steps)))
+            assert decoder.scheduler.num_waiting == num_waiting
+    extra_us = statistics.median(b - a for a, b in zip(without_us, with_us, strict=True))
+    return FrontCost(case, statistics.median(without_us), statistics.median(with_us), extra_us)
+
+
+def measure_departure(plan: Plan) -> Departure:
+    """Time `drop_client` in an engine in which all of the client's requests run."""
+    prompt, params, totals = list(range(BLOCK_SIZE)), SamplingParams(max_tokens=64), []
+    engine = _engine(plan.leaving, num_gpu_blocks=1 + 2 * plan.leaving)
+    for repeat in range(plan.repeats):
+        for index in range(plan.leaving):
+            refused = engine.add(b"client", AddRequest(index, prompt, params))
+            assert refused is None, refused
+        step = engine.schedule()
+        assert step is not None
+        assert len(step.scheduled_new_reqs) == plan.leaving
+        with _production_gc():
+            start = time.perf_counter()
+            assert engine.drop_client(b"client") == plan.leaving
+            totals.append((time.perf_counter() - start) * 1000)
+        engine.update(ModelRunnerOutput(step.step_id, [7] * plan.leaving))
+        assert not engine.has_unfinished, repeat
+    total_ms = statistics.median(totals)
+    return Departure(plan.leaving, total_ms, total_ms * 1000 / plan.leaving)
+
+
+def measure_waiting_memory(plan: Plan) -> WaitingMemory:
+    """Trace what is allocated, and still held, while requests queue up."""
+    scheduler = Scheduler(SchedulerOptions())
+    params = SamplingParams()
+    prompt = list(range(PROMPT_TOKENS))
+
+    def add_bare(req_id: int) -> None:
+        scheduler.add_request(Request(req_id, prompt, params))
+
+    engine = _engine(plan.waiting)
+    bodies = [encode(AddRequest(i, prompt, SamplingParams(seed=i))) for i in range(plan.waiting)]
+
+    def add_from_wire(index: int) -> None:
+        message = decode_from_client(bodies[index])
+        assert isinstance(message, AddRequest)
+        refused = engine.add(b"client", message)
+        assert refused is None, refused
+
+    bare_bytes = _held_bytes(add_bare, plan.waiting)
+    return WaitingMemory(plan.waiting, bare_bytes, _held_bytes(add_from_wire, plan.waiting))
+
+
+def _engine(num_requests: int, num_gpu_blocks: int = 1024) -> EngineCore:
+    engine = EngineCore(
+        configure(
+            max_num_waiting=num_requests,
+            max_waiting_tokens=2**31,
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=2**20,
+        )
+    )
+    facts = ModelFacts(
+        model="bench",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=4096,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=num_gpu_blocks,
+        eos_token_ids=[],
+    )
+    engine.adopt_workers(facts)
+    return engine
+
+
+def _held_bytes(add: Callable[[int], None], count: int) -> float:
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for index in range(count):
+        add(index)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (after - before) / count - _BYTES_PER_TOKEN * PROMPT_TOKENS
+
+
+def measure(plan: Plan) -> Report:
+    """Run all measurements of a plan."""
+    return Report(
+        plan=plan,
+        python=sys.version.split()[0],
+        block_size=BLOCK_SIZE,
+        prompt_tokens=PROMPT_TOKENS,
+        admitted_tokens=ADMITTED_TOKENS,
+        steady_decode=[measure_steady_decode(count, plan) for count in plan.running],
+        admission=measure_admissions(plan),
+        marks=[measure_marks(count, plan) for count in plan.running],
+        waiting_cost=measure_waiting_cost(plan),
+        front_cost=measure_front_cost(plan),
+        departure=measure_departure(plan),
+        waiting_memory=measure_waiting_memory(plan),
+    )
+
+
+def _against_vllm(ours_us: float, vllm_us: float | None) -> str:
+    return f"{'-':>9} {'-':>8}" if vllm_us is None else f"{vllm_us:9.0f} {vllm_us / ours_us:7.1f}x"
+
+
+_HEADS = """\
+Steady decode, us per step
+    running  schedule    update     total      vLLM    ratio
+{steady}
+
+Admission of a prompt of {tokens} tokens, us; its creation is not in the total
+       case    create       add  schedule    update     total      vLLM    ratio
+{admission}
+
+Marks of the requests in flight, us per admission and end
+    running    change
+{marks}
+
+{cost.waiting} waiting behind {cost.running} running: {cost.extra_us:+.1f} us per step \
+({cost.without_us:.1f} without, {cost.with_us:.1f} with)
+
+A front of the queue that cannot be admitted, us per step
+{front}
+
+A client leaves whose {departure.requests} requests run: {departure.total_ms:.1f} ms, \
+{departure.per_request_us:.1f} us each
+One waiting request beside its token ids: {memory.bare_bytes:.0f} bytes, \
+{memory.wire_bytes:.0f} as it comes from the wire"""
+
+
+def table(report: Report) -> str:
+    """The report for people; the ratio is vLLM's time over ours."""
+    steady = [
+        f"{row.running:11} {row.schedule_us:9.1f} {row.update_us:9.1f} {row.total_us:9.1f}"
+        f" {_against_vllm(row.total_us, row.vllm_total_us)}"
+        for row in report.steady_decode
+    ]
+    admission = [
+        f"{row.case.replace('_', ' '):>11} {row.create_us:9.1f} {row.add_us:9.1f}"
+        f" {row.schedule_us:9.1f} {row.update_us:9.1f} {row.total_us:9.1f}"
+        f" {_against_vllm(row.total_us, row.vllm_total_us)}"
+        for row in report.admission
+    ]
+    front = [
+        f"{row.case.replace('_', ' '):>20} {row.extra_us:+9.1f}"
+        f" ({row.without_us:.1f} without, {row.with_us:.1f} with)"
+        for row in report.front_cost
+    ]
+    return _HEADS.format(
+        steady="\n".join(steady),
+        admission="\n".join(admission),
+        marks="\n".join(f"{row.running:11} {row.change_us:9.1f}" for row in report.marks),
+        tokens=report.admitted_tokens,
+        cost=report.waiting_cost,
+        front="\n".join(front),
+        departure=report.departure,
+        memory=report.waiting_memory,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit status."""
+    plan = Plan()
+    parser = argparse.ArgumentParser(prog="bench_scheduler", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--running", nargs="+", type=int, default=plan.running, metavar="N")
+    for name, default in msgspec.structs.asdict(plan).items():
+        if name != "running":
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, type=int, default=default, metavar="N")
+    settings = vars(parser.parse_args(argv))
+    as_json = settings.pop("json")
+    try:
+        plan = Plan(**settings | {"running": tuple(settings["running"])})
+    except ValueError as error:
+        parser.error(str(error))
+    report = measure(plan)
+    print(msgspec.json.encode(report).decode() if as_json else table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""A long run with kills and disconnects that looks for leaks: `python -m scripts.soak --help`."""

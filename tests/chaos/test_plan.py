@@ -1,0 +1,230 @@
+"""Chaos runs: requests and plans from a seed, failpoints of faults, stalls, the table."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+from tests.chaos.checker import Harm, Violation
+from tests.chaos.faults import Cell, Fault, Phase, cells, place, plan, sequel
+from tests.chaos.injection import Kill
+from tests.chaos.recording import End, Event, Recording
+from tests.chaos.rounds import RoundResult
+from tests.chaos.stalls import detections_s, stall_s, wait_s
+from tests.chaos.timing import phase_problem
+from tests.chaos.workload import make_requests
+
+from protocol.process import failpoints
+from scripts.testing import is_alive
+from tests.chaos import processes, report
+
+PAIRS = cells(Fault, Phase)
+
+
+def test_requests_are_a_function_of_the_seed_and_of_every_kind() -> None:
+    """Only the salt differs."""
+    one, again, other = (make_requests(seed, 32, "m") for seed in (1, 1, 2))
+    assert one == again
+    assert one != other
+    salted = make_requests(1, 32, "m", salt="7")
+    for plain, request in zip(one, salted, strict=True):
+        assert {**plain.body, "cache_salt": "7"} == request.body
+    kinds = {request.name.rpartition("-")[0] for request in one}
+    assert kinds == {
+        *("greedy", "seeded", "penalties", "n2", "stop", "logprobs", "chat", "chat-logprobs"),
+        "long",
+    }
+    assert 0 < sum(request.disconnect_after is not None for request in one) < 8
+    assert {request.body["return_token_ids"] for request in one} == {True, False}
+
+
+def test_without_extensions_only_fields_of_openai_remain() -> None:
+    for request in make_requests(1, 32, "m", with_extensions=False):
+        assert not request.body.keys() & {"ignore_eos", "cache_salt", "return_token_ids"}
+
+
+def test_plan_is_a_function_of_the_seed_and_holds_every_cell() -> None:
+    for is_shuffled in (False, True):
+        one, again, other = (
+            list(islice(plan(PAIRS, seed, is_shuffled=is_shuffled), 2 * len(PAIRS)))
+            for seed in (1, 1, 2)
+        )
+        assert one == again
+        assert one != other
+        for part in (one[: len(PAIRS)], one[len(PAIRS) :]):
+            assert {(cell.fault, cell.phase) for cell in part} == set(PAIRS)
+    in_order = islice(plan(PAIRS, 1, is_shuffled=False), len(PAIRS))
+    assert [(cell.fault, cell.phase) for cell in in_order] == PAIRS
+
+
+@pytest.mark.parametrize(("fault", "phase"), PAIRS)
+def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phase) -> None:
+    """Only a victim, or a process that is to become one, kills itself."""
+    for seed in range(20):
+        cell = Cell(1, fault, phase, seed)
+        where, second = place(cell, random.Random(seed)), sequel(cell)
+        again = () if second is None else second.places
+        for found in [*([] if where is None else [where]), *again]:
+            assert found.failpoint in failpoints.FAILPOINTS
+            role = found.failpoint.partition(".")[0]
+            is_born_there = (fault, found.failpoint) == (Fault.STANDBY, "worker.load")
+            assert not found.by_itself or role in fault.roles or is_born_there
+        assert (second is not None) == (phase in (Phase.LOAD, Phase.RECOVERY))
+        if (fault, phase) == (Fault.API, Phase.RECOVERY):
+            journaled = sequel(cell, has_journal=True)
+            assert journaled is not None
+            assert journaled.first == ("api",)
+        if second is not None:
+            assert set(second.first) <= {
+                *("worker", "core", "standby", "standby_core", "zygote", "api")
+            }
+
+
+def test_places_are_reached_with_any_number_of_streams() -> None:
+    """Half of the streams run, so no more than that are accepted before the others wait."""
+    for num_streams in (4, 8, 16, 32, 64):
+        for seed in range(50):
+            where = place(Cell(1, Fault.CORE, Phase.QUEUED, 1), random.Random(seed), num_streams)
+            assert where is not None
+            assert num_streams // 2 < where.hit <= num_streams
+
+
+def test_the_matrix_has_every_process_in_every_phase() -> None:
+    victims = ("worker", "core", "both", "standby", "standby_core", "zygote", "api", "supervisor")
+    phases = ("idle", "queued", "first_chunk", "middle_chunk", "decode", "flush", "abort")
+    phases = (*phases, "preemption", "load", "recovery", "thrice")
+    assert {(v, p) for v in victims for p in phases} <= set(PAIRS)
+
+
+def recording(*times: float) -> Recording:
+    return Recording("s", 0.0, events=[Event(time, "x") for time in times])
+
+
+def test_stall_is_the_longest_silence_around_the_kills() -> None:
+    assert stall_s(recording(1.0, 2.0, 2.1, 4.0), [2.5]) == pytest.approx(1.9)
+    assert stall_s(recording(0.0, 5.0, 5.1, 5.4, 5.5), [5.2]) == pytest.approx(0.3)
+    assert stall_s(recording(1.0, 1.2, 1.3, 1.9, 2.0), [1.1, 1.5]) == pytest.approx(0.6)
+
+
+def test_no_stall_without_an_event_before_and_after_a_kill() -> None:
+    assert stall_s(recording(1.0, 2.0), []) is None
+    assert stall_s(recording(), [1.5]) is None
+    assert stall_s(recording(1.0, 2.0), [2.5]) is None
+    assert stall_s(recording(3.0, 4.0), [2.5]) is None
+
+
+def test_silence_that_begins_before_the_recovery_is_a_stall() -> None:
+    """However long after the kill."""
+    late = recording(0.0, 0.9, 1.1, 2.2, 60.0, 60.1)
+    assert stall_s(late, [1.0]) == pytest.approx(1.1)
+    assert stall_s(late, [1.0], 2.5) == pytest.approx(57.8)
+
+
+def test_wait_is_for_the_first_event_of_streams_that_had_not_begun() -> None:
+    assert wait_s(recording(3.0, 4.0), [1.0, 2.5]) == pytest.approx(0.5)
+    assert wait_s(recording(2.0, 4.0), [1.0, 2.5]) is None
+    assert wait_s(recording(), [2.5]) is None
+    assert wait_s(Recording("s", 2.6, events=[Event(3.0, "x")]), [2.5]) is None
+    assert wait_s(recording(3.0), []) is None
+
+
+def test_each_notice_belongs_to_one_death() -> None:
+    kills = [Kill(time, "core", 5, "outside") for time in (1.0, 1.001, 2.0, 3.0)]
+    found = detections_s(kills, [0.5, 1.01, 1.02, 2.5])
+    assert found == [pytest.approx(0.01), pytest.approx(0.019), pytest.approx(0.5), None]
+
+
+def stream(opened_at: float, *times: float, end: End = End.DONE) -> Recording:
+    ended_at = times[-1] if times else 9.0
+    events = [Event(time, "x") for time in times]
+    return Recording("s", opened_at, events=events, end=end, ended_at=ended_at)
+
+
+@pytest.mark.parametrize(
+    ("phase", "right", "wrong"),
+    [
+        (Phase.IDLE, stream(6.0, 7.0), stream(1.0, 7.0)),
+        (Phase.QUEUED, stream(1.0, 7.0), stream(1.0, 2.0, 7.0)),
+        (Phase.FIRST_CHUNK, stream(1.0, 7.0), stream(1.0, 4.0, 7.0)),
+        (Phase.MIDDLE_CHUNK, stream(1.0, 7.0), stream(1.0, 4.0, 7.0)),
+        (Phase.DECODE, stream(1.0, 4.0, 7.0), stream(1.0, 3.0, 4.0)),
+        (Phase.FLUSH, stream(1.0, 4.0, 7.0), stream(1.0, 6.0, 7.0)),
+        (Phase.ABORT, stream(1.0, 4.0, end=End.LEFT), stream(1.0, 4.0)),
+        (Phase.ABORT, stream(1.0, 4.0, end=End.LEFT), stream(1.0, 6.0, end=End.LEFT)),
+    ],
+)
+def test_a_kill_in_another_phase_is_found(phase: Phase, right: Recording, wrong: Recording) -> None:
+    """From the events of the streams until the kill."""
+    assert phase_problem(phase, [5.0, 8.0], [right]) is None
+    assert phase_problem(phase, [5.0, 8.0], [wrong]) is not None
+    assert phase_problem(phase, [], [wrong]) is None
+
+
+def result(number: int, **more: object) -> RoundResult:
+    kills = [Kill(1.0, "core", 5, "outside")]
+    return RoundResult(number, "core", "decode", 3, kills=kills, num_streams=32, **more)  # type: ignore[arg-type]
+
+
+def test_table_and_document() -> None:
+    """A stream counts once for each kind of damage; the document has all results."""
+    bad = [Violation(Harm.LOST, "greedy-1", "end"), Violation(Harm.LOST, "greedy-1", "no finish")]
+    results = [result(1, stalls_s=[0.25, 0.5]), result(2, violations=bad)]
+    lines = report.table(results).splitlines()
+    names = ["fault", "phase", "kills", "streams", "broken", "resumed"]
+    harms = ["lost", "duplicated", "mismatched", "failed"]
+    assert lines[0].split() == [*names, *harms, "stall", "p50", "p99", "max"]
+    row = ["2", "64", "0", "0", "1", "0", "0", "0", "0.500", "0.500", "0.500"]
+    assert lines[1].split() == ["core", "decode", *row]
+    assert lines[2].split() == ["all", *row]
+    assert "round 2 (core decode): lost greedy-1: end" in report.violations(results)
+    document = json.loads(report.document(results, seed=3))
+    assert (document["seed"], document["violations"], len(document["rounds"])) == (3, 2, 2)
+
+
+def test_figures_of_a_fault_exclude_kills_during_a_recovery() -> None:
+    kills = [Kill(1.0, "core", 5, "outside"), Kill(2.0, "core", 6, "outside")]
+    results = [result(1, stalls_s=[0.25]), result(2, stalls_s=[7.0]), result(3, stalls_s=[9.0])]
+    results[1].kills = kills
+    results[2].missed = "no process was there to kill"
+    (line,) = report.singles(results)
+    assert line.startswith("core, 1 kills")
+    assert "1 streams stalled 0.250 / 0.250 / 0.250 s" in line
+
+
+def test_table_is_in_reading_order_whatever_the_plan() -> None:
+    rounds = [("core", "idle"), ("worker", "flush"), ("none", ""), ("worker", "idle")]
+    results = [RoundResult(i, fault, phase, 0) for i, (fault, phase) in enumerate(rounds)]
+    rows = [line.split()[:2] for line in report.table(results).splitlines()[1:]]
+    order = [["none", "0"], ["worker", "idle"], ["worker", "flush"], ["core", "idle"], ["all", "0"]]
+    assert rows == order
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 3), (0.99, 4), (1.0, 4)])
+def test_quantiles(share: float, value: int) -> None:
+    assert report.quantile([3, 1, 4, 2], share) == value
+    assert report.quantile([], share) is None
+
+
+def test_processes_are_found_and_killed_from_outside() -> None:
+    """By their environment and by their command line; dead processes are not found."""
+    script = "print(1, flush=True); import time; time.sleep(60)  # marked-for-this-test"
+    environ = {**os.environ, "CHAOS_MARK": str(os.getpid())}
+    command = [sys.executable, "-c", script]
+    child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "1\n"
+    try:
+        assert child.pid in processes.matching("marked-for-this-test")
+        assert processes.living_with("CHAOS_MARK", str(os.getpid())) == {child.pid}
+        assert processes.kill(child.pid) is not None
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert processes.kill(child.pid) is None, "a zombie is already dead"
+    finally:
+        child.kill()
+        child.communicate(timeout=10.0)
+    assert not is_alive(child.pid)
+    assert processes.kill(child.pid) is None
+    assert not processes.living_with("CHAOS_MARK", str(os.getpid()))

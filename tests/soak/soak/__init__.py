@@ -1,0 +1,1 @@
+"""A long run with kills and disconnects that looks for leaks: `python -m tests.soak --help`."""

@@ -1,0 +1,1 @@
+"""What is measured and proven once, when a model has been loaded."""

@@ -1,0 +1,159 @@
+"""Checks at load whether a model's logits have the same bits in every schedule.
+
+A request that lost its worker is computed again from its tokens, in other chunks and beside other
+requests. Its next token is certain to be the same only if a row's result depends on its own text
+alone. Known properties of the backend decide first. Then the model's own modules are tried, with
+the threads and shapes that they will run with.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.attention.native import NativeBackend
+from worker_proc.calibration.self_check import check_texts, compute_whole
+from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.packed_linear import PackedLinear, can_pack
+
+ROW_COUNTS = (1, 3, 17, 65)
+MAX_PRODUCTS = 2**28
+"""Most multiplications in one trial of a module: some milliseconds."""
+
+
+class Exactness(NamedTuple):
+    """Whether a request that is computed again gets the same tokens, and why not."""
+
+    holds: bool
+    reason: str
+    """Empty if it holds."""
+
+
+def check_exactness(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
+) -> Exactness:
+    """Check a model whose cache is attached; overwrites the first blocks.
+
+    Args:
+        loaded: after its modules were fused and packed.
+        backend: its attention.
+        layout: of the attached cache.
+        stepwise: what `self_check.check_forward` returned.
+    """
+    reason = _obstacle(loaded, backend) or _difference(loaded, backend, layout, stepwise)
+    return Exactness(not reason, reason)
+
+
+def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
+    """Return the first part that is known to depend on the batch, if any."""
+    if loaded.device.type != "cpu":
+        return f"matrix products on {loaded.device.type} may depend on the batch"
+    if not can_pack(loaded.dtype, loaded.device):
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        return f"plain matrix products, which depend on the batch, for dtype {dtype}"
+    if plain := next(_plain_products(loaded.model), None):
+        return f"plain matrix products, which depend on the batch, in {plain}"
+    if not isinstance(backend, NativeBackend):
+        return (
+            "plain attention, which depends on the batch: the native kernel was not compiled when"
+            " the model was loaded, or does not cover its heads"
+        )
+    return ""
+
+
+def _plain_products(model: nn.Module) -> Iterator[str]:
+    """Yield modules with used matrices of their own that are neither packed nor embeddings."""
+    for name, module in model.named_modules():
+        if not isinstance(module, PackedLinear | nn.Embedding) and any(
+            parameter.dim() > 1 and not parameter.is_meta
+            for parameter in module.parameters(recurse=False)
+        ):
+            yield f"{name} ({type(module).__name__})"
+
+
+def _difference(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
+) -> str:
+    """Compute the self check's texts at once, and each module among other numbers of rows."""
+    calls = _Calls(loaded.model)
+    with calls:
+        whole = compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
+    for name, module, args in calls.distinct():
+        for num_rows in ROW_COUNTS:
+            if num_rows * _num_weights(module) <= MAX_PRODUCTS and not _is_rowwise(
+                module, args, num_rows
+            ):
+                return f"{name} ({type(module).__name__}) gives rows other bits among {num_rows}"
+    if not all(map(_same, whole, stepwise)):
+        return "a text's logits have other bits computed at once than computed step by step"
+    return ""
+
+
+class _Calls:
+    """Context that records the arguments of each part of a model without attention."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts = list(_parts_without_attention("", model))
+        self._args: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for _, module in self._parts:
+            self._handles.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A part with other arguments is tried only as a part of the whole forward.
+        if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() == 3 for v in args):
+            return
+        if len({value.shape[1] for value in args}) == 1:
+            self._args[module] = args
+
+    def distinct(self) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
+        """Yield one part of each type, shape and input shape, with its arguments."""
+        seen = set()
+        for name, module in self._parts:
+            args = self._args.get(module)
+            tensors = (*module.parameters(), *(args or ()))
+            kind = type(module), *(tuple(tensor.shape) for tensor in tensors)
+            if args is not None and kind not in seen:
+                seen.add(kind)
+                yield name, module, args
+
+
+def _parts_without_attention(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if not any("paged_layer" in part.__dict__ for part in module.modules()):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        if isinstance(child, nn.Embedding):
+            continue  # it computes nothing
+        yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(p.weight.numel() for p in module.modules() if isinstance(p, PackedLinear))
+
+
+@torch.inference_mode()
+def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
+    """Return whether repeated rows have the same bits as the single ones."""
+    once = args[0].shape[1]
+    index = torch.arange(num_rows) % once
+    want, got = module(*args), module(*(value.index_select(1, index) for value in args))
+    wanted, found = (out if isinstance(out, tuple) else (out,) for out in (want, got))
+    return all(
+        _same(one.index_select(1, index), other) for one, other in zip(wanted, found, strict=True)
+    )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether all values are equal; NaN equals NaN."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

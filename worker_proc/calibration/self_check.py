@@ -1,0 +1,129 @@
+"""Compares the paged forward with transformers' own, once, when a model has been loaded.
+
+Code between the attention layers may rely on rows with a single text (a convolution, positions
+counted from a mask), and would give wrong results for packed rows without an error. Two short
+texts, computed together in steps, must give the logits that each gives alone.
+"""
+
+import statistics
+from dataclasses import replace
+from itertools import count, islice
+
+import torch
+
+from protocol.sampling import SamplingParams
+from worker_proc.attention.interface import IMPLEMENTATION, AttentionBackend
+from worker_proc.errors import UnsupportedModel
+from worker_proc.forward import compute_logits
+from worker_proc.inputs import pack_step, to_device
+from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+
+TEXT_LENGTHS = (5, 3)
+NUM_DECODED = 2
+"""Tokens at the end of each text that are computed in a step each."""
+MAX_ERROR = {torch.float32: 0.01}
+MAX_ERROR_OF_HALF = 0.15
+"""Relative error. The median over rows counts: rounding may send one row to another expert."""
+
+
+def num_blocks_needed(layout: KVLayout) -> int:
+    """Return how many blocks the pool must have while the check runs."""
+    per_group = sum(-(-length // layout.block_size) for length in TEXT_LENGTHS)
+    return 1 + per_group * len(layout.groups)
+
+
+def check_forward(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
+) -> list[torch.Tensor]:
+    """Run the check on the attached pool; overwrites the first blocks.
+
+    Returns:
+        The logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`: after its
+        prompt, and after each of the tokens that were computed in a step each.
+
+    Raises:
+        UnsupportedModel: the two differ by more than rounding.
+    """
+    texts = check_texts(loaded.vocab_size)
+    try:
+        paged = _paged_logits(loaded, backend, layout, texts)
+        expected = [_expected_logits(loaded, text) for text in texts]
+    except (TypeError, AttributeError, RuntimeError) as error:
+        kind = loaded.model.config.model_type
+        raise UnsupportedModel(f"{kind}: its forward fails over packed rows: {error}") from error
+    errors = [
+        float((got - want).norm() / want.norm().clamp_min(1e-6))
+        for got_rows, want_rows in zip(paged, expected, strict=True)
+        for got, want in zip(got_rows.float(), want_rows.float(), strict=True)
+    ]
+    limit = MAX_ERROR.get(loaded.dtype, MAX_ERROR_OF_HALF)
+    if not statistics.median(errors) <= limit:
+        raise UnsupportedModel(
+            f"{loaded.model.config.model_type}: its logits over packed rows differ from its logits"
+            f" over a row of its own (relative error {statistics.median(errors):.3g})"
+        )
+    return paged
+
+
+def compute_whole(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
+) -> list[torch.Tensor]:
+    """Compute the texts in one step, in reverse order; returns the rows of `check_forward`."""
+    requests = trial_requests(layout, texts)
+    parts = [ScheduledRequest(r, 0, len(r.token_ids), True) for r in reversed(requests)]
+    inputs = pack_step(parts, layout.block_size, loaded.device)
+    ends = [first + part.num_tokens for first, part in zip(inputs.first_rows, parts, strict=True)]
+    rows = [row for end in ends for row in range(end - 1 - NUM_DECODED, end)]
+    inputs = replace(inputs, logits_indices=to_device(rows, loaded.device))
+    logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
+    return list(logits.split(1 + NUM_DECODED))[::-1]
+
+
+def check_texts(vocab_size: int) -> list[list[int]]:
+    first, texts = 1, []
+    for length in TEXT_LENGTHS:
+        texts.append([(first + i) * 7919 % vocab_size for i in range(length)])
+        first += length
+    return texts
+
+
+def _paged_logits(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
+) -> list[torch.Tensor]:
+    """The last rows of each text: `[1 + NUM_DECODED, vocab_size]`, of its prompt's and after."""
+    requests = trial_requests(layout, texts)
+    steps = []
+    for back in range(NUM_DECODED, -1, -1):
+        parts = []
+        for request in requests:
+            end = len(request.token_ids) - back
+            start = 0 if back == NUM_DECODED else end - 1
+            parts.append(ScheduledRequest(request, start, end - start, True))
+        inputs = pack_step(parts, layout.block_size, loaded.device)
+        steps.append(compute_logits(loaded.model, backend, inputs, loaded.vocab_size))
+    return list(torch.stack(steps, dim=1))
+
+
+def trial_requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredRequest]:
+    """Return requests over `texts` with block tables of their own, from block 1 on."""
+    requests = []
+    free_blocks = count(1)
+    for req_id, text in enumerate(texts):
+        num_blocks = -(-len(text) // layout.block_size)
+        tables = [list(islice(free_blocks, num_blocks)) for _ in layout.groups]
+        requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), tables, 0, 0))
+    return requests
+
+
+@torch.inference_mode()
+def _expected_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
+    model = loaded.model
+    model.set_attn_implementation("eager")
+    try:
+        input_ids = torch.tensor([text], device=loaded.device)
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+    return logits[-1 - NUM_DECODED :, : loaded.vocab_size]

@@ -1,0 +1,1 @@
+"""KV tensors: how layers are grouped and where blocks are stored."""

@@ -1,0 +1,100 @@
+"""Groups layers by window, so that the blocks that a window has passed can be freed.
+
+A block of the pool belongs to one group at a time. All groups have the same number of layers and
+share the tensors: layer i of every group keeps its KV in tensor pair i. So one pool of equal blocks
+serves all groups, and a request holds only the blocks that each window needs.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.core_worker import KVGroup
+from worker_proc.kv.layer_spec import LayerSpec
+
+MAX_GROUPS = 64
+"""Bound of the wire format."""
+MAX_PADDING = 1.25
+"""Kinds of layers whose counts differ by at most this factor fill one group each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with block tables of their own."""
+
+    window: int | None
+    """Positions that a token attends to, itself included; None: all before it."""
+    layers: tuple[int, ...]
+    """Layer indices in the order of the forward; the i-th layer has tensor pair i."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The groups of a model's layers, which share one pool."""
+
+    groups: tuple[LayerGroup, ...]
+    block_size: int
+    max_chunk: int
+    """Largest number of tokens that one request computes in one step."""
+
+    @property
+    def windows(self) -> list[int | None]:
+        return [group.window for group in self.groups]
+
+    @property
+    def tensor_layers(self) -> tuple[int, ...]:
+        """One layer for each tensor pair, with its shape."""
+        return max((group.layers for group in self.groups), key=len)
+
+    def kv_groups(self) -> list[KVGroup]:
+        """Return the groups as they are announced to the core."""
+        return [KVGroup(group.window, self._max_blocks(group.window)) for group in self.groups]
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens holds at once."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(min(num_blocks, g.max_blocks or num_blocks) for g in self.kv_groups())
+
+    def num_tokens_in(self, num_blocks: int, limit: int) -> int:
+        """Return the greatest number of tokens, at most `limit`, for which `num_blocks` suffice."""
+        return bisect_right(range(limit + 1), num_blocks, key=self.num_blocks_for) - 1
+
+    def _max_blocks(self, window: int | None) -> int | None:
+        if window is None:
+            return None
+        # The first token of the longest chunk sees window - 1 more, and may begin within a block.
+        return -(-(window - 1 + self.max_chunk) // self.block_size) + 1
+
+
+def lay_out(
+    specs: Sequence[LayerSpec], block_size: int, max_chunk: int, max_model_len: int, hybrid: bool
+) -> KVLayout:
+    """Divide the layers of a model into groups, first those without a window.
+
+    Args:
+        specs: of the layers, in the order of the forward.
+        block_size: tokens per block.
+        max_chunk: largest number of tokens that one request computes in one step.
+        max_model_len: of the longest request; a window of this size counts as none.
+        hybrid: whether windows get groups of their own. Without it, and where several kinds of
+            layers cannot share tensors, all layers form one group that frees no blocks.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for index, spec in enumerate(specs):
+        passes = hybrid and spec.window is not None and spec.window < max_model_len
+        kinds.setdefault(spec.window if passes else None, []).append(index)
+    groups = _cut(kinds)
+    shapes = {(spec.num_kv_heads, spec.head_dim, spec.value_head_dim) for spec in specs}
+    if len(groups) > MAX_GROUPS or (len(kinds) > 1 and len(shapes) > 1):
+        groups = [LayerGroup(None, tuple(range(len(specs))))]
+    return KVLayout(tuple(groups), block_size, max_chunk)
+
+
+def _cut(kinds: dict[int | None, list[int]]) -> list[LayerGroup]:
+    sizes = [len(layers) for layers in kinds.values()]
+    size = max(sizes) if max(sizes) <= MAX_PADDING * min(sizes) else min(sizes)
+    return [
+        LayerGroup(window, tuple(layers[first : first + size]))
+        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
+        for first in range(0, len(layers), size)
+    ]

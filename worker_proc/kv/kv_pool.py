@@ -1,0 +1,93 @@
+"""The pool of KV blocks on the device, and the host's pool for swapped blocks."""
+
+from collections.abc import Sequence
+
+import torch
+
+from protocol.core_worker import BlockCopies
+from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Memory
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shapes of keys and of values; the first dimension counts blocks."""
+
+
+class KVPool:
+    """All KV tensors of a worker. Copies and forward of a step must use one stream."""
+
+    def __init__(
+        self,
+        shapes: Sequence[Shapes],
+        num_host_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate a pair of tensors for each of `shapes`, on the device and on the host."""
+        self._device = device
+        self._memory: list[Memory] = []
+        self._is_asleep = False
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each tensor on the device and its counterpart on the host."""
+        self.tensors: list[KVTensors] = []
+        for pair in shapes:
+            keys, values = (self._allocate(shape, num_host_blocks, dtype) for shape in pair)
+            self.tensors.append(KVTensors(keys, values))
+
+    def _allocate(
+        self, shape: tuple[int, ...], num_host_blocks: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        on_cpu = self._device.type == "cpu"
+        memory = HostMemory(shape, dtype) if on_cpu else DeviceMemory(shape, dtype, self._device)
+        self._memory.append(memory)
+        if num_host_blocks:
+            host = HostMemory((num_host_blocks, *shape[1:]), dtype, pinned=not on_cpu)
+            self._memory.append(host)
+            self._pairs.append((memory.tensor, host.tensor))
+        return memory.tensor
+
+    def swap(self, out: BlockCopies, into: BlockCopies) -> None:
+        """Copy blocks to the host, then others from it, on the current stream."""
+        copy = copy_by_index if self._device.type == "cpu" else copy_one_by_one
+        if out.host_block_ids:
+            self.wake()
+            for device, host in self._pairs:
+                copy(device, host, out.device_block_ids, out.host_block_ids)
+        if into.host_block_ids:
+            self.wake()
+            for device, host in self._pairs:
+                copy(host, device, into.host_block_ids, into.device_block_ids)
+
+    def sleep(self) -> None:
+        """Release all memory until `wake`; its content is lost."""
+        if self._is_asleep:
+            return
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+        for memory in self._memory:
+            memory.release()
+        if self._device.type != "cpu":
+            torch.cuda.empty_cache()
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Make the tensors usable again, with zeros after a sleep."""
+        if not self._is_asleep:
+            return
+        for memory in self._memory:
+            memory.restore()
+        self._is_asleep = False
+
+
+def copy_by_index(
+    source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
+) -> None:
+    """Copy rows of one tensor to rows of another on the same device."""
+    rows = source.index_select(0, torch.tensor(source_ids, device=source.device))
+    target.index_copy_(0, torch.tensor(target_ids, device=target.device), rows)
+
+
+def copy_one_by_one(
+    source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
+) -> None:
+    """Copy rows between a device and pinned host memory, without waiting for them."""
+    for source_id, target_id in zip(source_ids, target_ids, strict=True):
+        target[target_id].copy_(source[source_id], non_blocking=True)

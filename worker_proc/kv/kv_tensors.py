@@ -1,0 +1,139 @@
+"""Tensors of the paged KV cache, their memory, and the number of blocks that fit."""
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker_proc.errors import InsufficientMemory
+from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.kv.layer_spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """Keys and values of one layer of each group, in the backend's shapes.
+
+    Block 0 is the null block: it takes writes that are never read.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Size of the pool, and the longest sequence that it can hold."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class HostMemory:
+    """A zeroed tensor in host memory, whose pages are allocated when they are written.
+
+    It is zeroed because masked values must be finite (0 · inf is NaN). `torch.zeros` would touch
+    every page: seconds for a few GiB.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> None:
+        """Map the memory; `pinned` allocates it now, so that CUDA can copy asynchronously."""
+        self._num_bytes = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
+        self._pages = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape))
+        self.tensor = flat.view(shape)
+        self._pinned = pinned
+        self.restore()
+
+    def release(self) -> None:
+        """Return the memory to the system; its content is lost."""
+        if self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr()))
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def restore(self) -> None:
+        """Make the tensor usable again, zeroed."""
+        if self._pinned:
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self._num_bytes, 0)
+            )
+
+
+class DeviceMemory:
+    """A zeroed tensor in the memory of a CUDA device."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self._num_bytes = self.tensor.untyped_storage().nbytes()
+
+    def release(self) -> None:
+        """Return the memory to torch; its content is lost."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Make the tensor usable again, zeroed."""
+        self.tensor.untyped_storage().resize_(self._num_bytes)
+        self.tensor.zero_()
+
+
+Memory = HostMemory | DeviceMemory
+
+
+def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Return the size of one block over the tensors of `specs`."""
+    values_per_token = sum(s.num_kv_heads * (s.head_dim + s.value_head_dim) for s in specs)
+    return values_per_token * block_size * dtype.itemsize
+
+
+def format_sizes(one: int, other: int) -> tuple[str, str]:
+    """Write two numbers of bytes in the largest unit that shows their difference."""
+    for unit, name in ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
+        texts = f"{one / unit:.2f} {name}", f"{other / unit:.2f} {name}"
+        if max(one, other) >= unit and (texts[0] != texts[1] or one == other):
+            return texts
+    return f"{one} bytes", f"{other} bytes"
+
+
+def size_cache(
+    available_bytes: int,
+    block_bytes: int,
+    layout: KVLayout,
+    *,
+    model_len: int,
+    max_model_len: int | None,
+    num_blocks_override: int | None = None,
+) -> CacheSize:
+    """Decide the number of blocks and the served context length.
+
+    Args:
+        available_bytes: memory for the pool; ignored with an override.
+        block_bytes: of one block over all tensors.
+        layout: how one request fills blocks.
+        model_len: the longest context the model itself allows.
+        max_model_len: as configured; None: the longest that fits.
+        num_blocks_override: exact number of blocks, the null block included.
+
+    Raises:
+        InsufficientMemory: `max_model_len` does not fit; names the memory needed and available,
+            and the greatest length that fits.
+    """
+    num_blocks = num_blocks_override or available_bytes // block_bytes
+    wanted_len = max_model_len or model_len
+    # The last sampled token never needs a slot: n slots serve a context of n + 1 tokens.
+    fitting_len = layout.num_tokens_in(max(num_blocks - 1, 0), wanted_len - 1) + 1
+    if max_model_len is not None and fitting_len < max_model_len:
+        needed_blocks = layout.num_blocks_for(max_model_len - 1) + 1
+        needed, there = format_sizes(needed_blocks * block_bytes, num_blocks * block_bytes)
+        raise InsufficientMemory(
+            f"max_model_len {max_model_len} needs {needed} of KV cache, and {there} are available;"
+            f" the greatest max_model_len that fits is {fitting_len}"
+        )
+    least = 1 + len(layout.groups)
+    if num_blocks < least:
+        needed, there = format_sizes(least * block_bytes, available_bytes)
+        raise InsufficientMemory(f"the KV cache needs {needed} at least, and {there} are available")
+    return CacheSize(num_blocks, fitting_len)

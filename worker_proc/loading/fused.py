@@ -1,0 +1,201 @@
+"""Replaces modules that transformers computes in many passes by kernels of one pass.
+
+Which modules qualify is not read off their names: a candidate's own forward is run on random
+rows, small, ordinary and large, and must agree with the kernel, otherwise the module stays as it
+is. Large rows show bounds, such as a clamp of the gate, and small ones the epsilon of a norm.
+
+The kernels compute every row alike. torch computes elementwise functions in vectors, and the end of
+a tensor in another way: there a row's bits can depend on its place.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import nn
+
+from worker_proc.loading.packed_linear import PackedLinear
+from worker_proc.native.kernels import NATIVE_DTYPES, Activation, NativeLibrary
+
+NUM_TRIAL_ROWS = 5
+NUM_TRIAL_VALUES = 492
+"""With the large ones, a multiple of the rows."""
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Relative to the largest value: another order of a sum, and one rounding."""
+TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
+"""Of the random rows."""
+TRIAL_RANGE = 9.0
+"""Where activations bend; past it they should be 0 or their argument, which is tried too."""
+LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
+
+
+class FusedRMSNorm(nn.Module):
+    """Root-mean-square normalization in one pass."""
+
+    def __init__(
+        self, library: NativeLibrary, weight: torch.Tensor, epsilon: float, round_first: bool
+    ) -> None:
+        """Take the factors of the columns and the kernel's other arguments."""
+        super().__init__()
+        self.weight = weight.detach().float().contiguous()
+        self._library = library
+        self._epsilon = epsilon
+        self._round_first = round_first
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._library.rms_norm(hidden, self.weight, self._epsilon, self._round_first)
+
+
+class FusedActivation(nn.Module):
+    """An activation in one pass."""
+
+    def __init__(self, library: NativeLibrary, activation: Activation) -> None:
+        super().__init__()
+        self._library = library
+        self._activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._library.activate(hidden, self._activation)
+
+
+class FusedMLP(nn.Module):
+    """down(f(gate(x)) · up(x)), with one packed matrix for gate and up."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        activation: Activation,
+        gate: nn.Linear,
+        up: nn.Linear,
+        down: nn.Linear,
+    ) -> None:
+        super().__init__()
+        bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+        self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias)
+        self.down_proj = PackedLinear(down.weight, down.bias)
+        self._library = library
+        self._activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(hidden)
+        product = self._library.activate(gate_up, self._activation, multiplies=True)
+        out: torch.Tensor = self.down_proj(product)
+        return out
+
+
+def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> int:
+    """Replace the modules of `model` for which a kernel is proven; before packing.
+
+    Returns:
+        The number of modules replaced.
+    """
+    num_fused = 0
+    gone: set[nn.Module] = set()
+    for parent in list(model.modules()):
+        for name, child in () if parent in gone else parent.named_children():
+            fused = _fused(child, library, dtype)
+            if fused is not None:
+                setattr(parent, name, fused)
+                gone.update(child.modules())
+                _release(child)
+                num_fused += 1
+    return num_fused
+
+
+def _release(module: nn.Module) -> None:
+    """Drop the weights of a replaced module, which may be referred to elsewhere."""
+    for part in module.modules():
+        for name, _ in list(part.named_parameters(recurse=False)):
+            delattr(part, name)
+
+
+@torch.inference_mode()
+def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.Module | None:
+    if dtype not in NATIVE_DTYPES:
+        return None
+    names = {name for name, _ in module.named_children()}
+    if {"gate_proj", "up_proj", "down_proj"} <= names <= _MLP_CHILDREN:
+        return _fused_mlp(module, library)
+    if not names and next(chain(module.parameters(), module.buffers()), None) is None:
+        return _fused_activation(module, library)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    parameters = dict(module.named_parameters())
+    if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):
+        return None
+    weight = parameters["weight"]
+    if weight.dim() != 1 or weight.dtype != dtype:
+        return None
+    return _agreeing(
+        module,
+        [
+            lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
+            lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
+        ],
+        len(weight),
+    )
+
+
+_MLP_CHILDREN = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
+
+
+def _fused_mlp(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if not (
+        isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+    ):
+        return None
+    activation = _activation_of(getattr(module, "act_fn", None), library)
+    if activation is None:
+        return None
+    candidates: list[Callable[[], nn.Module]] = [
+        lambda: FusedMLP(library, activation, gate, up, down)
+    ]
+    return _agreeing(module, candidates, gate.in_features)
+
+
+def _fused_activation(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
+    activation = _activation_of(module, library)
+    return None if activation is None else FusedActivation(library, activation)
+
+
+def _activation_of(function: object, library: NativeLibrary) -> Activation | None:
+    """Return the activation that a module or function computes; tried in float32."""
+    if not callable(function):
+        return None
+    values = torch.linspace(-TRIAL_RANGE, TRIAL_RANGE, NUM_TRIAL_VALUES)
+    large = torch.tensor([*LARGE_VALUES, *(-value for value in LARGE_VALUES)])
+    values = torch.cat([values, large]).view(1, NUM_TRIAL_ROWS, -1)
+    try:
+        expected = function(values)
+    except Exception:
+        return None  # it takes other arguments
+    if not isinstance(expected, torch.Tensor) or expected.shape != values.shape:
+        return None
+    for activation in Activation:
+        error = (library.activate(values, activation) - expected).abs()
+        if bool((error <= MAX_ERROR[torch.float32] * expected.abs().clamp(min=1.0)).all()):
+            return activation
+    return None
+
+
+def _agreeing(
+    module: nn.Module, candidates: list[Callable[[], nn.Module]], size: int
+) -> nn.Module | None:
+    """Return the first candidate that computes what `module` does, on rows of every scale."""
+    dtype = next(module.parameters()).dtype
+    generator = torch.Generator().manual_seed(1)
+    # Off zero, so that a norm that subtracts the mean does not pass.
+    rows = torch.randn(1, NUM_TRIAL_ROWS, size, generator=generator) + 1.0
+    trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
+    try:
+        expected = [module(trial).float() for trial in trials]
+    except (TypeError, RuntimeError):
+        return None  # a module of another interface
+    for make in candidates:
+        candidate = make()
+        if all(
+            (candidate(trial).float() - want).abs().max() <= MAX_ERROR[dtype] * want.abs().max()
+            for trial, want in zip(trials, expected, strict=True)
+        ):
+            return candidate
+    return None

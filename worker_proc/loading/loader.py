@@ -1,0 +1,248 @@
+"""Loads a checkpoint directory, or raises the reason why it cannot be served.
+
+Everything that is known without weights is checked before they are read: the configuration, and, by
+running the model's own code on the meta device, its attention and the parameters that it uses.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from worker_proc.attention.interface import IMPLEMENTATION, register
+from worker_proc.attention.probe import ProbedLayer, probe_model
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.checkpoint import (
+    DTYPES,
+    StoredTensor,
+    check_config_files,
+    check_stored_dtypes,
+    describe_rejection,
+    is_unused_buffer,
+)
+from worker_proc.runner import ReportProgress
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights, and the facts of its configuration."""
+
+    model: PreTrainedModel
+    layers: list[ProbedLayer]
+    """Attention layers, in the order in which the forward calls them."""
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    model_len: int
+    """Longest context that the model can compute, in tokens."""
+    eos_token_ids: list[int]
+
+
+def load_model(
+    directory: str, dtype: str, device: torch.device, progress: ReportProgress
+) -> LoadedModel:
+    """Load the checkpoint in `directory`.
+
+    Args:
+        directory: with config.json and safetensors files.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        device: where the weights go.
+        progress: called in the phases "inspect" and "load_weights".
+
+    Raises:
+        CheckpointError: a file or tensor is missing, wrong or not used by the model.
+        UnsupportedModel: the model cannot be computed correctly here.
+    """
+    progress("inspect", 0, 1)
+    config = _read_config(directory)
+    text_config = config.get_text_config(decoder=True)
+    _check_config(config, text_config)
+    probed = probe_model(_meta_model(directory, config), text_config.num_hidden_layers)
+    model_len = _model_len(text_config)
+    torch_dtype = _resolve_dtype(dtype, config, device)
+    stored = check_stored_dtypes(directory)
+    progress("inspect", 1, 1)
+    model = _load_weights(directory, torch_dtype, stored, progress).to(device)
+    _release_unused(model, probed.parameters)
+    return LoadedModel(
+        model=model.eval().requires_grad_(False),
+        layers=probed.layers,
+        dtype=torch_dtype,
+        device=device,
+        vocab_size=text_config.vocab_size,
+        model_len=model_len,
+        eos_token_ids=_eos_token_ids(model, text_config),
+    )
+
+
+def _read_config(directory: str) -> PretrainedConfig:
+    check_config_files(directory)
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise UnsupportedModel(
+            f"{directory}: transformers has no code of its own for this configuration: {error}"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(describe_rejection(directory, error)) from error
+
+
+def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
+    kind = config.model_type
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"{kind}: quantized checkpoints are not supported")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{kind}: encoder-decoder models are not supported")
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if strange := layer_types - _ATTENTION_LAYER_TYPES:
+        raise UnsupportedModel(f"{kind}: layers of type {', '.join(sorted(strange))}")
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel(f"{kind}: layers that share their KV are not supported")
+    if getattr(text_config, "add_cross_attention", False):
+        raise UnsupportedModel(f"{kind}: cross attention is not supported")
+
+
+def _meta_model(directory: str, config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        with torch.device("meta"), no_init_weights():
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    except ValueError as error:
+        raise UnsupportedModel(f"{config.model_type}: no causal language model: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(describe_rejection(directory, error)) from error
+
+
+def _model_len(text_config: PretrainedConfig) -> int:
+    model_len = getattr(text_config, "max_position_embeddings", None)
+    if model_len is None:
+        raise UnsupportedModel(f"{text_config.model_type}: config.json bounds no positions")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in nested or [rope]:
+        if parameters.get("rope_type") == "longrope":
+            # Past this length every request of a step would use other frequencies.
+            original = parameters.get("original_max_position_embeddings") or model_len
+            model_len = min(model_len, original)
+    return int(model_len)
+
+
+def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
+    if dtype is None:
+        return torch.float32
+    if dtype not in _DTYPES.values():
+        raise UnsupportedModel(f"{config.model_type}: weights of type {dtype}")
+    if dtype == torch.float16 and device.type == "cpu":
+        _log.info("float16 weights are computed in float32 on the CPU")
+        return torch.float32
+    return dtype  # type: ignore[no-any-return]
+
+
+def _load_weights(
+    directory: str, dtype: torch.dtype, stored: dict[str, StoredTensor], progress: ReportProgress
+) -> PreTrainedModel:
+    register()
+    try:
+        with _reported(progress):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
+    problems += [f"has another shape of {key}" for key in sorted(map(str, info["mismatched_keys"]))]
+    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    problems += [
+        f"has {key}, which {model.config.model_type} does not use"
+        for key in sorted(info["unexpected_keys"])
+        if not is_unused_buffer(key, stored.get(key))
+        and not (is_tied and key.endswith("lm_head.weight"))
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
+    return model
+
+
+def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
+    """Move parameters that the forward does not use, such as a vision tower's, to the meta device.
+
+    Their memory is free then, and a forward that uses one after all fails.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kept = {parameters[name].untyped_storage()._cdata for name in used}
+    for name, parameter in parameters.items():
+        if parameter.untyped_storage()._cdata not in kept:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta")))
+
+
+class _ReportingBar:
+    """Wraps an iterable and reports its progress."""
+
+    def __init__(self, items: Any, progress: ReportProgress) -> None:
+        self._items = items
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Any]:
+        total = len(self._items)
+        for done, item in enumerate(self._items):
+            self._progress("load_weights", done, total)
+            yield item
+        self._progress("load_weights", total, total)
+
+
+@contextmanager
+def _reported(progress: ReportProgress) -> Iterator[None]:
+    """Connect transformers' progress bar over the weights to `progress`, and print nothing.
+
+    Missing tensors are raised as an error by the caller, not reported here.
+    """
+
+    def hook(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and hasattr(args[0], "__len__"):
+            return _ReportingBar(args[0], progress)
+        return factory(*args, **{**kwargs, "disable": True})
+
+    previous = transformers_logging.set_tqdm_hook(hook)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _eos_token_ids(model: PreTrainedModel, text_config: PretrainedConfig) -> list[int]:
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    ids = eos if isinstance(eos, list) else [eos]
+    return [token_id for token_id in ids if token_id is not None and token_id >= 0]

@@ -1,0 +1,146 @@
+"""Exact inverse-CDF sampling from filtered softmax distributions.
+
+Probabilities are integers: the most likely token of a row weighs 2**40, and every other one
+floor(exp((score - max) / temperature) * 2**40). Integer sums do not depend on the order of
+summation, so neither the other rows of the batch, nor the device's reduction strategy, nor the
+shortcut taken here can change a token. Each function returns what this would: sort the row by
+descending score with ties by token id, drop weights under the min-p bound, cut to top_k tokens, cut
+after the first token where the running sum reaches top_p of the rest, and take the token where the
+running sum first exceeds `draw` (as a fraction) of what is left.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker_proc.sampling.philox import NUM_DRAW_BITS
+from worker_proc.sampling.ranking import head, sorted_members
+
+MAX_VOCAB_SIZE = 2**22 - 1
+"""The weights of a row of this size sum to less than 2**62."""
+
+_UNIT = 2**40
+_NUM_BUCKETS = 2048
+_BUCKETS_PER_NAT = _NUM_BUCKETS / 28.0
+"""Weights are 0 from 27.8 nats under the maximum on, so the last bucket has weight 0."""
+_HALF = NUM_DRAW_BITS // 2
+_HALF_MASK = (1 << _HALF) - 1
+
+
+class Filters(NamedTuple):
+    """Parameters of n rows, with `device` and order of their scores."""
+
+    temperature: Tensor
+    """float32 [n], positive."""
+    min_p: Tensor
+    """float64 [n]; 0: off."""
+    top_p: Tensor
+    """float64 [n]; 1: off."""
+    draws: Tensor
+    """int64 [n], uniform in [0, 2**62)."""
+
+
+def scale(draws: Tensor, totals: Tensor) -> Tensor:
+    """Return floor(draws * totals / 2**62), exactly; int64 [n], both in [0, 2**62)."""
+    draw_high, draw_low = draws >> _HALF, draws & _HALF_MASK
+    total_high, total_low = totals >> _HALF, totals & _HALF_MASK
+    middle = draw_high * total_low + draw_low * total_high + ((draw_low * total_low) >> _HALF)
+    return draw_high * total_high + (middle >> _HALF)
+
+
+def sample_top_k(scores: Tensor, filters: Filters, top_k: Tensor) -> Tensor:
+    """Sample rows that have a top_k: only the first max(top_k) tokens are ever weighed.
+
+    Args:
+        scores: float32 [n, vocab], without NaN or +inf, at least one finite score in each row.
+        filters: of the n rows.
+        top_k: int64 [n], at least 1.
+
+    Returns:
+        int64 [n] token ids.
+    """
+    values, ids = head(scores, int(top_k.max()))
+    weights = _weigh(_distance(values, values[:, :1], filters), filters)
+    places = torch.arange(values.shape[1], device=values.device)
+    sums = weights.masked_fill_(places >= top_k[:, None], 0).cumsum(dim=-1)
+    kept = _first_above(sums, _top_p_bound(sums[:, -1], filters))
+    totals = sums.gather(1, kept[:, None])[:, 0]
+    chosen = _first_above(sums, scale(filters.draws, totals))
+    return ids.gather(1, chosen[:, None])[:, 0]
+
+
+def sample_full(scores: Tensor, filters: Filters, *, with_top_p: bool) -> Tensor:
+    """Sample rows without a top_k, without sorting their vocabulary.
+
+    Args:
+        scores: float32 [n, vocab], without NaN or +inf, at least one finite score in each row.
+        filters: of the n rows; top_p is read only if `with_top_p`.
+        with_top_p: whether any row has a top_p under 1.
+
+    Returns:
+        int64 [n] token ids.
+    """
+    histogram = _Histogram(scores, filters)
+    totals = histogram.sums[:, -1]
+    if with_top_p:
+        _, totals = histogram.locate(_top_p_bound(totals, filters))
+    return histogram.locate(scale(filters.draws, totals))[0]
+
+
+class _Histogram:
+    """Weights of all tokens, summed in buckets of similar score.
+
+    A bucket holds a run of the sorted vocabulary, because its number is monotonic in the score. So
+    finding a place in the running sum needs the sums of the buckets and a sort of one bucket.
+    """
+
+    def __init__(self, scores: Tensor, filters: Filters) -> None:
+        distance = _distance(scores, scores.amax(dim=-1, keepdim=True), filters)
+        self._scores = scores
+        self._buckets = (distance * _BUCKETS_PER_NAT).clamp_(max=_NUM_BUCKETS - 1).long()
+        self._weights = _weigh(distance, filters)
+        sums = self._weights.new_zeros(scores.shape[0], _NUM_BUCKETS)
+        sums.scatter_add_(1, self._buckets, self._weights)
+        self.sums = sums.cumsum_(dim=-1)
+        """int64 [n, buckets]: the running sum of weights up to the end of each bucket."""
+
+    def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the first token where the running sum of sorted weights exceeds the target.
+
+        Args:
+            targets: int64 [n], in [0, sum of the row).
+
+        Returns:
+            Its id and the running sum up to and with it, both int64 [n].
+        """
+        buckets = _first_above(self.sums, targets)[:, None]
+        values, ids = sorted_members(self._scores, self._buckets == buckets)
+        weights = self._weights.gather(1, ids).masked_fill_(values.isneginf(), 0)
+        before = self.sums.gather(1, (buckets - 1).clamp_(min=0)).masked_fill_(buckets == 0, 0)
+        sums = weights.cumsum(dim=-1).add_(before)
+        places = _first_above(sums, targets)[:, None]
+        return ids.gather(1, places)[:, 0], sums.gather(1, places)[:, 0]
+
+
+def _distance(scores: Tensor, maxima: Tensor, filters: Filters) -> Tensor:
+    """Nats under the maximum after temperature, at least 0; float32 of the scores' shape."""
+    return (maxima - scores).div_(filters.temperature[:, None])
+
+
+def _weigh(distance: Tensor, filters: Filters) -> Tensor:
+    """Integer weights, 0 under the min-p bound; int64. Overwrites the distance."""
+    weights = distance.neg_().exp_().mul_(_UNIT).long()
+    bound = (filters.min_p * _UNIT).ceil_().long()[:, None]
+    return weights.masked_fill_(weights < bound, 0)
+
+
+def _top_p_bound(totals: Tensor, filters: Filters) -> Tensor:
+    """The last token kept is the first where the running sum exceeds this; int64 [n]."""
+    bound = (totals.double() * filters.top_p).ceil_().long()
+    return torch.minimum(bound, totals).clamp_(min=1) - 1
+
+
+def _first_above(sums: Tensor, targets: Tensor) -> Tensor:
+    """Index of the first running sum above the target in each row; int64 [n]."""
+    return torch.searchsorted(sums, targets[:, None], right=True)[:, 0]

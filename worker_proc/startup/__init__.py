@@ -1,0 +1,1 @@
+"""How a worker starts: alone, or forked by the zygote from what it has loaded."""

@@ -1,0 +1,121 @@
+"""Starts a worker: loads the model, reports to the supervisor, waits for promotion, computes.
+
+A worker that is started by command loads everything itself. One that is forked from a zygote
+(worker_proc/startup/zygote.py) shares the weights that were loaded there.
+"""
+
+import os
+import time
+
+import zmq
+
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from protocol.process import gc_tuning
+from protocol.process.child_runtime import ChildProcess
+from protocol.process.failpoints import failpoint
+from worker_proc.calibration.warm_up import warm_up
+from worker_proc.loop import WorkerLoop
+from worker_proc.runner import ReportProgress, Runner, RunnerFactory
+from worker_proc.startup.lean_import import lean_imports
+
+NULL_VOCAB_SIZE = 32_000
+NULL_MAX_MODEL_LEN = 8192
+NULL_NUM_BLOCKS = 8192
+NULL_EOS_TOKEN_ID = 2
+NULL_BLOCK_BYTES = 65_536
+"""Size that a block of the null runner has in `swap_space_bytes`."""
+
+
+def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
+    """Load the configured model. The null runner never imports torch.
+
+    Raises:
+        ValueError: settings or checkpoint cannot be used; another attempt would fail as well.
+    """
+    if config.model.model == "null":
+        return _null_runner(config)
+    progress("import", 0, 0)
+    with lean_imports():
+        from worker_proc.model_runner import load_model_runner
+
+    return load_model_runner(config, progress)
+
+
+def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
+    """Load the part that workers share, without starting a thread or using a device.
+
+    Returns:
+        A function that makes a runner in a forked worker.
+
+    Raises:
+        ValueError: settings or checkpoint cannot be used; another attempt would fail as well.
+    """
+    if config.model.model == "null":
+        return lambda _: _null_runner(config)
+    # Set before the libraries are loaded: they would start threads, which a fork does not copy.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    progress("import", 0, 0)
+    with lean_imports():
+        from worker_proc.startup.shared_model import load_shared_model
+
+    return load_shared_model(config, progress)
+
+
+def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) -> None:
+    """Make the runner and compute until Stop arrives; a standby first waits for its promotion."""
+    failpoint("worker.load")
+    try:
+        runner = make(child.progress)
+        if is_standby and child.config.model.model != "null":
+            warm_up(runner)
+    except ValueError as error:
+        child.fatal("loading the model", error, retry=False)
+    except Exception as error:
+        child.fatal("loading the model", error)
+    failpoint("worker.after_load")
+    facts = runner.facts
+    detail = ", ".join(filter(None, (facts.device, facts.dtype)))
+    # On the CPU a successor must not size its cache by the memory that is free then. On a device it
+    # may have to take less.
+    num_blocks = facts.num_gpu_blocks if facts.device == "cpu" else 0
+    gc_tuning.freeze()  # here it counts as loading
+    if is_standby:
+        child.ready(detail)
+        if not child.wait_for_promotion():
+            return
+    child.restart_on_sigterm()
+    loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller())
+    child.ready(detail, num_blocks)
+    try:
+        loop.run()
+    except Exception as error:
+        child.fatal("computing", error)
+    child.leave()
+
+
+def null_facts(config: EngineConfig) -> ModelFacts:
+    """Return the facts that the null runner announces."""
+    return ModelFacts(
+        model="null",
+        vocab_size=NULL_VOCAB_SIZE,
+        max_model_len=config.model.max_model_len or NULL_MAX_MODEL_LEN,
+        block_size=config.cache.block_size,
+        num_gpu_blocks=config.cache.num_gpu_blocks_override or NULL_NUM_BLOCKS,
+        eos_token_ids=[NULL_EOS_TOKEN_ID],
+        dtype="",
+        device="",
+        num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
+        exact_resume=True,
+    )
+
+
+def _null_runner(config: EngineConfig) -> Runner:
+    from worker_proc.null_runner import NullRunner
+
+    return NullRunner(
+        null_facts(config),
+        config.worker.null_step_ms / 1000,
+        num_speculative_tokens=config.scheduler.num_speculative_tokens,
+    )

@@ -1,0 +1,286 @@
+"""The zygote: `python -m worker_proc --zygote` loads a model, and forks workers on request.
+
+It can be forked at any time: one thread, no ZMQ context, no OpenMP pool, no device. A worker is
+forked twice, so that its parent is the supervisor, which reaps it and confirms its death as that of
+any child.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from protocol.config import EngineConfig
+from protocol.lifecycle import Fatal, Progress, Ready, Role
+from protocol.message import MAX_TEXT, ProtocolError
+from protocol.process.child_runtime import (
+    EXIT_FATAL,
+    EXIT_ORPHANED,
+    ChildProcess,
+    configure_logging,
+    show_stacks,
+)
+from protocol.process.failpoints import failpoint
+from protocol.process.prctl import die_with_parent, set_name
+from protocol.process.progress import ProgressReporter
+from protocol.zygote_link import (
+    Forked,
+    ForkFailed,
+    ForkWorker,
+    LinkClosed,
+    ToZygote,
+    ZygoteLink,
+    close_all,
+    decode_to_zygote,
+)
+from worker_proc.runner import RunnerFactory
+from worker_proc.startup.start import load_to_fork, work
+
+FORK_TIMEOUT_S = 5.0
+"""Limit for the intermediate process, which takes milliseconds."""
+_PID_BYTES = 4
+
+log = logging.getLogger("troika.zygote")
+
+
+class NotForkable(Exception):
+    """This process has other threads, which a fork would not copy."""
+
+
+class ForkedWorker(NamedTuple):
+    """The worker that a forked process becomes."""
+
+    message: ForkWorker
+    fds: dict[str, int]
+    """Descriptors by their names in the message."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Load, then fork until the supervisor is gone. Forked workers return through here, too."""
+    arguments = _parse(argv)
+    die_with_parent()
+    set_name("troika-zygote")
+    with os.fdopen(arguments.config_fd, "rb") as pipe:
+        config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
+    configure_logging(str(Role.ZYGOTE), config.run.log_level)
+    link = ZygoteLink(socket.socket(fileno=arguments.listen_fd), decode_to_zygote)
+    if arguments.progress_fd is not None:
+        show_stacks()
+    reporter = ProgressReporter(arguments.progress_fd, arguments.epoch, config.recovery)
+    if arguments.progress_fd is not None:
+        os.close(arguments.progress_fd)  # the page stays mapped; forked workers have their own
+    zygote = Zygote(link, arguments.parent_fd, reporter)
+    failpoint("zygote.load")
+    try:
+        make = zygote.load(config)
+        order = zygote.serve()
+    except LinkClosed:
+        os._exit(EXIT_ORPHANED)
+    run_worker(order, config, make)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("worker_proc", allow_abbrev=False)
+    parser.add_argument("--zygote", action="store_true", required=True)
+    for flag in ("--config-fd", "--parent-fd", "--listen-fd", "--epoch"):
+        parser.add_argument(flag, type=int, required=True)
+    parser.add_argument("--progress-fd", type=int)
+    return parser.parse_known_args(argv)[0]
+
+
+class Zygote:
+    """State of the process that forks workers."""
+
+    def __init__(
+        self, link: ZygoteLink[ToZygote], parent_fd: int, reporter: ProgressReporter
+    ) -> None:
+        self._link = link
+        self._reporter = reporter
+        self._parent_fd = parent_fd
+
+    def load(self, config: EngineConfig) -> RunnerFactory:
+        """Load the configured model and send Ready; ends the process with a `Fatal` on failure.
+
+        Raises:
+            LinkClosed: the supervisor is gone.
+        """
+        try:
+            make = load_to_fork(config, self._report)
+            check_forkable()
+        except ValueError as error:
+            self._fatal(error, retry=False)
+        except Exception as error:
+            self._fatal(error, retry=True)
+        gc.collect()
+        gc.freeze()  # the collector would write to every object, which copies its page
+        gc.disable()
+        self._link.deliver(Ready(f"{_shared_mib()} MiB to share"))
+        return make
+
+    def serve(self) -> ForkedWorker:
+        """Fork a worker for each request. Returns only in forked processes.
+
+        Raises:
+            LinkClosed: the supervisor is gone.
+        """
+        poller = select.poll()
+        poller.register(self._link, select.POLLIN)
+        poller.register(self._parent_fd, select.POLLIN)
+        while True:
+            self._reporter.idle()
+            ready = poller.poll(self._reporter.tick_ms)
+            self._reporter.turn()
+            if any(fd == self._parent_fd for fd, _ in ready):
+                raise LinkClosed
+            received = self._receive()
+            if received is None:
+                continue
+            order = self._fork(*received)
+            if order is not None:
+                return order
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        """Send progress; a report that does not fit is dropped, as the next one replaces it."""
+        self._reporter.load(phase, done)
+        self._link.send(Progress(phase, done, total))
+
+    def _fatal(self, error: Exception, *, retry: bool) -> NoReturn:
+        text = f"{type(error).__name__}: {error}"
+        log.error("loading failed: %s", text, exc_info=retry)
+        self._link.deliver(Fatal("loading the model", text[:MAX_TEXT], retry=retry))
+        sys.stderr.flush()
+        os._exit(EXIT_FATAL)
+
+    def _receive(self) -> tuple[ForkWorker, list[int]] | None:
+        try:
+            return self._link.receive()
+        except ProtocolError as error:
+            log.error("received an unreadable message from the supervisor: %s", error)
+            return None
+
+    def _fork(self, message: ForkWorker, fds: list[int]) -> ForkedWorker | None:
+        """Fork one worker and report it. Returns None in the zygote."""
+        try:
+            if len(fds) != len(message.fd_names):
+                raise OSError(f"received {len(fds)} descriptors for {message.fd_names}")
+            pid = fork_twice()
+        except OSError as error:
+            log.error("cannot fork: %s", error)
+            self._link.deliver(ForkFailed(message.epoch, str(error)[:MAX_TEXT]))
+        else:
+            if pid == 0:
+                self._link.close()
+                self._reporter.close()
+                os.close(self._parent_fd)
+                return ForkedWorker(message, dict(zip(message.fd_names, fds, strict=True)))
+            self._link.deliver(Forked(message.epoch, pid))
+        close_all(fds)
+        return None
+
+
+def check_forkable() -> None:
+    """Check that this process has one thread.
+
+    Raises:
+        NotForkable: names the other threads.
+    """
+    tasks = [
+        path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()
+    ]
+    if len(tasks) != 1:
+        raise NotForkable(f"loading has started threads: {', '.join(sorted(tasks))}")
+
+
+def fork_twice() -> int:
+    """Fork a process that is not a child of this one.
+
+    Returns:
+        Its pid; 0 in the process itself.
+
+    Raises:
+        OSError: the limit of processes or descriptors is reached.
+    """
+    read_fd, write_fd = os.pipe()
+    try:
+        intermediate = os.fork()
+        if intermediate == 0:
+            return _run_intermediate(write_fd)
+        os.close(write_fd)
+        write_fd = -1
+        pid = _read_pid(read_fd)
+        _reap(intermediate)  # from then on the worker has its new parent
+        if pid == 0:
+            raise OSError("the second fork failed")
+        return pid
+    finally:
+        close_all([fd for fd in (read_fd, write_fd) if fd >= 0])
+
+
+def _run_intermediate(write_fd: int) -> int:
+    """Fork the worker, write its pid and exit; returns 0 in the worker."""
+    try:
+        own_pidfd = os.pidfd_open(os.getpid())
+        pid = os.fork()
+        if pid == 0:
+            _wait_for_exit(own_pidfd)
+            os.close(own_pidfd)
+            return 0
+        os.write(write_fd, pid.to_bytes(_PID_BYTES, "little"))
+    except BaseException:
+        os._exit(EXIT_FATAL)
+    os._exit(0)
+
+
+def _read_pid(read_fd: int) -> int:
+    """Return 0 if the other end was closed, or nothing was received in time."""
+    poller = select.poll()
+    poller.register(read_fd, select.POLLIN)
+    if not poller.poll(FORK_TIMEOUT_S * 1000):
+        return 0
+    return int.from_bytes(os.read(read_fd, _PID_BYTES), "little")
+
+
+def _reap(pid: int) -> None:
+    """Wait for a child that is about to exit, and reap it."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        _wait_for_exit(pidfd)
+        os.waitpid(pid, 0)
+    finally:
+        os.close(pidfd)
+
+
+def _wait_for_exit(pidfd: int) -> None:
+    """Wait for the exit of a process, which orphans its child; kill it after a timeout."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    if not poller.poll(FORK_TIMEOUT_S * 1000):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poller.poll(FORK_TIMEOUT_S * 1000)
+
+
+def run_worker(order: ForkedWorker, config: EngineConfig, make: RunnerFactory) -> None:
+    """Run a forked worker: from the loaded model on, the same as one that was started alone."""
+    os.setsid()
+    set_name("troika-worker")
+    gc.enable()
+    arguments = argparse.Namespace(
+        epoch=order.message.epoch, rank=order.message.rank, listen_fd=None, **order.fds
+    )
+    configure_logging(str(Role.WORKER), config.run.log_level)
+    child = ChildProcess(Role.WORKER, arguments, config)
+    work(child, make, is_standby=order.message.is_standby)
+
+
+def _shared_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
