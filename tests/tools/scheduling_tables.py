@@ -1,8 +1,8 @@
 """Print the tables of docs/scheduling.md: `python -m tests.tools.scheduling_tables`.
 
-Each is a small workload on the real scheduler, and the same on every machine; a test compares the
-page with this output. Whoever wants to try something else changes a workload here, or writes one
-for `scripts.schedule_trace`.
+Each table is a small workload on the real scheduler. The output is the same on every machine, and a
+test compares it with the page. To try something else, change a workload here, or write one for
+`scripts.schedule_trace`.
 """
 
 import sys
@@ -16,7 +16,7 @@ from scripts.schedule_trace import Record, Replay, prompt_stream
 
 
 def ask(num_tokens: int, max_tokens: int, arrival_step: int = 0, **more: Any) -> Record:
-    """One request of a workload; its id is given by `steps_of`."""
+    """One request of a workload; `steps_of` adds its id."""
     prompt = {"len": num_tokens}
     return {
         "prompt_token_ids": prompt,
@@ -26,7 +26,7 @@ def ask(num_tokens: int, max_tokens: int, arrival_step: int = 0, **more: Any) ->
 
 
 def steps_of(requests: Mapping[str, Record], **config: Any) -> list[Record]:
-    """Run a workload, prefix caching off unless it says otherwise; a record for each step."""
+    """Run a workload, without prefix caching by default; returns a record for each step."""
     rows = []
     for name, request in requests.items():
         prompt = {"seed": name} | request["prompt_token_ids"]
@@ -36,12 +36,12 @@ def steps_of(requests: Mapping[str, Record], **config: Any) -> list[Record]:
 
 
 def granted(record: Record) -> dict[str, int]:
-    """Tokens that one step gave, by request."""
+    """Tokens granted in one step, by request."""
     return dict(record.get("num_scheduled_tokens", ()))
 
 
 def num_granted(record: Record) -> int:
-    """Tokens that one step gave in total."""
+    """Tokens granted in one step, in total."""
     return sum(granted(record).values())
 
 
@@ -83,7 +83,7 @@ class Lab(NamedTuple):
     requests: dict[str, Record]
     config: dict[str, Any]
     blocks: bool = False
-    """Whether memory is what it is about."""
+    """Whether the table shows the free blocks."""
 
     def lines(self) -> list[str]:
         """The section in Markdown."""
@@ -95,13 +95,13 @@ class Lab(NamedTuple):
 STEP_LABS = (
     Lab(
         "The budget is handed out in order and clamps the last",
-        "Three prompts of 8 tokens, 10 tokens a step: 8 + 2 + 0. Then whoever runs is served before"
-        " anybody is admitted.",
+        "Three prompts of 8 tokens, 10 tokens a step: 8 + 2 + 0. Running requests are then served"
+        " before any admission.",
         {name: ask(8, 2) for name in "abc"},
         {"max_num_batched_tokens": 10},
     ),
     Lab(
-        "Slots bound who runs, not who is accepted",
+        "Slots limit running requests, not accepted ones",
         "Ten prompts of 10 tokens, four slots: four are admitted, the next four when these end.",
         {name: ask(10, 2) for name in "abcdefghij"},
         {"max_num_seqs": 4},
@@ -114,23 +114,24 @@ STEP_LABS = (
     ),
     Lab(
         "Running comes before waiting",
-        "a decodes; b arrives in step 1 with 40 tokens, 16 tokens a step. a has its token in every"
-        " step, b what is left.",
+        "a decodes; b arrives in step 1 with 40 tokens, 16 tokens a step. a gets its token in every"
+        " step, and b gets the rest.",
         {"a": ask(12, 5), "b": ask(40, 2, 1)},
         {"max_num_batched_tokens": 16},
     ),
     Lab(
         "Memory exhausted: admission stops, and nothing fails",
-        "Five blocks of 16 tokens. a holds three; b needs four and waits; c needs one, but stands"
-        " behind b. When a has ended, both enter.",
+        "Five blocks of 16 tokens. a holds three; b needs four and waits; c needs one, but is"
+        " behind b. When a has ended, both are admitted.",
         {"a": ask(40, 3), "b": ask(64, 1, 1), "c": ask(10, 3, 1)},
         {"num_gpu_blocks": 6},
         blocks=True,
     ),
     Lab(
-        "Preemption: the last gives way, comes back, and loses nothing",
-        "Six blocks, three prompts of 30 tokens. In step 3 a and b need a third block each: c gives"
-        " its two. It resumes with 33 tokens, its prompt and three outputs, and ends with all 8.",
+        "Preemption: the last request is preempted, resumes, and loses nothing",
+        "Six blocks, three prompts of 30 tokens. In step 3, a and b need a third block each, and c"
+        " is preempted for them. It resumes with 33 tokens, its prompt and three outputs, and ends"
+        " with all 8.",
         {name: ask(30, 8) for name in "abc"},
         {"num_gpu_blocks": 7},
         blocks=True,
@@ -156,11 +157,11 @@ def _prefix_cache_lines() -> list[str]:
         state = "on" if caching else "off"
         rows.append([state, num_prompt, num_found, num_computed, f"{num_found / num_prompt:.1%}"])
     return [
-        "### What the prefix cache saves, exactly",
+        "### What the prefix cache saves",
         "",
         "Eight requests of 68 tokens that share the first 64, four blocks. The first computes all"
-        " 68. Its blocks can be hit from the moment at which they are scheduled, so the other seven"
-        " compute 4 each in the same step: 68 + 7 x 4 = 96.",
+        " 68. Its blocks can be hit as soon as they are scheduled, so the other seven compute 4"
+        " each in the same step: 68 + 7 x 4 = 96.",
         "",
         *_table(["caching", "prompt tokens", "found", "computed", "hit rate"], rows),
     ]
@@ -181,12 +182,12 @@ def _spike_lines() -> list[str]:
     columns = zip(spike(0), spike(32), strict=True)
     rows = [[step, *columns_] for step, columns_ in enumerate(columns, 1)][:_SHOWN_STEPS]
     return [
-        "### The spike that a long prompt inflicts on whoever decodes",
+        "### The delay that a long prompt causes for a decoding request",
         "",
-        "d decodes, one token a step, when p arrives with 256 tokens. A step lasts about as long as"
-        " its tokens take, and d's next token is as late as the step is long: 257 tokens instead of"
-        " 1, once. A threshold of 32 spreads p over eight steps of 33. The worst gap of d becomes"
-        " about eight times shorter; p's first token comes seven steps later.",
+        "d decodes, one token a step, when p arrives with 256 tokens. The duration of a step"
+        " grows with its tokens, and d's next token waits for the whole step: once, for 257 tokens"
+        " instead of 1. A threshold of 32 spreads p over eight steps of 33. The longest gap of d"
+        " becomes about eight times shorter, and p's first token arrives seven steps later.",
         "",
         *_table(["step", "tokens, no threshold", "tokens, threshold 32"], rows),
     ]
@@ -202,10 +203,10 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 def run_null_model(**settings: Any) -> tuple[list[list[int]], int, int]:
-    """Three prompts on the model whose next token depends on the context alone.
+    """Three prompts on the null model.
 
     Returns:
-        The outputs of each, the number of steps, and the number of preemptions.
+        The outputs of each prompt, the number of steps, and the number of preemptions.
     """
     settings = {"model": "null", "max_num_seqs": 16, "enable_prefix_caching": False} | settings
     engine = InprocEngine(configure(**settings))
@@ -225,12 +226,12 @@ def _chunk_lines() -> list[str]:
         same = "equal" if outputs == expected else "DIFFERENT"
         rows.append([name, num_steps, num_preemptions, sum(map(len, outputs)), same])
     return [
-        "### Cuts change when tokens come, never which",
+        "### Chunking changes when tokens are computed, never which",
         "",
         "Three prompts of 120, 30 and 50 tokens, 24 outputs each, on the null model, whose next"
-        " token depends on nothing but the context.",
+        " token depends only on the context.",
         "",
-        *_table(["cut by", "steps", "preemptions", "tokens", "outputs"], rows),
+        *_table(["limited by", "steps", "preemptions", "tokens", "outputs"], rows),
     ]
 
 
