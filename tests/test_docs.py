@@ -82,7 +82,6 @@ def test_every_reference_of_the_architecture_resolves() -> None:
     assert [problem for problem in problems if problem is not None] == []
 
 
-@pytest.mark.xfail(strict=False, reason="the page is being rewritten")
 def test_the_life_of_a_request_has_references() -> None:
     assert len(ARCHITECTURE) >= 10
 
