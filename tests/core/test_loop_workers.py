@@ -179,7 +179,7 @@ def test_a_second_hello_raises_the_epoch_and_old_answers_are_fenced(bench: Bench
     assert not worker.is_killed
 
 
-def test_a_core_that_has_received_a_step_says_so_on_its_page() -> None:
+def test_a_core_records_a_received_step_on_its_page() -> None:
     """It is the core's useful work; dispatching alone is not."""
     page, fd = ProgressPage.create("test")
     try:

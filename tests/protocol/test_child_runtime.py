@@ -129,7 +129,7 @@ def test_every_report_checks_for_commands_too(
 def test_a_child_checks_periodically_and_repeats_its_state(
     bench: Bench, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Now and then, whatever its loop is told of the descriptor, and after an exception too."""
+    """It checks periodically, whatever the loop reports, and after an exception too."""
     monkeypatch.setattr(child_runtime, "REPEAT_S", 0.01)
     monkeypatch.setattr(supervisor_link, "REPEAT_S", 0.01)
     loop.set_exception_handler(lambda loop, context: None)

@@ -266,7 +266,7 @@ def test_another_message_that_cannot_be_read_has_all_sent_again(core: FakeCore) 
     async def play(client: AsyncEngineClient) -> None:
         stream = client.submit([5], PARAMS)
         await core.until(lambda: core.num_added == 1)
-        core.send_raw(encode(["Refused", "nobody"]))
+        core.send_raw(encode(["Refused", "not an id"]))
         while core.num_added < 2:
             core.send(READY)  # a silent core would be asked again for that alone
             core.pump()

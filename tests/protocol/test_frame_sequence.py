@@ -19,13 +19,13 @@ def test_frames_are_taken_in_order_and_once() -> None:
     assert judged(lossy, 0, 7, 3, 8) == [NEXT, NEXT, REPEATED, NEXT]
 
 
-def test_frames_that_all_come_twice_are_no_gap() -> None:
+def test_frames_that_all_arrive_twice_are_not_a_gap() -> None:
     sequence = FrameSequence(ignores_gaps=False)
     numbers = [number for number in range(10) for _ in range(2)]
     assert judged(sequence, *numbers) == [NEXT, REPEATED] * 10
 
 
-def test_whoever_counts_on_below_is_right_and_is_followed_after_a_new_beginning() -> None:
+def test_a_peer_that_counts_on_from_a_lower_number_is_followed_after_a_beginning() -> None:
     """A frame of a lost connection came late, and its number was believed."""
     sequence = FrameSequence(ignores_gaps=False)
     judged(sequence, 0, 1)

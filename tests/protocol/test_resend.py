@@ -136,7 +136,7 @@ def test_a_reconnect_of_16384_requests_leaves_the_loop_to_its_host(core: FakeCor
             gc.collect()
             gc.disable()  # a full collection of all that the tests hold takes longer than a slice
             watch = asyncio.create_task(longest_turn(seconds))
-            core.epoch += 1  # and the next status says so
+            core.epoch += 1  # and the next status has it
             while core.num_added < NUM_OPEN:
                 await asyncio.sleep(0.01)
             watch.cancel()

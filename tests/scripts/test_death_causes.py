@@ -32,5 +32,5 @@ def test_only_kills_since_the_last_death_count(tmp_path: Path, groups: str, file
     assert not counter.has_grown()
 
 
-def test_without_a_counter_nobody_is_killed_for_that(tmp_path: Path) -> None:
+def test_without_a_counter_no_death_is_an_oom_kill(tmp_path: Path) -> None:
     assert not OomCounter(tmp_path, tmp_path).has_grown()

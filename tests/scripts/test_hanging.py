@@ -1,4 +1,4 @@
-"""SupervisorPolicy of processes that hang, and what is said of deaths; in virtual time."""
+"""Detection of hanging processes, and reports of deaths, in virtual time."""
 
 import logging
 import signal

@@ -102,7 +102,7 @@ class MournedChild(Child):
 
     def __init__(self, module: str, *arguments: Any, **keywords: Any) -> None:
         for other in self.predecessors.setdefault(module, []):
-            assert other._status is not None, "waitid has not said so"
+            assert other._status is not None, "waitid has not reported it"
             assert not Path(f"/proc/{other.pid}").exists()
             assert other.epoch < keywords["epoch"]
         super().__init__(module, *arguments, **keywords)

@@ -310,7 +310,7 @@ def play(drill: Drill, event: str, choice: int) -> None:
 
 
 def check_groups(drill: Drill) -> None:
-    """A slot lives exactly if its state says so, and a dying group has no newcomers."""
+    """A slot is alive exactly if its state is a living one, and a dying group starts no process."""
     for process in drill.policy.processes:
         assert process.is_alive == (process.slot in drill.living)
         dead_states = (ProcessState.BACKOFF, ProcessState.STOPPED)

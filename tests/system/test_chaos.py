@@ -94,7 +94,7 @@ def test_whole_engine_is_found_without_asking_it() -> None:
             assert len(pids) >= 4
             assert engine.living() >= pids
             assert processes.kill(engine.supervisor_pid) is not None
-            engine.bury()
+            engine.reap()
             eventually(lambda: not engine.living(), "all have left")
         finally:
             engine.close()

@@ -82,7 +82,7 @@ class Nursery:
         return eventually(find, kind.__name__, START_TIMEOUT_S)
 
     def fork(self, epoch: int) -> ChildHandle:
-        """A forked worker that has said Ready."""
+        """Fork a worker and wait for its Ready."""
         self.server.fork(epoch, 0, is_standby=False)
         child = self.server.claim(self.await_zygote(Forked))
         assert child.epoch == epoch
