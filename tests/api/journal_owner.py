@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from api_proc.resumption.journal import Journal, Recovered
-from tests.system.conftest import eventually
+from scripts.testing import eventually
 
 
 class Owner:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from api_proc.resumption import journal as journal_module
+from scripts.testing import eventually
 from tests.api.journal_owner import Owner, recovered, segments
-from tests.system.conftest import eventually
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])

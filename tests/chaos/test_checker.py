@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from tests.chaos.checker import BREAK_TIMEOUT_S, Excuse, Harm, check_stream, compare
 from tests.chaos.history import DONE, History
 from tests.chaos.recording import End, Event, Recording

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+
 from tests.chaos.client import Declined, StreamClient
 from tests.chaos.recording import End, Recording
 from tests.chaos.workload import ChaosRequest

@@ -8,6 +8,10 @@ import sys
 from itertools import islice
 
 import pytest
+
+from protocol.process import failpoints
+from scripts.testing import is_alive
+from tests.chaos import processes, report
 from tests.chaos.checker import Harm, Violation
 from tests.chaos.faults import Cell, Fault, Phase, cells, place, plan, sequel
 from tests.chaos.injection import Kill
@@ -16,10 +20,6 @@ from tests.chaos.rounds import RoundResult
 from tests.chaos.stalls import detections_s, stall_s, wait_s
 from tests.chaos.timing import phase_problem
 from tests.chaos.workload import make_requests
-
-from protocol.process import failpoints
-from scripts.testing import is_alive
-from tests.chaos import processes, report
 
 PAIRS = cells(Fault, Phase)
 

@@ -19,7 +19,6 @@ from tests.simulation.batch import Batch, Tally, default_jobs, run_batch, silenc
 from tests.simulation.plan import FAULTS, MODES
 from tests.simulation.planted import PLANTS, planted
 from tests.simulation.report import table
-
 from tests.simulation.simulation import run_seed
 
 _MOST_SHOWN = 20

@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 import pytest
 import zmq
+
+from protocol.core_worker import ModelFacts
+from tests.simulation import __main__ as simulate_faults
 from tests.simulation.batch import Batch, Tally, run_batch, run_chunk, silence
 from tests.simulation.model import expected_stream, next_token_id
 from tests.simulation.oracle import VERDICTS, Oracle, Stream
@@ -18,11 +21,8 @@ from tests.simulation.patched_os import FAILPOINT_MODULES
 from tests.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, make_plan
 from tests.simulation.planted import PLANTS
 from tests.simulation.report import verdicts
-from tests.simulation.world import Process, World
-
-from protocol.core_worker import ModelFacts
-from tests.simulation import __main__ as simulate_faults
 from tests.simulation.simulation import run_seed
+from tests.simulation.world import Process, World
 
 ALL = frozenset(FAULTS)
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,6 +10,9 @@ from array import array
 from pathlib import Path
 
 import pytest
+
+from protocol.core_worker import ModelFacts
+from tests.soak import clients
 from tests.soak.__main__ import main
 from tests.soak.clients import Lost, Place, SoakClient, read_reply
 from tests.soak.http_connection import ConnectionBroken, HttpConnection, Reply
@@ -17,9 +20,6 @@ from tests.soak.injection import ROLES, draw_faults
 from tests.soak.report import Tally, broken_bounds, counts_of, lives_of, theil_sen
 from tests.soak.requests import SoakRequest, Way, Workload, problem_of
 from tests.soak.resource_snapshot import ProcessSnapshot, ResourceSnapshot
-
-from protocol.core_worker import ModelFacts
-from tests.soak import clients
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20

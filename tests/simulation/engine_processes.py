@@ -1,0 +1,211 @@
+"""The core and the workers: the real loops, whose turns are called by the world."""
+
+from collections.abc import Callable, Sized
+from typing import cast
+
+from core_proc.engine import EngineCore
+from core_proc.invariants import check_invariants
+from core_proc.loop import CoreLoop
+from protocol.api_core import StepOutputs
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from tests.simulation.child import Incarnation, SimulatedChild
+from tests.simulation.model import SimulatedModel
+from tests.simulation.patched_os import SimulatedPoller, SimulatedProcesses
+from tests.simulation.sockets import SimulatedSocket
+from tests.simulation.wire import Wire
+from tests.simulation.world import SECOND, Process, SimulatedClock, Violation
+from worker_proc.loop import WorkerLoop
+
+Loop = CoreLoop | WorkerLoop
+
+
+class EngineProcess(Process):
+    """A child of the supervisor that starts, runs one of the real loops, and ends."""
+
+    def __init__(
+        self, wire: Wire, life: Incarnation, start_s: float, *, is_standby: bool = False
+    ) -> None:
+        """Become ready after `start_s`; a standby then waits for its promotion."""
+        self._kind = f"{life.role}{life.rank or ''}"
+        name = f"standby_{self._kind}" if is_standby else self._kind
+        super().__init__(wire.world, f"{name}.{life.epoch}")
+        self._ready_at = self.world.now + int(start_s * SECOND)
+        self._waits = is_standby
+        self._has_loaded = False
+        self.is_begun = False
+        self.child = SimulatedChild(wire, self, life)
+        self.wake(self._ready_at)
+
+    def turn(self) -> int | None:
+        if not self.is_begun:
+            again = self._start_up()
+            if not self.is_begun:
+                return again
+        try:
+            self.loop.turn(0)
+            poll_ms = self.loop._poll_ms()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{self.name} raised {type(error).__name__}: {error}") from error
+        if self.child.has_stop:
+            self.leave()
+        for inbox in self._inboxes:
+            if inbox:
+                return self.busy_until
+        return None if poll_ms is None else self.busy_until + poll_ms * 1000
+
+    def _start_up(self) -> int | None:
+        """Load and wait for a promotion; begins the loop when both are complete."""
+        child = self.child
+        if not self._has_loaded:
+            child.messages()
+            if self.world.now < self._ready_at:
+                return self._ready_at
+            self._has_loaded = True
+            if self._waits:
+                child.ready()
+        if self._waits:
+            is_promoted = child.poll_promotion()
+            if is_promoted is False:
+                self.world.at(self.busy_until, self.die, 0)
+            if not is_promoted:
+                return self.busy_until + (child.reporter.tick_ms or 1000) * 1000
+            self.world.counts[f"promoted: {self._kind}"] += 1
+            self.name = f"{self._kind}.{child.epoch}"
+            self._waits = False
+        self.is_begun = True
+        self.loop, self._inboxes = self.begin()
+        child.ready()
+        return None
+
+    def begin(self) -> tuple[Loop, list[Sized]]:
+        """Create the loop; returns it with the inboxes of the sockets that it polls."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Handle a Stop."""
+        self.world.at(self.busy_until, self.die, 0)
+
+
+class CheckedEngine(EngineCore):
+    """The real engine; it accepts results of the current adoption only."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.watched_link: SimulatedSocket | None = None
+
+    def update(self, output: ModelRunnerOutput) -> dict[bytes, StepOutputs]:
+        if self.watched_link is not None:
+            read, sent = self.watched_link.last_epoch_read, self.watched_link.last_epoch_sent
+            if read != sent:
+                raise Violation(f"fence: a result of link epoch {read} was taken in at {sent}")
+        return super().update(output)
+
+    def check_idle(self) -> str | None:
+        """Describe what is left in an engine that should be idle; None: nothing."""
+        if self.running is None:
+            return None
+        scheduler = self.running.scheduler
+        check_invariants(scheduler)
+        if scheduler.has_unfinished or self._owners.num_open:
+            return f"{len(scheduler.requests)} requests are left in the core"
+        usage = scheduler.kv_cache_usage
+        return f"KV cache usage is {usage} with nothing open" if usage else None
+
+
+class CoreProcess(EngineProcess):
+    """Runs the real CoreLoop."""
+
+    def begin(self) -> tuple[Loop, list[Sized]]:
+        self.engine = CheckedEngine(self.child.config)
+        loop = CoreLoop(
+            self.child,
+            self.engine,
+            clock=self.world.clock,
+            poller=SimulatedPoller(self.world),
+            processes=SimulatedProcesses(self.world),
+        )
+        clients, workers = (cast(SimulatedSocket, link.socket) for link in loop._links)
+        loop._read_predecessor()
+        self.engine.watched_link = workers
+        return loop, [clients.inbox, workers.inbox, self.child.inbox]
+
+    def leave(self) -> None:
+        problem = None if self.child.drain is None else self.engine.check_idle()
+        if problem is not None:
+            raise Violation(f"leak: at the end, {problem}")
+        super().leave()
+
+
+class CheckedModel(SimulatedModel):
+    """Accepts steps of the adoption for which it was reset, and no others."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        step_s: float,
+        read_epoch: Callable[[], int],
+        clock: SimulatedClock,
+    ) -> None:
+        super().__init__(facts, step_s, token_delay_s=step_s / 8, clock=clock)
+        self._read_epoch = read_epoch
+        self._epoch = -1
+
+    def reset(self) -> None:
+        self._epoch = self._read_epoch()
+        super().reset()
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if self._read_epoch() != self._epoch:
+            raise Violation(f"fence: a step of link epoch {self._read_epoch()} was computed")
+        return super().execute(step)
+
+
+class WorkerProcess(EngineProcess):
+    """Runs the real WorkerLoop with a model that costs nothing."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        life: Incarnation,
+        start_s: float,
+        *,
+        facts: ModelFacts,
+        step_s: float,
+        is_standby: bool = False,
+    ) -> None:
+        """A step takes `step_s`, and each of its tokens an eighth of that."""
+        self._facts = facts
+        self._step_s = step_s
+        super().__init__(wire, life, start_s, is_standby=is_standby)
+
+    def begin(self) -> tuple[Loop, list[Sized]]:
+        model = CheckedModel(self._facts, self._step_s, self._last_epoch_read, self.world.clock)
+        loop = WorkerLoop(
+            self.child,
+            model,
+            clock=self.world.clock,
+            poller=SimulatedPoller(self.world),
+        )
+        self._socket = cast(SimulatedSocket, loop._core.socket)
+        return loop, [self._socket.inbox, self.child.inbox]
+
+    def _last_epoch_read(self) -> int:
+        return self._socket.last_epoch_read
+
+
+def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> ModelFacts:
+    """Return the facts of the simulated model."""
+    assert config.model.max_model_len is not None
+    assert config.cache.num_gpu_blocks_override is not None
+    return ModelFacts(
+        model="simulated",
+        vocab_size=vocab_size,
+        max_model_len=config.model.max_model_len,
+        block_size=config.cache.block_size,
+        num_gpu_blocks=config.cache.num_gpu_blocks_override,
+        eos_token_ids=[2],
+        num_host_blocks=num_host_blocks,
+    )
