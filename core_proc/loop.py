@@ -77,7 +77,7 @@ class CoreLoop:
         self._stats_line = StatsLine(child.config.run.log_stats_interval_s, now)
         self._next_status = self._next_beat = now
         self._reported_state: tuple[EngineState, PauseMode, bool] | None = None
-        self._has_reported_drained = False
+        self._has_reported_drained = self._has_more_to_decide = False
         self._has_predecessor = False
         self._all_back_at: float | None = None
         self._leaves_at: float | None = None
@@ -114,14 +114,13 @@ class CoreLoop:
         self._reclaim(ready)
         self._drain()
         failpoint("core.after_drain")
-        if self._leaves_at is None:
-            self._workers.dispatch()
+        self._has_more_to_decide = self._leaves_at is None and self._workers.dispatch()
         self._report()  # first, so that a pause is in the status when its answer arrives
         self._clients.send_mail()
         self._engine.loop_histogram.observe(self._clock.monotonic() - started)
 
     def _poll_ms(self) -> int:
-        if self._engine.is_preparing:
+        if self._has_more_to_decide:
             return 0
         if self._clients.is_behind:
             return _RETRY_MS

@@ -201,8 +201,8 @@ class WorkerLink:
         if death.cause in FAULTS and marks is not None and marks.epoch == death.epoch:
             self._engine.inherit_marks(marks.marks)
 
-    def dispatch(self) -> None:
-        """Send all steps that can be decided now."""
+    def dispatch(self) -> bool:
+        """Send all steps that can be decided now; returns whether to call it again at once."""
         is_held_back = bool(self._suspects) and self._is_suspected
         while self._adopted_epoch is not None and not is_held_back:
             step = self._engine.schedule()
@@ -216,6 +216,7 @@ class WorkerLink:
         self._write_marks()
         if not is_held_back and self._engine.is_sleep_due and self._send_to_all(Sleep()):
             self._engine.sleep_sent()
+        return self._adopted_epoch is not None and not is_held_back and self._engine.is_preparing
 
     def _write_marks(self) -> None:
         """Write the marks of the steps in flight where they survive this process."""

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
+from core_proc.kv import kv_cache
 from core_proc.links.worker_link import WorkerLink
 from protocol import message
-from protocol.api_core import (
-    EngineState,
-)
+from protocol.api_core import AddRequest, EngineState
 from protocol.core_worker import (
     ModelRunnerOutput,
     StepFailed,
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
+from protocol.sampling import SamplingParams
 from protocol.process.progress_page import CoreMarks, Death, ProgressPage
 from protocol.transport.channel import PeerGone, Received, RouterChannel
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
@@ -293,13 +293,14 @@ def test_marks_are_kept_up_to_date_while_a_worker_is_suspected() -> None:
         worker.answers = False
         client.add(1, max_tokens=2)
         bench.until(lambda: len(worker.unanswered) == 2)
-        [step] = page.read_in_flight()
-        assert step.num_requests == 2, "the stage and one request"
+        marks = page.read_marks()
+        assert marks is not None
+        assert len(marks.marks) == 2, "the stage and one request"
         bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
         bench.turn()
         worker.answer_all()
         client.finish(1)
-        assert page.read_in_flight() == []
+        assert page.read_marks() is None
     page.close()
 
 
@@ -360,3 +361,29 @@ def test_a_dead_core_is_blamed_for_its_own_steps_only(died: int, is_blamed: bool
     link = WorkerLink(unused, unused, unused, cast(EngineCore, engine), unused, core_epoch=7)
     link.on_core_death(Death(died, DeathCause.DEADLINE, None), CoreMarks(4, [1, 11, 12]))
     assert engine.inherited == ([[1, 11, 12]] if is_blamed else [])
+
+
+@pytest.mark.parametrize("is_suspected", [True, False])
+def test_a_prompt_that_is_prepared_in_part_keeps_no_core_busy_without_workers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_suspected: bool
+) -> None:
+    """Its preparation goes on with the next step that can be sent, not in a loop until then."""
+    monkeypatch.setattr(kv_cache, "_HASHED_AT_ONCE", 16)
+    worker, client = bench.worker(5), bench.client()
+    prompt = [number % 1000 for number in range(3000)]
+    client.send(CORE_EPOCH, AddRequest(1, prompt, SamplingParams(max_tokens=1)))
+    bench.until(lambda: bench.engine.is_preparing)
+    assert bench.loop._poll_ms() == 0
+    if is_suspected:
+        bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 60.0))
+        bench.turn()
+    else:
+        worker.kill_process()
+        bench.until(lambda: bench.state is EngineState.RECOVERING)
+    bench.loop._report()  # the next one is far away
+    assert bench.loop._poll_ms() > 0
+    if is_suspected:
+        bench.child.inbox.append(Suspect(Role.WORKER, 0, 5, 0.0))
+    else:
+        bench.worker(6)
+    client.finish(1)
