@@ -83,8 +83,9 @@ class RunningEngine:
         self.abort(client, [add.request_id])
         if error is not None:
             return Refused(add.request_id, error)
+        req_id, self._next_req_id = self._next_req_id, self._next_req_id + 1
         request = Request(
-            self._next_req_id,
+            req_id,
             add.prompt,
             add.sampling_params,
             output_token_ids=add.output_token_ids,
@@ -98,9 +99,8 @@ class RunningEngine:
             self.scheduler.add_request(request)
         except ValueError as problem:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
+        self._owners.enter(client, add.request_id, req_id)  # first: if the next fails, it is ended
         self.quarantine.added(request)
-        self._owners.enter(client, add.request_id, self._next_req_id)
-        self._next_req_id += 1
         return None
 
     def _why_not(self, add: AddRequest, now: float, *, was_accepted: bool) -> RequestError | None:

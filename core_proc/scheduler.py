@@ -339,11 +339,10 @@ class Scheduler:
             self.kv.num_blocks_gained(lesser, candidate.hits),
         )
         num_lacking = self._admission.num_lacking(candidate, step, without_them)
-        if num_lacking is None:
-            return False
-        if num_lacking > 0:
+        if num_lacking is None or num_lacking > 0:
             self._admission.refuse(candidate)
-            self._give_up(request, num_lacking)
+            if num_lacking is not None:
+                self._give_up(request, num_lacking)
             return False
         before = self.num_preemptions
         while lesser:

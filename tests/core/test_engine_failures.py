@@ -11,6 +11,7 @@ from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.links.output_check import WorkerMisbehaved
 from core_proc.links.owners import Owner
 from core_proc.options import SchedulerOptions
+from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduling.results import StepResult
 from protocol.api_core import ErrorCode, Refused, RequestOutput
@@ -228,3 +229,20 @@ def test_a_request_is_refused_if_all_kv_groups_together_cannot_hold_it() -> None
     assert refused is not None
     assert refused.error.code is ErrorCode.UNSERVABLE
     assert engine.add(CLIENT, add(1, [5] * 73, max_tokens=8)) is None
+
+
+def test_an_error_after_a_request_was_queued_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def added(quarantine: Quarantine, request: Request) -> None:
+        raise RuntimeError("a bug")
+
+    engine = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(Quarantine, "added", added)
+        with pytest.raises(RuntimeError):
+            engine.add(CLIENT, add(1))
+    engine.abort(CLIENT, [1])  # as the link does
+    assert not engine.has_unfinished
+    assert engine.add(CLIENT, add(2)) is None
+    assert {row.request_id for _, row in run_all(engine)} == {2}

@@ -195,3 +195,26 @@ def test_what_is_kept_of_a_refusal_changes_no_decision(
     monkeypatch.setattr(Admission, "_is_current", lambda *_: False)
     monkeypatch.setattr(Scheduler, "_is_futile", lambda *_: False)
     assert decisions() == kept
+
+
+def test_a_request_that_may_not_begin_yet_costs_no_search_however_it_could_preempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompt before it takes all tokens of each step, so its admission is not tried."""
+    bench = Harness(
+        blocks=400,
+        budget=16,
+        caching=True,
+        policy="priority",
+        preempt_for_priority=True,
+        max_num_partial_prefills=1,
+    )
+    bench.add("lesser", 10, max_tokens=200, priority=5)
+    bench.step()
+    bench.add("important", 1000, max_tokens=8, priority=0)
+    bench.step()
+    searches = count_searches(bench, monkeypatch)
+    bench.add("urgent", 400, max_tokens=8, priority=1)
+    bench.steps(40)
+    assert bench.queue == ["urgent"]
+    assert len(searches) <= 2
