@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role
 from scripts.supervisor.console import Console
+from scripts.supervisor.death_causes import OomCounter
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.system import System
@@ -39,14 +41,6 @@ class Listener:
 
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", 0
-
-
-class NoOomCounter:
-    """An `OomCounter` of a control group without a limit of memory."""
-
-    def take(self) -> bool:
-        """Return whether the kernel has killed a process for memory: never."""
-        return False
 
 
 class EpochSource:
@@ -142,7 +136,7 @@ class SupervisorProcess(Process):
             make_poller=lambda: SimulatedPoller(world),
             make_context=lambda: make_context(self._wire, self),
             make_rng=lambda: world.rng,
-            make_oom_counter=cast(Any, NoOomCounter),
+            make_oom_counter=lambda: OomCounter(proc=Path("/nonexistent")),
             start_child=cast(Any, self.start_child),
             start_fork_server=cast(Any, self.start_zygote),
             reap_strangers=lambda known: None,
