@@ -74,18 +74,34 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+_KILL_TO_DEATH_S = 10.0
+"""From the kernel's count of a kill to the process's end: its memory is freed before."""
+
+
 class OomCounter:
     """The kernel's count of processes killed for lack of memory in this control group."""
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")):
         """Begin counting; a counter that cannot be read never grows."""
         self._file = _counter_file(root, proc)
+        self._num_seen = 0
         self._num_seen = self._read()
+        self._grown_at: float | None = None
 
     def has_grown(self) -> bool:
         """Whether it has grown since the last call. To be called once for every death."""
         before, self._num_seen = self._num_seen, self._read()
+        self._grown_at = None
         return self._num_seen > before
+
+    def expire(self, now: float) -> None:
+        """Forget a kill that no death has followed: it was that of another process."""
+        if self._read() <= self._num_seen:
+            return
+        if self._grown_at is None:
+            self._grown_at = now
+        elif now - self._grown_at > _KILL_TO_DEATH_S:
+            self.has_grown()
 
     def _read(self) -> int:
         if self._file is None:
@@ -93,7 +109,7 @@ class OomCounter:
         try:
             lines = self._file.read_text().splitlines()
         except OSError:
-            return 0
+            return self._num_seen
         counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
         return int(counts.get("oom_kill", 0))
 

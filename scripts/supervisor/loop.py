@@ -167,6 +167,7 @@ class Supervisor:
         now = self._clock.monotonic()
         due = self.policy.next_look
         if due is None or now >= due:
+            self._oom_counter.expire(now)
             self._perform(self.policy.look(self._pages.marks(), now))
 
     # Events -------------------------------------------------------------------------------------

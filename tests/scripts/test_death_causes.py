@@ -30,6 +30,20 @@ def test_only_kills_since_the_last_death_count(tmp_path: Path, groups: str, file
     assert [counter.has_grown() for _ in range(2)] == [True, False]
     counts.unlink()
     assert not counter.has_grown()
+    counts.write_text("low 0\noom_kill 7\n")
+    assert not counter.has_grown(), "a counter that could not be read for a while has not grown"
+
+
+def test_kill_of_another_process_does_not_explain_a_later_death(tmp_path: Path) -> None:
+    counts = tmp_path / "memory.events"
+    (tmp_path / "cgroup").write_text("0::/\n")
+    counts.write_text("oom_kill 0\n")
+    counter = OomCounter(tmp_path, tmp_path)
+    for number, until_death_s in enumerate((1.0, 60.0), start=1):
+        counts.write_text(f"oom_kill {number}\n")
+        for second in range(int(until_death_s)):
+            counter.expire(100.0 * number + second)
+        assert counter.has_grown() == (until_death_s < 10.0)
 
 
 def test_without_a_counter_no_death_is_an_oom_kill(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class SupervisorProcess(Process):
             make_poller=lambda: SimulatedPoller(world),
             make_context=lambda: make_context(self._wire, self),
             make_rng=lambda: world.rng,
-            make_oom_counter=lambda: OomCounter(Path(RUN_DIR), Path(RUN_DIR)),
+            make_oom_counter=lambda: OomCounter(proc=Path("/nonexistent")),
             start_child=cast(Any, self.start_child),
             start_fork_server=cast(Any, self.start_zygote),
             reap_strangers=lambda known: None,

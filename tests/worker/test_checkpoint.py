@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_loader import change_config, load, silent
-from worker_proc.errors import CheckpointError
+from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import load_model_runner
 
 LLAMA = ARCHITECTURES[0].config
@@ -67,6 +67,11 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
         "rope_parameters.rope_theta",
     ),
+    "rope base of a wrong type, old form": (
+        {"rope_parameters": None, "rope_theta": "big"},
+        "json: rope_theta",
+    ),
+    "rope base of 0, old form": ({"rope_parameters": None, "rope_theta": 0}, "json: rope_theta"),
     "rope of a wrong type": ({"rope_parameters": "x"}, "rope_parameters"),
     "unknown dtype": ({"dtype": "nosuch"}, "dtype"),
     "dtype of a wrong type": ({"dtype": 5}, "dtype"),
@@ -122,6 +127,18 @@ def test_weights_in_a_quantized_format_are_refused(dtype: torch.dtype, copied: P
     change_tensors(copied, quantize)
     with pytest.raises(CheckpointError, match=rf"{WEIGHT} is stored as (F8_|I8).*quantized"):
         load(copied)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_weights_of_float64_are_computed_in_another_type(key: str, copied: Path) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: tensor.double() for name, tensor in tensors.items()})
+
+    change_tensors(copied, widen)
+    change_config(copied, **{"dtype": None, key: "float64"})
+    assert load(copied, "float32").dtype == torch.float32
+    with pytest.raises(UnsupportedModel, match="float64"):
+        load(copied, "auto")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from worker_proc.errors import CheckpointError
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Names that config.json may give the type of the weights."""
+"""Types that weights can be computed in."""
 
+_CONFIG_DTYPES = (*DTYPES, "float64")
+"""Weights of float64 can be loaded as another type."""
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 _MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -99,11 +101,13 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
             require(False, key, f"a multiple of the {num_heads} attention heads, without head_dim")
     for key in ("dtype", "torch_dtype"):
         if section.get(key) not in (None, "auto"):
-            require(section[key] in DTYPES, key, f"one of {', '.join(DTYPES)}")
+            require(section[key] in _CONFIG_DTYPES, key, f"one of {', '.join(_CONFIG_DTYPES)}")
     for key in ("rope_parameters", "rope_scaling"):
         if section.get(key) is not None:
             require(isinstance(section[key], dict), key, "an object")
-            _check_rope(path, prefix + key, section[key])
+            _check_rope(path, f"{prefix}{key}.", section[key])
+    if section.get("rope_theta") is not None:
+        _check_rope(path, prefix, {"rope_theta": section["rope_theta"]})
     layer_types = section.get("layer_types")
     if layer_types is not None:
         is_list = isinstance(layer_types, list) and all(isinstance(x, str) for x in layer_types)
@@ -111,15 +115,15 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
     _check_eos(path, prefix, section)
 
 
-def _check_rope(path: Path, name: str, parameters: dict[str, Any]) -> None:
+def _check_rope(path: Path, prefix: str, parameters: dict[str, Any]) -> None:
     """Check one set of parameters, or a set for each type of layer."""
     for key in ("rope_theta", "factor"):
         if (value := parameters.get(key)) is not None:
             is_number = isinstance(value, int | float) and value > 0
-            _require(is_number, path, f"{name}.{key}", value, "a number greater than 0")
+            _require(is_number, path, f"{prefix}{key}", value, "a number greater than 0")
     for key, value in parameters.items():
         if isinstance(value, dict):
-            _check_rope(path, f"{name}.{key}", value)
+            _check_rope(path, f"{prefix}{key}.", value)
 
 
 def _check_eos(path: Path, prefix: str, section: dict[str, Any]) -> None:
