@@ -12,10 +12,10 @@ from protocol.config.engine_config import (
     ParallelConfig,
     RecoveryConfig,
     RunConfig,
+    SchedulerConfig,
     WorkerConfig,
     validate,
 )
-from protocol.config.scheduler_config import SchedulerConfig
 
 __all__ = [
     "ApiConfig",
