@@ -40,7 +40,7 @@ from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
-from protocol.message import ProtocolError, encode
+from protocol.message import Message, ProtocolError, encode
 from protocol.sampling import SamplingParams
 from protocol.transport.runtime import Clock
 
@@ -48,10 +48,6 @@ MAX_OPEN_REQUESTS = 16384
 MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
-_RESEND_SLICE_S = 0.002
-"""Longest time for which a resend holds the host's event loop."""
-_RESEND_RETRY_S = 0.01
-"""Until the next slice while the socket is full."""
 _SERVING = (EngineState.READY, EngineState.DRAINING)
 _NOT_OPEN = RequestError(ErrorCode.INTERNAL, "the client is not open, or closed again")
 
@@ -85,10 +81,11 @@ class AsyncEngineClient:
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
-        self._link = make_link(address, 2 * max_open_requests, self._on_status, self._on_message)
+        self._link = make_link(
+            address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock
+        )
         ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic)
         self._open = OpenRequests(ledger, self._link.send)
-        self._is_resending = False
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """Facts of the model; kept while the engine recovers."""
@@ -261,20 +258,21 @@ class AsyncEngineClient:
         """
         if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
             raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
-        return (await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
+        return await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """End any pause or sleep, also of other clients; errors as `pause`."""
-        return (await self._control(timeout_s, ControlAction.RESUME)).ok
+        return await self._control(timeout_s, ControlAction.RESUME)
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """Pause everything and let the workers release the KV cache's memory.
 
         Returns:
-            Whether the workers were told to; the memory is free soon after. False while the engine
-            drains, or if it was resumed before. Requests keep their tokens and compute KV again.
+            Whether the workers were requested to; the memory is free soon after. False while the
+            engine drains, or if it was resumed before. Requests keep their tokens and compute KV
+            again.
         """
-        return (await self._control(timeout_s, ControlAction.SLEEP)).ok
+        return await self._control(timeout_s, ControlAction.SLEEP)
 
     async def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """As `resume`."""
@@ -289,9 +287,11 @@ class AsyncEngineClient:
             Whether it was done: not while a block is in use, unless `reset_running_requests`
             preempts the running requests, which then compute their KV again.
         """
-        action = ControlAction.RESET_PREFIX_CACHE
-        done = await self._control(timeout_s, action, reset_running_requests=reset_running_requests)
-        return done.ok
+        return await self._control(
+            timeout_s,
+            ControlAction.RESET_PREFIX_CACHE,
+            reset_running_requests=bool(reset_running_requests),
+        )
 
     async def _control(
         self,
@@ -300,16 +300,15 @@ class AsyncEngineClient:
         mode: PauseMode = PauseMode.PAUSED_ALL,
         *,
         reset_running_requests: bool = False,
-    ) -> ControlDone:
+    ) -> bool:
         self._require_open()
-        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
-        control = self._controls.ask(action, mode, reset_running_requests=reset)
+        control = self._controls.ask(action, mode, reset_running_requests=reset_running_requests)
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
         try:
             self._link.send(encode(control))
             async with asyncio.timeout(timeout_s):
-                return await answer
+                return (await answer).ok
         finally:
             del self._answers[control.number]
             self._controls.give_up(control.number)
@@ -341,9 +340,10 @@ class AsyncEngineClient:
         def end() -> None:
             self._feed = None
 
-        self._feed = KVEventFeed(
-            next_seq, self._subscriptions, lambda message: self._link.send(encode(message)), end
-        )
+        def send(message: Message) -> None:
+            self._link.send(encode(message))
+
+        self._feed = KVEventFeed(next_seq, self._subscriptions, send, end)
         return self._feed
 
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
@@ -357,26 +357,12 @@ class AsyncEngineClient:
         if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
-            self._open.begin_resend()
-            if not self._is_resending:
-                self._resend()
+            self._link.send_backlog(self._open.resend())
             if self._feed is not None:
                 self._feed.subscribe()
         elif status.facts is not None:  # else it is a successor that is starting
             self._controls.follow(status)
         self._status_event.set()
-
-    def _resend(self) -> None:
-        """Resend a slice of what the core does not know, and schedule the next slice."""
-        deadline = self._clock.monotonic() + _RESEND_SLICE_S
-        # If the epoch is lost, the resend begins anew when the next one is agreed on.
-        self._is_resending = self.connected and self._open.resend(
-            deadline, lambda: self._link.has_room
-        )
-        if self._is_resending and self._link.has_room:
-            self._loop.call_soon(self._resend)
-        elif self._is_resending:
-            self._loop.call_later(_RESEND_RETRY_S, self._resend)
 
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
@@ -386,7 +372,7 @@ class AsyncEngineClient:
             self._open.repair(message.request_ids)
         elif isinstance(message, Refused):
             if message.request_id is None:  # not a request, or the core would have named it
-                self._link.begin_anew_soon()
+                self._link.request_resync()
             else:
                 self._open.refuse(message.request_id, message.error)
         elif isinstance(message, ControlDone):

@@ -29,7 +29,6 @@ import msgspec
 
 from protocol.api_core import (
     PACKED_FROM_TOKENS,
-    AbortRequests,
     AddRequest,
     ErrorCode,
     RequestError,
@@ -186,12 +185,6 @@ class Ledger:
             raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
         self.num_prompt_tokens = num_tokens
         self._entries[add.request_id] = _Entry(add, self.clock() - age_s)
-
-    def cancel(self, request_id: int) -> AbortRequests | None:
-        """Remove a request; returns the message for the core if it was open."""
-        if not self.fail(request_id):
-            return None
-        return AbortRequests([request_id])
 
     def fail(self, request_id: int) -> bool:
         """Remove a request; returns whether it was open."""
