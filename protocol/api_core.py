@@ -158,7 +158,7 @@ class ControlAction(enum.StrEnum):
     SLEEP = "sleep"
     """Pause everything, drop the prefix cache, and let the workers release its memory.
 
-    Answered when the workers were told; they do it after all steps sent before."""
+    Answered when the workers were requested to; they do it after all steps sent before."""
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     """Drop the prefix cache; refused while any of its blocks is in use."""
 
@@ -296,10 +296,8 @@ decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
 def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     """Check what depends on the model; the bounds of single fields were checked when decoding.
 
-    The API calls this before it accepts a request and the core again for every client.
-
-    Returns:
-        None, or the error naming the field and the bound.
+    The API calls this before it accepts a request, and the core again for every client. Returns
+    the error, which names the field and the bound.
     """
     if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
         text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"
@@ -319,30 +317,24 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     if add.packed_prompt and has_ids_from(add.packed_prompt, facts.vocab_size):
         highest = max(unpack_token_ids(add.packed_prompt))
     if highest >= facts.vocab_size:
-        return RequestError(
-            ErrorCode.INVALID,
-            f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens",
-            "prompt",
-        )
-    return _validate_params(add.sampling_params, facts) or _validate_room(add, facts)
-
-
-def _validate_params(params: SamplingParams, facts: ModelFacts) -> RequestError | None:
+        return _outside_vocabulary(highest, facts, "prompt")
+    params = add.sampling_params
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token_id in ids:
             if token_id >= facts.vocab_size:
-                return RequestError(
-                    ErrorCode.INVALID,
-                    f"token id {token_id} is outside the vocabulary of {facts.vocab_size} tokens",
-                    name,
-                )
+                return _outside_vocabulary(token_id, facts, name)
     if params.min_tokens > params.max_tokens:
         return RequestError(
             ErrorCode.INVALID,
             f"min_tokens {params.min_tokens} is greater than max_tokens {params.max_tokens}",
             "min_tokens",
         )
-    return None
+    return _validate_room(add, facts)
+
+
+def _outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestError:
+    text = f"token id {token_id} is outside the vocabulary of {facts.vocab_size} tokens"
+    return RequestError(ErrorCode.INVALID, text, param)
 
 
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:

@@ -32,11 +32,8 @@ from protocol.message import (
 )
 from protocol.sampling import SamplingParams
 
-NULL_BLOCK = 0
-"""Stands in block tables where a window has passed; no request ever holds it."""
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
-
 
 NULL_BLOCK = 0
 """Never allocated; stands in block tables at positions whose KV is not needed any more."""

@@ -49,7 +49,6 @@ MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
 _SERVING = (EngineState.READY, EngineState.DRAINING)
-_NOT_OPEN = RequestError(ErrorCode.INTERNAL, "the client is not open, or closed again")
 
 
 class AsyncEngineClient:
@@ -71,10 +70,10 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: open requests fail after this time without a serving engine.
-            clock: the clock of the recorded times.
             make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
+        self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
         self._stalled_s = 0.0
         self._clock = clock
         self._controls = Controls()
@@ -150,16 +149,13 @@ class AsyncEngineClient:
             RequestFailed: the client is not open, or was closed meanwhile.
         """
         async with asyncio.timeout(timeout_s):
-            while (facts := self._ready_facts()) is None:
+            while True:
+                is_ready = self.status is not None and self.status.state is EngineState.READY
+                if self.connected and is_ready and self.facts is not None:
+                    return self.facts
                 self._require_open()
                 self._status_event.clear()
                 await self._status_event.wait()
-        return facts
-
-    def _ready_facts(self) -> ModelFacts | None:
-        status = self.status
-        is_ready = self.connected and status is not None and status.state is EngineState.READY
-        return self.facts if is_ready else None
 
     def submit(
         self,
@@ -169,10 +165,7 @@ class AsyncEngineClient:
     ) -> RequestStream:
         """Accept a request: from here on it survives restarts of everything but this process.
 
-        Args:
-            prompt_token_ids: may change afterwards.
-            params: with an explicit seed.
-            options: priority, cache_salt and tenant.
+        `params` has an explicit seed. The caller may change `prompt_token_ids` afterwards.
 
         Raises:
             InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
@@ -203,11 +196,7 @@ class AsyncEngineClient:
             add: as it was accepted, with the outputs that are known; its number is replaced.
             receiver: gets the outputs that follow.
 
-        Returns:
-            Its number, for `cancel`.
-
-        Raises:
-            Overloaded: too much is open.
+        Returns the new number, for `cancel`; raises Overloaded if too much is open.
         """
         request_id = self._open.ledger.next_request_id()
         add = msgspec.structs.replace(add, request_id=request_id, resent=True)
@@ -218,38 +207,27 @@ class AsyncEngineClient:
     def _check(
         self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions
     ) -> tuple[AddRequest, bytes]:
-        if (error := self._why_not()) is not None:
-            raise failure_of(error)
-        assert self.facts is not None
+        self._require_open()
+        if self.status is None or self.facts is None:
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, "the engine is starting"))
+        if self._stalled_s > self._stall_timeout_s:
+            raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
+        if self.status.state is EngineState.DRAINING:
+            raise failure_of(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
         request_id, now = self._open.ledger.next_request_id(), self._clock.time()
         add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)
         return check_request(add, self.facts)
-
-    def _why_not(self) -> RequestError | None:
-        if not self._link.is_open:
-            return _NOT_OPEN
-        if self.status is None or self.facts is None:
-            return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
-        if self._stalled_s > self._stall_timeout_s:
-            return RequestError(ErrorCode.ENGINE_FAILED, self._stall_text())
-        if self.status.state is EngineState.DRAINING:
-            return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
-        return None
 
     def cancel(self, request_id: int) -> None:
         """Abort a request, if it is open."""
         self._open.cancel(request_id)
 
     async def pause(
-        self,
-        mode: PauseMode = PauseMode.PAUSED_ALL,
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
+        self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
         """Pause scheduling; requests are still accepted, and a restarted core is paused again.
 
-        Returns:
-            Whether the engine is paused: not while it drains.
+        Returns whether the engine is paused: not while it drains.
 
         Raises:
             TimeoutError: no answer within `timeout_s`; whether it was paused is not known.
@@ -267,10 +245,9 @@ class AsyncEngineClient:
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """Pause everything and let the workers release the KV cache's memory.
 
-        Returns:
-            Whether the workers were requested to; the memory is free soon after. False while the
-            engine drains, or if it was resumed before. Requests keep their tokens and compute KV
-            again.
+        Returns whether the workers were requested to; the memory is free soon after. False while
+        the engine drains, or if it was resumed before. Requests keep their tokens and compute KV
+        again. Errors as `pause`.
         """
         return await self._control(timeout_s, ControlAction.SLEEP)
 
@@ -281,11 +258,10 @@ class AsyncEngineClient:
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        """Drop all cached prefixes, as after a change of the weights.
+        """Drop all cached prefixes, as after a change of the weights; errors as `pause`.
 
-        Returns:
-            Whether it was done: not while a block is in use, unless `reset_running_requests`
-            preempts the running requests, which then compute their KV again.
+        Returns whether it was done: not while a block is in use, unless `reset_running_requests`
+        preempts the running requests, which then compute their KV again.
         """
         return await self._control(
             timeout_s,
@@ -315,7 +291,8 @@ class AsyncEngineClient:
 
     def _require_open(self) -> None:
         if not self._link.is_open:
-            raise failure_of(_NOT_OPEN)
+            message = "the client is not open, or closed again"
+            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.
@@ -392,10 +369,7 @@ class AsyncEngineClient:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._stalled_s += TICK_S  # ticks and not the clock, as in the link
         if self._stalled_s > self._stall_timeout_s:
-            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text()))
+            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
-                self._feed.fail(ConnectionError(self._stall_text()))
+                self._feed.fail(ConnectionError(self._stall_text))
         self._link.tick()
-
-    def _stall_text(self) -> str:
-        return f"no engine has served for {self._stall_timeout_s:.0f} s"

@@ -32,7 +32,7 @@ class KVEventFeed:
     def __init__(
         self, next_seq: int | None, numbers: Iterator[int], send: Send, end: Callable[[], None]
     ) -> None:
-        """Begin to subscribe.
+        """Subscribe from event `next_seq` on, or with a snapshot.
 
         Args:
             next_seq: number of the first event; None: a snapshot first.
@@ -68,10 +68,14 @@ class KVEventFeed:
                 raise self._error
             if self._is_cancelled:
                 raise StopAsyncIteration
-            await self._wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         item = self._unread.popleft()
         if not self._unread:
-            self._ask_for_more()
+            self._acknowledge()
         return item
 
     @property
@@ -84,22 +88,15 @@ class KVEventFeed:
         if not self._is_cancelled and self._error is None:
             self._is_cancelled = True
             self._unread.clear()
-            self._ask_for_more()
+            self._acknowledge()
             self._send(UnsubscribeKVEvents())
             self._end()
             self._wake()
 
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def take(self, batch: KVEventBatch) -> None:
         """Enter a batch, if it is the expected one."""
         self._num_untaken += 1
-        if self._is_due(batch):
+        if self._is_next(batch):
             if batch.first_seq is None:
                 self._unread.extend((None, event) for event in batch.events)
             else:
@@ -107,14 +104,14 @@ class KVEventFeed:
                 self._next_seq = batch.first_seq + len(batch.events)
             self._wake()
         if not self._unread:
-            self._ask_for_more()
+            self._acknowledge()
 
-    def _ask_for_more(self) -> None:
+    def _acknowledge(self) -> None:
         for _ in range(self._num_untaken):
             self._send(KVEventsTaken())
         self._num_untaken = 0
 
-    def _is_due(self, batch: KVEventBatch) -> bool:
+    def _is_next(self, batch: KVEventBatch) -> bool:
         """Whether a batch is the expected one; after a gap, subscribe again under a new number."""
         if batch.subscription != self._subscription:  # an earlier one, of this feed or another
             return False
@@ -137,7 +134,7 @@ class KVEventFeed:
     def fail(self, error: Exception) -> None:
         """End the feed with an error, which is raised after the unread events."""
         self._error = error
-        self._ask_for_more()  # for the next feed of this connection
+        self._acknowledge()  # for the next feed of this connection
         self._end()
         self._wake()
 

@@ -56,7 +56,7 @@ class FrameSequence:
         self._former = 0
         """The last number that was lower than expected."""
         self._num_former = 0
-        """How many of these came in a row, each one more than the last."""
+        """Such numbers in a row, each one more than the last."""
 
     def judge(self, header: Header) -> Verdict:
         """Compare a frame's number with the expected one; advance if the frame is taken."""

@@ -29,16 +29,11 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
         part = socket.recv(_NOBLOCK, copy=False)
         num_parts += 1
         if num_parts <= MAX_PARTS:
-            parts.append(_copy(part))
+            try:
+                parts.append(part.bytes)
+            except MemoryError:  # without its content it fails its checksum, and is sent again
+                parts.append(b"")
     return parts
-
-
-def _copy(part: zmq.Frame) -> bytes:
-    """Copy a part; one that memory does not suffice for fails its checksum, and is sent again."""
-    try:
-        return part.bytes
-    except MemoryError:
-        return b""
 
 
 def send(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:

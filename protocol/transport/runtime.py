@@ -57,7 +57,7 @@ class ProcessControl(Protocol):
 
 
 class SystemProcesses:
-    """The real processes."""
+    """The processes of the system; `kill` raises OSError if the process has ended."""
 
     getpid = staticmethod(os.getpid)
     pidfd_open = staticmethod(os.pidfd_open)
@@ -65,9 +65,4 @@ class SystemProcesses:
 
     @staticmethod
     def kill(pidfd: int) -> None:
-        """Send SIGKILL.
-
-        Raises:
-            OSError: the process has ended.
-        """
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
