@@ -50,7 +50,7 @@ class KVEventFeed:
         self._in_snapshot = False
         self._is_cancelled = False
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self.subscribe()
 
     def subscribe(self) -> None:
@@ -68,11 +68,8 @@ class KVEventFeed:
                 raise self._error
             if self._is_cancelled:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._changed.clear()
+            await self._changed.wait()
         item = self._unread.popleft()
         if not self._unread:
             self._acknowledge()
@@ -91,7 +88,7 @@ class KVEventFeed:
             self._acknowledge()
             self._send(UnsubscribeKVEvents())
             self._end()
-            self._wake()
+            self._changed.set()
 
     def take(self, batch: KVEventBatch) -> None:
         """Enter a batch, if it is the expected one."""
@@ -102,7 +99,7 @@ class KVEventFeed:
             else:
                 self._unread.extend(enumerate(batch.events, batch.first_seq))
                 self._next_seq = batch.first_seq + len(batch.events)
-            self._wake()
+            self._changed.set()
         if not self._unread:
             self._acknowledge()
 
@@ -136,8 +133,4 @@ class KVEventFeed:
         self._error = error
         self._acknowledge()  # for the next feed of this connection
         self._end()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()

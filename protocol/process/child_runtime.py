@@ -94,14 +94,11 @@ class ChildProcess:
             )
             self._wait_for_supervisor()
             self._supervisor = SupervisorLink(self._lifecycle, self.epoch)
-            self._tell(Hello(role, self.rank, self.pid))
+            self._send(Hello(role, self.rank, self.pid))
 
     @classmethod
     def from_argv(cls, program: str, role: Role, argv: Sequence[str]) -> "ChildProcess":
-        """Parse the command line and set up logging to stderr.
-
-        Ends the program with usage and status 2 if the arguments are wrong.
-        """
+        """Parse the command line and set up logging; wrong arguments end the program, status 2."""
         parser = argparse.ArgumentParser(program, allow_abbrev=False)
         group = parser.add_argument_group("supervision", "Set by the supervisor.")
         group.add_argument("--config-fd", type=int, help="descriptor to read all settings from")
@@ -145,7 +142,7 @@ class ChildProcess:
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Report a step of the start, which extends its deadline."""
         self.reporter.load(phase, done)
-        self._tell(Progress(phase, done, total))
+        self._send(Progress(phase, done, total))
 
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
         """Report that the start is over, and the KV blocks that successors must have too."""
@@ -162,7 +159,7 @@ class ChildProcess:
         """Report a fatal error, and exit."""
         text = f"{type(error).__name__}: {error}"
         self.log.error("%s failed: %s", phase, text, exc_info=retry)
-        self._tell(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
+        self._send(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
         if self._lifecycle is not None:
             self._lifecycle.socket.setsockopt(zmq.LINGER, 1000)
             self.context.destroy()
@@ -179,10 +176,9 @@ class ChildProcess:
         os._exit(0)
 
     def wait_for_promotion(self) -> bool:
-        """Wait until this standby is promoted to a new epoch; the supervisor's death ends it.
+        """Wait until this standby is promoted to a new epoch; return False if it must stop.
 
-        Returns:
-            False if it must stop instead.
+        The supervisor's death ends it.
         """
         assert self.lifecycle_socket is not None
         assert self._supervisor is not None
@@ -253,7 +249,7 @@ class ChildProcess:
         loop.add_reader(lifecycle.fd, deliver)
         loop.call_soon(deliver_now_and_then)
 
-    def _tell(self, message: ToSupervisor) -> None:
+    def _send(self, message: ToSupervisor) -> None:
         if self._supervisor is not None:
             self._supervisor.send(message)
             self._look_again()
@@ -269,10 +265,7 @@ class ChildProcess:
             self._deliver_soon()
 
     def _wait_for_supervisor(self) -> None:
-        """Wait for the connection: the supervisor listens before it starts children.
-
-        A stopped supervisor answers later; a dead one ends this process.
-        """
+        """Wait for the connection: the supervisor listens before it starts children."""
         assert self._lifecycle is not None
         if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
             sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
@@ -293,23 +286,16 @@ def watch_parent(parent_fd: int) -> None:
 
 
 def show_stacks() -> None:
-    """Print the stacks of all threads at DUMP_SIGNAL and at a crash.
-
-    C code does it, so it works while another thread holds the interpreter.
-    """
+    """Print all stacks at DUMP_SIGNAL and at a crash: in C, even while the interpreter is held."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)
 
 
 def configure_logging(label: str, level: str) -> None:
-    """Send the package's log to stderr, each line with the process's label.
-
-    Only the `troika` logger is set up; the root logger stays as it is.
-    """
+    """Send the log of `troika`, and of no other logger, to stderr, with the process's label."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s [{label}] %(levelname)s %(message)s", "%H:%M:%S")
-    )
+    line = f"%(asctime)s [{label}] %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
     logger = logging.getLogger("troika")
     logger.handlers = [handler]
     logger.propagate = False

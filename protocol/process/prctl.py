@@ -10,11 +10,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_subreaper(is_one: bool) -> None:
-    """Choose whether orphaned descendants become children of this process, which must reap them.
-
-    Raises:
-        OSError: the system does not support it.
-    """
+    """Choose whether orphaned descendants become children of this process, which must reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(is_one))
 
 
@@ -22,9 +18,6 @@ def die_with_parent() -> None:
     """Let this process get SIGKILL when the thread that started it ends.
 
     Forked children do not inherit this. A parent that is already dead sends no signal.
-
-    Raises:
-        OSError: the system does not support it.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

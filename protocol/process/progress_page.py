@@ -17,7 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from protocol.lifecycle import DeathCause
@@ -94,11 +94,6 @@ class MarkEdits(NamedTuple):
     marks: Mapping[int, int]
     """New and changed marks by place."""
 
-    @classmethod
-    def whole(cls, marks: Sequence[int]) -> "MarkEdits":
-        """Return the edits that replace all marks."""
-        return cls(len(marks), dict(enumerate(marks)))
-
 
 class Death(NamedTuple):
     """How an incarnation ended."""
@@ -114,24 +109,19 @@ class ProgressPage:
     def __init__(self, fd: int) -> None:
         """Map a page that `create` has made; the descriptor stays the caller's.
 
-        Raises:
-            OSError: it cannot be mapped.
-            ValueError: it is too small, or it is not a page of this version.
+        OSError: it cannot be mapped. ValueError: it is too small, or not a page of this version.
         """
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("Q")
         if self._words[0] != _MAGIC:
             self.close()
-            raise ValueError("the descriptor holds no progress page")
+            raise ValueError("the descriptor does not hold a progress page of this version")
 
     @classmethod
     def create(cls, name: str) -> "tuple[ProgressPage, int]":
         """Make an empty page; returns it with the descriptor to hand on.
 
         Its size is sealed: a process that shrank it would kill the readers with SIGBUS.
-
-        Raises:
-            OSError: there is no descriptor or memory left.
         """
         fd = os.memfd_create(f"troika-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -149,8 +139,6 @@ class ProgressPage:
         """Unmap the page."""
         self._words.release()
         self._map.close()
-
-    # Progress -----------------------------------------------------------------------------------
 
     def write(
         self, epoch: int, phase: Phase, step_id: int | None, began_ns: int, deadline_ns: int
@@ -188,8 +176,6 @@ class ProgressPage:
         """The last incarnation that has completed a step; 0: none has."""
         return self._words[_COMPLETED]
 
-    # Marks --------------------------------------------------------------------------------------
-
     def write_marks(self, epoch: int, edits: MarkEdits) -> None:
         """Update what a core is about to compute, before it dispatches it.
 
@@ -219,10 +205,8 @@ class ProgressPage:
         first, end = _DEATH * _WORD, _END * _WORD
         self._map[first:end] = other._map[first:end]
 
-    # The last death -----------------------------------------------------------------------------
-
     def write_death(self, death: Death) -> None:
-        """Leave word for the next incarnation of how the last one ended."""
+        """Record for the next incarnation how the last one ended."""
         step = NO_STEP if death.step_id is None else death.step_id
         for offset, word in enumerate((death.epoch, death.cause, step)):
             self._words[_DEATH + offset] = word

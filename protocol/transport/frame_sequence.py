@@ -36,15 +36,6 @@ class Verdict(enum.Enum):
 class FrameSequence:
     """Both directions of one connection, at one end."""
 
-    __slots__ = (
-        "_expected",
-        "_former",
-        "_ignores_gaps",
-        "_num_former",
-        "next_seq",
-        "owes_beginning",
-    )
-
     def __init__(self, *, ignores_gaps: bool, first_seq: int = 0) -> None:
         """With `ignores_gaps` only repeated frames are dropped."""
         self.next_seq = first_seq
