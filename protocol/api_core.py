@@ -74,9 +74,7 @@ class ErrorCode(enum.StrEnum):
     COMPUTATION_FAILED = "computation_failed"
     """The model's logits for this request are not finite."""
     QUARANTINED = "request_quarantined"
-    """It has killed workers repeatedly."""
     ENGINE_FAILED = "engine_failed"
-    """No engine has served for longer than the client waits."""
 
 
 class RequestError(Record):
@@ -95,7 +93,7 @@ class Connect(Message):
 
 
 class AddRequest(Message):
-    """Client → core: a request, new or sent again from the ledger.
+    """Client → core: a request, new or sent again from the ledger; options as `RequestOptions`.
 
     It replaces an open request with the same id: in this way a client repairs missed outputs.
     """
@@ -107,16 +105,13 @@ class AddRequest(Message):
     output_token_ids: TokenIds = []
     """Tokens that the client already has; the next output starts after them."""
     priority: Priority = 0
-    """Lower is sooner."""
     arrival_time: Annotated[float, Meta(ge=0.0)] = 0.0
     """Seconds since the Unix epoch at which the client accepted it, for the client's own journal.
     The core does not read it: clocks of two processes are not compared."""
     cache_salt: CacheSalt = ""
-    """Requests share cached prefixes only with requests of the same salt."""
     resent: bool = False
     """It was accepted before, so it is not refused for a full queue or draining."""
     tenant: Tenant = ""
-    """Its account: the fair policy shares the engine among tenants."""
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
     """Seconds since the client accepted it, when the client sent it. The core subtracts them from
     its own clock, so that the order of arrival survives reconnects and restarts."""
@@ -154,7 +149,6 @@ class ControlAction(enum.StrEnum):
     PAUSE = "pause"
     """Enter `Control.pause_mode`. Requests are accepted and wait."""
     RESUME = "resume"
-    """End a pause or a sleep."""
     SLEEP = "sleep"
     """Pause everything, drop the prefix cache, and let the workers release its memory.
 
@@ -170,7 +164,6 @@ class Control(Message):
     """Chosen by the client, to match the answer."""
     action: ControlAction
     pause_mode: PauseMode = PauseMode.PAUSED_ALL
-    """For PAUSE."""
     reset_running_requests: bool = False
     """For RESET_PREFIX_CACHE: preempt running requests, so that no block is in use."""
     restores: bool = False
@@ -236,14 +229,12 @@ class EngineStats(Record):
     num_steps: Count = 0
     num_preemptions: Count = 0
     prompt_tokens: Count = 0
-    """Prompt tokens of admitted requests."""
     generation_tokens: Count = 0
     prefix_cache_queries: Count = 0
     """Tokens looked up."""
     prefix_cache_hits: Count = 0
     """Tokens found."""
     fenced_frames: Count = 0
-    """Frames of an old epoch, dropped."""
     worker_restarts: Count = 0
     loop_seconds_buckets: list[int] = []
     """Iterations of the core's loop by duration, not cumulative; bounds: `LOOP_BUCKETS_S`."""
@@ -255,7 +246,6 @@ class EngineStats(Record):
     spec_decode_num_accepted_tokens_per_pos: list[int] = []
     """How often the first, second, ... draft token was accepted."""
     num_quarantined: Count = 0
-    """Requests that were found to kill workers."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)

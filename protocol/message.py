@@ -127,12 +127,7 @@ def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:
 
 
 def unpack_header(frame: bytes, body: bytes) -> Header:
-    """Decode a header frame and verify the checksum of both parts.
-
-    Raises:
-        DamagedFrame: wrong length or checksum.
-        ProtocolError: wrong magic or protocol version.
-    """
+    """Decode a header frame and verify the checksum of both parts, or raise ProtocolError."""
     if len(frame) != HEADER_BYTES:
         raise DamagedFrame(f"header has {len(frame)} bytes instead of {HEADER_BYTES}")
     magic, version, epoch, seq, flags, checksum = _HEADER.unpack(frame)
@@ -157,11 +152,7 @@ class Decoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def __call__(self, body: bytes) -> T:
-        """Decode one body.
-
-        Raises:
-            ProtocolError: the body is not a message of this direction; the text names the place.
-        """
+        """Decode one body; ProtocolError names the place at which it is not a message."""
         try:
             return self._decoder.decode(body)  # type: ignore[no-any-return]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -89,9 +89,8 @@ class AsyncEngineClient:
         self.facts: ModelFacts | None = None
         """Facts of the model; kept while the engine recovers."""
         self.status: Status | None = None
-        """The core's last status."""
         self.last_status_time = 0.0
-        """When it arrived, on the monotonic clock."""
+        """When `status` arrived, on the monotonic clock."""
 
     @property
     def connected(self) -> bool:
@@ -192,10 +191,7 @@ class AsyncEngineClient:
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
         """Continue a request that an earlier incarnation of this client accepted.
 
-        Args:
-            add: as it was accepted, with the outputs that are known; its number is replaced.
-            receiver: gets the outputs that follow.
-
+        `add` is as it was accepted, with the outputs that are known; its number is replaced.
         Returns the new number, for `cancel`; raises Overloaded if too much is open.
         """
         request_id = self._open.ledger.next_request_id()
@@ -251,9 +247,7 @@ class AsyncEngineClient:
         """
         return await self._control(timeout_s, ControlAction.SLEEP)
 
-    async def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """As `resume`."""
-        return await self.resume(timeout_s=timeout_s)
+    wake_up = resume
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
@@ -263,11 +257,8 @@ class AsyncEngineClient:
         Returns whether it was done: not while a block is in use, unless `reset_running_requests`
         preempts the running requests, which then compute their KV again.
         """
-        return await self._control(
-            timeout_s,
-            ControlAction.RESET_PREFIX_CACHE,
-            reset_running_requests=bool(reset_running_requests),
-        )
+        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
+        return await self._control(timeout_s, ControlAction.RESET_PREFIX_CACHE, reset=reset)
 
     async def _control(
         self,
@@ -275,10 +266,10 @@ class AsyncEngineClient:
         action: ControlAction,
         mode: PauseMode = PauseMode.PAUSED_ALL,
         *,
-        reset_running_requests: bool = False,
+        reset: bool = False,
     ) -> bool:
         self._require_open()
-        control = self._controls.ask(action, mode, reset_running_requests=reset_running_requests)
+        control = self._controls.ask(action, mode, reset_running_requests=reset)
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
         try:

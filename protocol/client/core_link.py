@@ -100,7 +100,6 @@ class CoreLink:
         self._wants_resync = False
         self._since_resync_s = RESYNC_PAUSE_S
         self.epoch = NO_EPOCH
-        """Of the core, as agreed on."""
         self.is_open = False
         self.num_fenced_frames = 0
         """Frames of another epoch than the one agreed on, dropped."""

@@ -32,13 +32,10 @@ class KVEventFeed:
     def __init__(
         self, next_seq: int | None, numbers: Iterator[int], send: Send, end: Callable[[], None]
     ) -> None:
-        """Subscribe from event `next_seq` on, or with a snapshot.
+        """Subscribe from event `next_seq` on; None: with a snapshot.
 
-        Args:
-            next_seq: number of the first event; None: a snapshot first.
-            numbers: for subscriptions, each of them new to this connection.
-            send: sends to the core, if an epoch is agreed on.
-            end: called once, when the feed is cancelled or fails.
+        `numbers` are those of subscriptions, each of them new to this connection; `end` is called
+        once, when the feed is cancelled or fails.
         """
         self._next_seq = next_seq
         self._numbers = numbers

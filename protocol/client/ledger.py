@@ -143,7 +143,6 @@ class Ledger:
         self._max_open_tokens = max_open_tokens
         self.clock = clock
         self.num_prompt_tokens = 0
-        """Of all open requests."""
         self._entries: dict[int, _Entry] = {}
         self._repairing: set[int] = set()
         """Requests repaired since the last `allow_repairs`."""

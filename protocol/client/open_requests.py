@@ -54,11 +54,7 @@ class OpenRequests:
             self._send(body)
 
     def adopt(self, add: AddRequest, receiver: Receiver, age_s: float) -> None:
-        """Enter a request that an earlier incarnation of this client accepted `age_s` ago.
-
-        Raises:
-            Overloaded: too much is open.
-        """
+        """As `accept`, for a request that an earlier incarnation of this client accepted."""
         if self._enter(add, receiver, age_s):
             self._send_again(msgspec.structs.replace(add, age_s=age_s))
 

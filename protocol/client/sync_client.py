@@ -134,7 +134,7 @@ class EngineClient:
     pause = _blocking(AsyncEngineClient.pause)
     resume = _blocking(AsyncEngineClient.resume)
     sleep = _blocking(AsyncEngineClient.sleep)
-    wake_up = _blocking(AsyncEngineClient.wake_up)
+    wake_up = resume
     reset_prefix_cache = _blocking(AsyncEngineClient.reset_prefix_cache)
 
     @property
@@ -145,8 +145,7 @@ class EngineClient:
     def close(self) -> None:
         """Disconnect and end the thread; calls of other threads fail. Idempotent.
 
-        Raises:
-            TimeoutError: the client's loop is blocked; its thread ends when that is over.
+        TimeoutError: the client's loop is blocked; its thread ends when that is over.
         """
         with self._lock:
             if not self._is_open:
@@ -158,12 +157,7 @@ class EngineClient:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine in the client's loop and wait for it.
-
-        Raises:
-            TimeoutError: it has not ended within `timeout_s`, and is cancelled.
-            RequestFailed: the client is closed.
-        """
+        """Run a coroutine in the client's loop; past `timeout_s` it is cancelled."""
         with self._lock:  # work that enters the loop before its shutdown is cancelled by it
             if not self._is_open:
                 work.close()

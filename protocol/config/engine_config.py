@@ -249,11 +249,7 @@ class ConfigError(Exception):
 
 
 def validate(config: EngineConfig) -> EngineConfig:
-    """Check bounds that a single field's type cannot express, and refuse switches without effect.
-
-    Raises:
-        ConfigError: naming the settings that contradict each other.
-    """
+    """Raise ConfigError for settings that contradict each other, or that have no effect."""
     for is_broken, message in _rules(config):
         if is_broken:
             raise ConfigError(message)
@@ -261,7 +257,7 @@ def validate(config: EngineConfig) -> EngineConfig:
 
 
 def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """Yield each rule between several settings: whether it is broken, and its text."""
+    """Each rule between several settings: whether it is broken, and its text."""
     scheduler, standby_workers = config.scheduler, config.recovery.standby_workers
     batched = scheduler.max_num_batched_tokens
     yield (

@@ -88,12 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None
 ) -> EngineConfig:
-    """Merge the sources into one checked configuration.
-
-    Args:
-        flags: values by setting name; they win over everything.
-        environ: the process environment; only `TROIKA_*` is read.
-        file: YAML file with settings by name, in flat form.
+    """Merge values by setting name, `TROIKA_*` of the environment and a flat YAML file.
 
     Raises:
         ConfigError: an unknown name (with a suggestion), a wrong type or a value out of bounds.
@@ -117,19 +112,12 @@ def resolve(
 
 
 def configure(**values: Any) -> EngineConfig:
-    """Build a configuration from keywords, as an embedding program would: no flags, no environment.
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
+    """Build a configuration from keywords alone, for embedding; errors as `resolve`."""
     return resolve(values, {})
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
-    """Parse a command line that `add_flags` described.
-
-    An error ends the program with the usage on stderr and status 2, as argparse does.
-    """
+    """Parse a command line that `add_flags` described; an error ends the program, as argparse."""
     parsed, unknown = parser.parse_known_args(argv)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]

@@ -30,8 +30,7 @@ class ChildHandle:
     def __init__(self, pid: int, epoch: int, parent_write: int) -> None:
         """Watch a child of this process, and own `parent_write`, the end of its parent pipe.
 
-        Raises:
-            OSError: it cannot be watched; the pipe is closed, which ends the child.
+        OSError: it cannot be watched; the pipe is closed, which ends the child.
         """
         try:
             self.pidfd = os.pidfd_open(pid)
@@ -120,11 +119,7 @@ class Child(ChildHandle):
         progress_fd: int | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Start `python -m module`; the caller's signals, environment and loop stay untouched.
-
-        Raises:
-            OSError: it cannot be started; nothing is left behind.
-        """
+        """Start `python -m module`; an OSError leaves nothing behind."""
         with ExitStack() as ours, ExitStack() as theirs:
             config_read = _config_pipe(config)
             theirs.callback(os.close, config_read)

@@ -92,7 +92,9 @@ class ChildProcess:
             self._lifecycle = DealerChannel(
                 self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
             )
-            self._wait_for_supervisor()
+            # The supervisor listens before it starts children; a dead one ends this process.
+            if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
+                sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
             self._supervisor = SupervisorLink(self._lifecycle, self.epoch)
             self._send(Hello(role, self.rank, self.pid))
 
@@ -147,11 +149,11 @@ class ChildProcess:
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
         """Report that the start is over, and the KV blocks that successors must have too."""
         self.reporter.turn()  # from now on it has the limits of a serving process
-        self._hold(Ready(detail, num_gpu_blocks))
+        self._send(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:
         """Report that no request is open."""
-        self._hold(Drained())
+        self._send(Drained())
 
     def fatal(
         self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
@@ -176,10 +178,7 @@ class ChildProcess:
         os._exit(0)
 
     def wait_for_promotion(self) -> bool:
-        """Wait until this standby is promoted to a new epoch; return False if it must stop.
-
-        The supervisor's death ends it.
-        """
+        """Wait until this standby is promoted to a new epoch; return False if it must stop."""
         assert self.lifecycle_socket is not None
         assert self._supervisor is not None
         while True:
@@ -251,24 +250,16 @@ class ChildProcess:
 
     def _send(self, message: ToSupervisor) -> None:
         if self._supervisor is not None:
-            self._supervisor.send(message)
-            self._look_again()
-
-    def _hold(self, message: Ready | Drained) -> None:
-        if self._supervisor is not None:
-            self._supervisor.hold(message)
+            if isinstance(message, Ready | Drained):
+                self._supervisor.hold(message)
+            else:
+                self._supervisor.send(message)
             self._look_again()
 
     def _look_again(self) -> None:
         """The descriptor is edge-triggered: a send may consume the event of an arrival."""
         if self._deliver_soon is not None:
             self._deliver_soon()
-
-    def _wait_for_supervisor(self) -> None:
-        """Wait for the connection: the supervisor listens before it starts children."""
-        assert self._lifecycle is not None
-        if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
-            sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
 
 
 def watch_parent(parent_fd: int) -> None:

@@ -29,11 +29,7 @@ class ForkServer:
     """A zygote, and the workers that were requested from it."""
 
     def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None = None) -> None:
-        """Start the zygote, which reports in a progress page.
-
-        Raises:
-            OSError: it cannot be started; nothing is left behind.
-        """
+        """Start the zygote, which reports in a progress page; an OSError leaves nothing behind."""
         with ExitStack() as stack:
             ours, theirs = socket_pair()
             stack.callback(ours.close)
@@ -74,11 +70,7 @@ class ForkServer:
         self._asked[epoch] = parent_write
 
     def receive(self) -> list[FromZygote]:
-        """Messages that have arrived, in order, and a bounded number.
-
-        Raises:
-            ProtocolError: a message is invalid; the zygote should be killed.
-        """
+        """A bounded number of messages that have arrived; ProtocolError: one of them is invalid."""
         messages: list[FromZygote] = []
         with contextlib.suppress(LinkClosed):  # its pidfd reports the death
             while len(messages) < _RECEIVE_LIMIT and (received := self.link.receive()) is not None:
@@ -90,11 +82,9 @@ class ForkServer:
         return messages
 
     def claim(self, forked: Forked) -> ChildHandle:
-        """Take over a worker that was requested.
+        """Take over a requested worker; ProtocolError: it was not requested, or given up.
 
-        Raises:
-            ProtocolError: it was not requested, or given up.
-            OSError: it cannot be watched; it ends by itself.
+        OSError: it cannot be watched; it ends by itself.
         """
         parent_write = self._asked.pop(forked.epoch, None)
         if parent_write is None:

@@ -32,7 +32,6 @@ class ProgressReporter:
         self.page = None if page_fd is None else ProgressPage(page_fd)
         self._monotonic_ns = clock.monotonic_ns
         self.epoch = epoch
-        """Of the next records."""
         turn_s = recovery.hang_timeout_s if turn_timeout_s is None else turn_timeout_s
         self._turn_ns = int(turn_s * 1e9)
         # A process is suspected at this limit and killed at twice the limit.

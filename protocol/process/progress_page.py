@@ -58,7 +58,6 @@ class Phase(enum.IntEnum):
     TURN = 4
     """Handling what the poll returned."""
     STEP = 5
-    """Computing a step."""
 
 
 class ProgressRecord(NamedTuple):
@@ -81,7 +80,6 @@ class CoreMarks(NamedTuple):
     """What a core was computing; `core_proc.recovery.quarantine` defines the numbers."""
 
     epoch: int
-    """Of the core."""
     marks: list[int]
     """The first `MAX_MARKS` of them, of 64 bits each."""
 

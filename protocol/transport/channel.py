@@ -233,12 +233,7 @@ class RouterChannel(_Channel):
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
     def send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
-        """Send one message; False if the peer's queue is full.
-
-        Raises:
-            PeerGone: the peer is not connected.
-            FrameTooLarge: the peer could not receive it; nothing was sent.
-        """
+        """Send one message, or raise PeerGone or FrameTooLarge; False: the peer's queue is full."""
         sequence = self._sequence(peer)
         if sequence.owes_beginning:
             flags |= _BEGINS
@@ -328,12 +323,9 @@ class DealerChannel(_Channel):
         self._is_new = True
 
     def send(self, epoch: int, body: bytes, *, begins: bool = False) -> bool:
-        """Send one message; False if there is no connection or the queue is full.
+        """Send one message, or raise FrameTooLarge; False if no connection has room for it.
 
         `begins` ends the lost state; the first message of a connection always does.
-
-        Raises:
-            FrameTooLarge: the peer could not receive it; nothing was sent.
         """
         return self._send(epoch, body, _BEGINS if begins else 0)
 

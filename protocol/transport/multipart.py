@@ -37,11 +37,9 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def send(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Write the parts of one message.
+    """Write the parts of one message; zmq.Again: there is no room, and nothing was sent.
 
-    Raises:
-        zmq.Again: there is no room; nothing was sent.
-        zmq.ZMQError: with errno EHOSTUNREACH, the peer named by the first part is not connected.
+    ZMQError with errno EHOSTUNREACH: the peer named by the first part is not connected.
     """
     for part in parts[:-1]:
         socket.send(part, _AND_MORE)
