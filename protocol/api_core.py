@@ -11,12 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
-from protocol.kv_events import (
-    KVEventBatch,
-    KVEventsRefused,
-    SubscribeKVEvents,
-    UnsubscribeKVEvents,
-)
+from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import (
     Decoder,
     Message,

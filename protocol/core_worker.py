@@ -21,15 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from protocol.message import (
-    Decoder,
-    Message,
-    PackedTokenIds,
-    Record,
-    RequestId,
-    Text,
-    TokenIds,
-)
+from protocol.message import Decoder, Message, PackedTokenIds, Record, RequestId, Text, TokenIds
 from protocol.sampling import SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -75,9 +67,7 @@ class ModelFacts(Record):
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue; only `exact_resume` may differ."""
         return self == msgspec.structs.replace(
-            before,
-            exact_resume=self.exact_resume,
-            exact_resume_reason=self.exact_resume_reason,
+            before, exact_resume=self.exact_resume, exact_resume_reason=self.exact_resume_reason
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -157,10 +157,7 @@ class AsyncEngineClient:
                 await self._status_event.wait()
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> RequestStream:
         """Accept a request: from here on it survives restarts of everything but this process.
 

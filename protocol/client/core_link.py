@@ -18,14 +18,7 @@ from typing import NamedTuple
 
 import zmq
 
-from protocol.api_core import (
-    Connect,
-    ControlDone,
-    Refused,
-    Status,
-    StepOutputs,
-    decode_from_core,
-)
+from protocol.api_core import Connect, ControlDone, Refused, Status, StepOutputs, decode_from_core
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.salvage import readable_outputs

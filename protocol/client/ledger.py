@@ -151,9 +151,6 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._entries
-
     def next_request_id(self) -> int:
         """Return an unused number."""
         self._next_id += 1

@@ -119,10 +119,7 @@ class EngineClient:
         return self.run(self._client.wait_ready(timeout_s), timeout_s + 1.0)
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> SyncStream:
         """As `AsyncEngineClient.submit`."""
 

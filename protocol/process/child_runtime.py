@@ -169,10 +169,7 @@ class ChildProcess:
         os._exit(EXIT_FATAL)
 
     def leave(self) -> NoReturn:
-        """Exit after the last messages are written, without waiting for the interpreter's shutdown.
-
-        A successor waits for the end of this process.
-        """
+        """Exit at once after the last messages are written: a successor waits for the end."""
         self.context.destroy(linger=FLUSH_MS)
         sys.stderr.flush()
         os._exit(0)

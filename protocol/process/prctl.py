@@ -15,10 +15,7 @@ def set_subreaper(is_one: bool) -> None:
 
 
 def die_with_parent() -> None:
-    """Let this process get SIGKILL when the thread that started it ends.
-
-    Forked children do not inherit this. A parent that is already dead sends no signal.
-    """
+    """Let this process get SIGKILL when the thread that started it ends; forks do not inherit it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

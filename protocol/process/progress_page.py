@@ -175,10 +175,7 @@ class ProgressPage:
         return self._words[_COMPLETED]
 
     def write_marks(self, epoch: int, edits: MarkEdits) -> None:
-        """Update what a core is about to compute, before it dispatches it.
-
-        Only changes are written, so that the cost does not grow with the number of marks.
-        """
+        """Write what has changed of a core's marks, before it dispatches the step."""
         words = self._words
         words[_MARKS] |= 1
         words[_MARKS + 1], words[_MARKS + 2] = epoch, edits.total
@@ -188,10 +185,7 @@ class ProgressPage:
         words[_MARKS] += 1
 
     def read_marks(self) -> CoreMarks | None:
-        """Return the marks that were written last.
-
-        None if they are empty or their write was torn: that step was not dispatched.
-        """
+        """Return the last marks; None: there are none, or a torn write of an undispatched step."""
         seq, epoch, total = self._words[_MARKS : _MARKS + _MARKS_HEAD]
         if seq % 2 or total == 0:
             return None
