@@ -15,7 +15,7 @@ def set_subreaper(is_one: bool) -> None:
 
 
 def die_with_parent() -> None:
-    """Let this process get SIGKILL when the thread that started it ends; forks do not inherit it."""
+    """Get SIGKILL when the thread that started this process ends; forks do not inherit it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
