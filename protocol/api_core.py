@@ -11,12 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
-from protocol.kv_events import (
-    KVEventBatch,
-    KVEventsRefused,
-    SubscribeKVEvents,
-    UnsubscribeKVEvents,
-)
+from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import (
     Decoder,
     Message,
@@ -74,9 +69,7 @@ class ErrorCode(enum.StrEnum):
     COMPUTATION_FAILED = "computation_failed"
     """The model's logits for this request are not finite."""
     QUARANTINED = "request_quarantined"
-    """It has killed workers repeatedly."""
     ENGINE_FAILED = "engine_failed"
-    """No engine has served for longer than the client waits."""
 
 
 class RequestError(Record):
@@ -95,7 +88,7 @@ class Connect(Message):
 
 
 class AddRequest(Message):
-    """Client → core: a request, new or sent again from the ledger.
+    """Client → core: a request, new or sent again from the ledger; options as `RequestOptions`.
 
     It replaces an open request with the same id: in this way a client repairs missed outputs.
     """
@@ -107,16 +100,13 @@ class AddRequest(Message):
     output_token_ids: TokenIds = []
     """Tokens that the client already has; the next output starts after them."""
     priority: Priority = 0
-    """Lower is sooner."""
     arrival_time: Annotated[float, Meta(ge=0.0)] = 0.0
     """Seconds since the Unix epoch at which the client accepted it, for the client's own journal.
     The core does not read it: clocks of two processes are not compared."""
     cache_salt: CacheSalt = ""
-    """Requests share cached prefixes only with requests of the same salt."""
     resent: bool = False
     """It was accepted before, so it is not refused for a full queue or draining."""
     tenant: Tenant = ""
-    """Its account: the fair policy shares the engine among tenants."""
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
     """Seconds since the client accepted it, when the client sent it. The core subtracts them from
     its own clock, so that the order of arrival survives reconnects and restarts."""
@@ -154,11 +144,10 @@ class ControlAction(enum.StrEnum):
     PAUSE = "pause"
     """Enter `Control.pause_mode`. Requests are accepted and wait."""
     RESUME = "resume"
-    """End a pause or a sleep."""
     SLEEP = "sleep"
     """Pause everything, drop the prefix cache, and let the workers release its memory.
 
-    Answered when the workers were told; they do it after all steps sent before."""
+    Answered when the workers were requested to; they do it after all steps sent before."""
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     """Drop the prefix cache; refused while any of its blocks is in use."""
 
@@ -170,7 +159,6 @@ class Control(Message):
     """Chosen by the client, to match the answer."""
     action: ControlAction
     pause_mode: PauseMode = PauseMode.PAUSED_ALL
-    """For PAUSE."""
     reset_running_requests: bool = False
     """For RESET_PREFIX_CACHE: preempt running requests, so that no block is in use."""
     restores: bool = False
@@ -236,14 +224,12 @@ class EngineStats(Record):
     num_steps: Count = 0
     num_preemptions: Count = 0
     prompt_tokens: Count = 0
-    """Prompt tokens of admitted requests."""
     generation_tokens: Count = 0
     prefix_cache_queries: Count = 0
     """Tokens looked up."""
     prefix_cache_hits: Count = 0
     """Tokens found."""
     fenced_frames: Count = 0
-    """Frames of an old epoch, dropped."""
     worker_restarts: Count = 0
     loop_seconds_buckets: list[int] = []
     """Iterations of the core's loop by duration, not cumulative; bounds: `LOOP_BUCKETS_S`."""
@@ -255,7 +241,6 @@ class EngineStats(Record):
     spec_decode_num_accepted_tokens_per_pos: list[int] = []
     """How often the first, second, ... draft token was accepted."""
     num_quarantined: Count = 0
-    """Requests that were found to kill workers."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
@@ -296,10 +281,8 @@ decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
 def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     """Check what depends on the model; the bounds of single fields were checked when decoding.
 
-    The API calls this before it accepts a request and the core again for every client.
-
-    Returns:
-        None, or the error naming the field and the bound.
+    The API calls this before it accepts a request, and the core again for every client. Returns
+    the error, which names the field and the bound.
     """
     if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
         text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"
@@ -319,30 +302,24 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     if add.packed_prompt and has_ids_from(add.packed_prompt, facts.vocab_size):
         highest = max(unpack_token_ids(add.packed_prompt))
     if highest >= facts.vocab_size:
-        return RequestError(
-            ErrorCode.INVALID,
-            f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens",
-            "prompt",
-        )
-    return _validate_params(add.sampling_params, facts) or _validate_room(add, facts)
-
-
-def _validate_params(params: SamplingParams, facts: ModelFacts) -> RequestError | None:
+        return _outside_vocabulary(highest, facts, "prompt")
+    params = add.sampling_params
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
         for token_id in ids:
             if token_id >= facts.vocab_size:
-                return RequestError(
-                    ErrorCode.INVALID,
-                    f"token id {token_id} is outside the vocabulary of {facts.vocab_size} tokens",
-                    name,
-                )
+                return _outside_vocabulary(token_id, facts, name)
     if params.min_tokens > params.max_tokens:
         return RequestError(
             ErrorCode.INVALID,
             f"min_tokens {params.min_tokens} is greater than max_tokens {params.max_tokens}",
             "min_tokens",
         )
-    return None
+    return _validate_room(add, facts)
+
+
+def _outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestError:
+    text = f"token id {token_id} is outside the vocabulary of {facts.vocab_size} tokens"
+    return RequestError(ErrorCode.INVALID, text, param)
 
 
 def _validate_room(add: AddRequest, facts: ModelFacts) -> RequestError | None:

@@ -21,15 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from protocol.message import (
-    Decoder,
-    Message,
-    PackedTokenIds,
-    Record,
-    RequestId,
-    Text,
-    TokenIds,
-)
+from protocol.message import Decoder, Message, PackedTokenIds, Record, RequestId, Text, TokenIds
 from protocol.sampling import SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -52,7 +44,6 @@ class ModelFacts(Record):
     """What only a worker knows: the loaded model and its memory."""
 
     model: Text
-    """Name or directory as configured."""
     vocab_size: Annotated[int, Meta(ge=1, lt=2**31)]
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)]
     """Tokens, prompt and outputs together."""
@@ -72,14 +63,11 @@ class ModelFacts(Record):
     """A request that is computed again from its tokens, in any batch and any chunks, gets the same
     logits bit for bit, and so the same tokens."""
     exact_resume_reason: Text = ""
-    """Why `exact_resume` is false; else empty."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue; only `exact_resume` may differ."""
         return self == msgspec.structs.replace(
-            before,
-            exact_resume=self.exact_resume,
-            exact_resume_reason=self.exact_resume_reason,
+            before, exact_resume=self.exact_resume, exact_resume_reason=self.exact_resume_reason
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -92,10 +80,7 @@ class ModelFacts(Record):
 
 
 class WorkerHello(Message):
-    """Worker → core: the first message of a connection.
-
-    The header's epoch is the worker's own, as its supervisor issued it.
-    """
+    """Worker → core: the first message of a connection, under the worker's own epoch."""
 
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -121,7 +106,6 @@ class NewRequestData(Record):
     token_ids: PackedTokenIds
     """Prompt and outputs so far."""
     num_prompt_tokens: Annotated[int, Meta(ge=1)]
-    """Length of the prompt in `token_ids`."""
     sampling_params: SamplingParams
     block_ids: list[BlockIds]
     """One table per KV group, all equally long; NULL_BLOCK at positions that the group's window
@@ -169,10 +153,7 @@ class SchedulerOutput(Message):
 
 
 class Sleep(Message):
-    """Core → worker: release the KV cache's memory until the next step; its content is lost.
-
-    All requests have left the mirror before.
-    """
+    """Core → worker: release the KV cache's memory until the next step; the mirror is empty."""
 
 
 class TokenLogprobs(Record):

@@ -25,7 +25,6 @@ class Role(enum.StrEnum):
     STANDBY_CORE = "standby_core"
     """A started core that replaces one that dies."""
     ZYGOTE = "zygote"
-    """Forks workers."""
 
 
 class ProcessState(enum.StrEnum):
@@ -47,7 +46,6 @@ class DeathCause(enum.IntEnum):
     EXCEPTION = 1
     """It exited after an error that it could not handle."""
     OOM = 2
-    """The kernel killed it for lack of memory."""
     DEADLINE = 3
     """It hung, and its supervisor killed it."""
     KILLED = 4
@@ -125,7 +123,6 @@ class Suspect(Message):
     role: Role
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     epoch: Annotated[int, Meta(ge=0, lt=2**32)]
-    """The suspect's own."""
     for_s: Annotated[float, Meta(ge=0.0, le=MAX_SUSPICION_S)]
     """Seconds; 0 ends it. It has a limit because the message that ends it may be lost."""
 
@@ -135,7 +132,6 @@ class WorkerDied(Message):
 
     rank: Annotated[int, Meta(ge=0, lt=1024)]
     epoch: Annotated[int, Meta(ge=0, lt=2**32)]
-    """The worker's own."""
     cause: DeathCause
     step_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
     """The step that it was computing; None: none, or unknown."""
@@ -169,7 +165,6 @@ class RestartReply(Message):
 
     accepted: bool
     reason: Text = ""
-    """Why the restart was refused."""
 
 
 class ProcessStatus(Record):
@@ -189,11 +184,9 @@ class StatusReply(Message):
 
     processes: list[ProcessStatus]
     ready: bool
-    """Whether every process is ready."""
     url: str | None
     """Address of the HTTP server, if one runs."""
     failure: str | None = None
-    """Why the engine gave up, if it did."""
 
 
 ToSupervisor = Hello | Progress | Ready | Fatal | Drained | StatusQuery | RestartQuery

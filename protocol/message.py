@@ -40,11 +40,7 @@ def pack_token_ids(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_token_array(packed: bytes) -> "array[int]":
-    """Unpack ids into an array of type "I".
-
-    Raises:
-        ProtocolError: the length is not a multiple of 4 bytes.
-    """
+    """Unpack ids into an array of type "I"; ProtocolError unless they have 4 bytes each."""
     if len(packed) % 4:
         raise ProtocolError(f"packed token ids have {len(packed)} bytes, not a multiple of 4")
     return _little_endian(array("I", packed))
@@ -59,13 +55,9 @@ _PIECE_BYTES = 2**16
 
 
 @functools.cache
-def _lanes(bound: int) -> tuple[int, int]:
-    """Return 32-bit lanes that hold 2**31 - bound, and lanes that hold 2**31."""
-    num_ids = _PIECE_BYTES // 4
-    return tuple(  # type: ignore[return-value]
-        int.from_bytes(lane.to_bytes(4, "little") * num_ids, "little")
-        for lane in (2**31 - bound, 2**31)
-    )
+def _lanes(value: int) -> int:
+    """Return the number whose 32-bit lanes all hold `value`."""
+    return int.from_bytes(value.to_bytes(4, "little") * (_PIECE_BYTES // 4), "little")
 
 
 def has_ids_from(packed: bytes, bound: int) -> bool:
@@ -74,7 +66,7 @@ def has_ids_from(packed: bytes, bound: int) -> bool:
     Each id is a lane of one long integer. Adding 2**31 - bound to all lanes sets the highest bit of
     exactly those that are too large, and one mask tests all of these bits.
     """
-    addend, highest_bits = _lanes(bound)
+    addend, highest_bits = _lanes(2**31 - bound), _lanes(2**31)
     for start in range(0, len(packed), _PIECE_BYTES):
         ids = int.from_bytes(packed[start : start + _PIECE_BYTES], "little")
         if (ids | ids + addend) & highest_bits:
@@ -135,12 +127,7 @@ def pack_header(epoch: int, seq: int, body: bytes, flags: int = 0) -> bytes:
 
 
 def unpack_header(frame: bytes, body: bytes) -> Header:
-    """Decode a header frame and verify the checksum of both parts.
-
-    Raises:
-        DamagedFrame: wrong length or checksum.
-        ProtocolError: wrong magic or protocol version.
-    """
+    """Decode a header frame and verify the checksum of both parts, or raise ProtocolError."""
     if len(frame) != HEADER_BYTES:
         raise DamagedFrame(f"header has {len(frame)} bytes instead of {HEADER_BYTES}")
     magic, version, epoch, seq, flags, checksum = _HEADER.unpack(frame)
@@ -154,7 +141,6 @@ def unpack_header(frame: bytes, body: bytes) -> Header:
 
 
 encode = msgspec.msgpack.Encoder().encode
-"""Encode one message body."""
 
 T = TypeVar("T")
 
@@ -166,11 +152,7 @@ class Decoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(union)
 
     def __call__(self, body: bytes) -> T:
-        """Decode one body.
-
-        Raises:
-            ProtocolError: the body is not a message of this direction; the text names the place.
-        """
+        """Decode one body; ProtocolError names the place at which it is not a message."""
         try:
             return self._decoder.decode(body)  # type: ignore[no-any-return]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

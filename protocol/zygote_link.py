@@ -73,15 +73,11 @@ class ZygoteLink(Generic[T]):
         self._decode = decode
 
     def fileno(self) -> int:
-        """Descriptor to poll; readable when a message has arrived."""
+        """Descriptor to poll, readable when a message has arrived."""
         return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = (), timeout_s: float = 0.0) -> bool:
-        """Send one message; False if there is no room within `timeout_s`.
-
-        Raises:
-            LinkClosed: the other side is gone.
-        """
+        """Send one message; False if there is no room in time, LinkClosed if no peer is left."""
         body = encode(message)
         assert len(body) <= MAX_PACKET_BYTES
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -91,26 +87,22 @@ class ZygoteLink(Generic[T]):
                 self._socket.sendmsg([body], rights)
                 return True
             except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline):
+                poller = select.poll()
+                poller.register(self._socket, select.POLLOUT)
+                if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     return False
             except (BrokenPipeError, ConnectionError) as error:
                 raise LinkClosed from error
 
     def deliver(self, message: Message) -> None:
-        """Send a message that must arrive.
-
-        Raises:
-            LinkClosed: the other side is gone, or does not read.
-        """
+        """Send a message that must arrive; LinkClosed: the other side is gone, or does not read."""
         if not self.send(message, timeout_s=_SEND_TIMEOUT_S):
             raise LinkClosed
 
     def receive(self) -> tuple[T, list[int]] | None:
         """One message and its descriptors, which belong to the caller; None if there is none.
 
-        Raises:
-            LinkClosed: the other side is gone.
-            ProtocolError: the packet is not a message; its descriptors are closed.
+        LinkClosed: the other side is gone. ProtocolError: the packet is not a message.
         """
         try:
             body, fds, flags, _ = socket.recv_fds(
@@ -135,18 +127,9 @@ class ZygoteLink(Generic[T]):
         """Close this end."""
         self._socket.close()
 
-    def _wait(self, event: int, deadline: float) -> bool:
-        poller = select.poll()
-        poller.register(self._socket, event)
-        return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
-
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Make two connected ends that preserve message boundaries.
-
-    Raises:
-        OSError: there are no descriptors left.
-    """
+    """Make two connected ends that preserve message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

@@ -71,7 +71,7 @@ class InprocEngine:
 
     def cancel(self, request_id: int) -> None:
         """Abort a request."""
-        self._ledger.cancel(request_id)
+        self._ledger.fail(request_id)
         self._core.abort(_CLIENT, [request_id])
 
     def step(self) -> list[RequestOutput]:

@@ -40,7 +40,7 @@ from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
-from protocol.message import ProtocolError, encode
+from protocol.message import Message, ProtocolError, encode
 from protocol.sampling import SamplingParams
 from protocol.transport.runtime import Clock
 
@@ -48,12 +48,7 @@ MAX_OPEN_REQUESTS = 16384
 MAX_OPEN_TOKENS = 2**23
 STALL_TIMEOUT_S = 120.0
 CONTROL_TIMEOUT_S = 30.0
-_RESEND_SLICE_S = 0.002
-"""Longest time for which a resend holds the host's event loop."""
-_RESEND_RETRY_S = 0.01
-"""Until the next slice while the socket is full."""
 _SERVING = (EngineState.READY, EngineState.DRAINING)
-_NOT_OPEN = RequestError(ErrorCode.INTERNAL, "the client is not open, or closed again")
 
 
 class AsyncEngineClient:
@@ -75,27 +70,27 @@ class AsyncEngineClient:
             max_open_requests: past it `submit` raises Overloaded.
             max_open_tokens: the same for the tokens of all open prompts together.
             stall_timeout_s: open requests fail after this time without a serving engine.
-            clock: the clock of the recorded times.
             make_link: takes the arguments of `CoreLink`.
         """
         self._stall_timeout_s = stall_timeout_s
+        self._stall_text = f"no engine has served for {stall_timeout_s:.0f} s"
         self._stalled_s = 0.0
         self._clock = clock
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
         self._subscriptions = itertools.count()
-        self._link = make_link(address, 2 * max_open_requests, self._on_status, self._on_message)
+        self._link = make_link(
+            address, 2 * max_open_requests, self._on_status, self._on_message, clock=clock
+        )
         ledger = Ledger(max_open_requests, max_open_tokens, clock.monotonic)
         self._open = OpenRequests(ledger, self._link.send)
-        self._is_resending = False
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """Facts of the model; kept while the engine recovers."""
         self.status: Status | None = None
-        """The core's last status."""
         self.last_status_time = 0.0
-        """When it arrived, on the monotonic clock."""
+        """When `status` arrived, on the monotonic clock."""
 
     @property
     def connected(self) -> bool:
@@ -153,29 +148,20 @@ class AsyncEngineClient:
             RequestFailed: the client is not open, or was closed meanwhile.
         """
         async with asyncio.timeout(timeout_s):
-            while (facts := self._ready_facts()) is None:
+            while True:
+                is_ready = self.status is not None and self.status.state is EngineState.READY
+                if self.connected and is_ready and self.facts is not None:
+                    return self.facts
                 self._require_open()
                 self._status_event.clear()
                 await self._status_event.wait()
-        return facts
-
-    def _ready_facts(self) -> ModelFacts | None:
-        status = self.status
-        is_ready = self.connected and status is not None and status.state is EngineState.READY
-        return self.facts if is_ready else None
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> RequestStream:
         """Accept a request: from here on it survives restarts of everything but this process.
 
-        Args:
-            prompt_token_ids: may change afterwards.
-            params: with an explicit seed.
-            options: priority, cache_salt and tenant.
+        `params` has an explicit seed. The caller may change `prompt_token_ids` afterwards.
 
         Raises:
             InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
@@ -202,15 +188,8 @@ class AsyncEngineClient:
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
         """Continue a request that an earlier incarnation of this client accepted.
 
-        Args:
-            add: as it was accepted, with the outputs that are known; its number is replaced.
-            receiver: gets the outputs that follow.
-
-        Returns:
-            Its number, for `cancel`.
-
-        Raises:
-            Overloaded: too much is open.
+        `add` is as it was accepted, with the outputs that are known; its number is replaced.
+        Returns the new number, for `cancel`; raises Overloaded if too much is open.
         """
         request_id = self._open.ledger.next_request_id()
         add = msgspec.structs.replace(add, request_id=request_id, resent=True)
@@ -221,38 +200,27 @@ class AsyncEngineClient:
     def _check(
         self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions
     ) -> tuple[AddRequest, bytes]:
-        if (error := self._why_not()) is not None:
-            raise failure_of(error)
-        assert self.facts is not None
+        self._require_open()
+        if self.status is None or self.facts is None:
+            raise failure_of(RequestError(ErrorCode.OVERLOADED, "the engine is starting"))
+        if self._stalled_s > self._stall_timeout_s:
+            raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
+        if self.status.state is EngineState.DRAINING:
+            raise failure_of(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
         request_id, now = self._open.ledger.next_request_id(), self._clock.time()
         add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)
         return check_request(add, self.facts)
-
-    def _why_not(self) -> RequestError | None:
-        if not self._link.is_open:
-            return _NOT_OPEN
-        if self.status is None or self.facts is None:
-            return RequestError(ErrorCode.OVERLOADED, "the engine is starting")
-        if self._stalled_s > self._stall_timeout_s:
-            return RequestError(ErrorCode.ENGINE_FAILED, self._stall_text())
-        if self.status.state is EngineState.DRAINING:
-            return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
-        return None
 
     def cancel(self, request_id: int) -> None:
         """Abort a request, if it is open."""
         self._open.cancel(request_id)
 
     async def pause(
-        self,
-        mode: PauseMode = PauseMode.PAUSED_ALL,
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
+        self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
         """Pause scheduling; requests are still accepted, and a restarted core is paused again.
 
-        Returns:
-            Whether the engine is paused: not while it drains.
+        Returns whether the engine is paused: not while it drains.
 
         Raises:
             TimeoutError: no answer within `timeout_s`; whether it was paused is not known.
@@ -261,37 +229,33 @@ class AsyncEngineClient:
         """
         if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
             raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
-        return (await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))).ok
+        return await self._control(timeout_s, ControlAction.PAUSE, PauseMode(mode))
 
     async def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """End any pause or sleep, also of other clients; errors as `pause`."""
-        return (await self._control(timeout_s, ControlAction.RESUME)).ok
+        return await self._control(timeout_s, ControlAction.RESUME)
 
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """Pause everything and let the workers release the KV cache's memory.
 
-        Returns:
-            Whether the workers were told to; the memory is free soon after. False while the engine
-            drains, or if it was resumed before. Requests keep their tokens and compute KV again.
+        Returns whether the workers were requested to; the memory is free soon after. False while
+        the engine drains, or if it was resumed before. Requests keep their tokens and compute KV
+        again. Errors as `pause`.
         """
-        return (await self._control(timeout_s, ControlAction.SLEEP)).ok
+        return await self._control(timeout_s, ControlAction.SLEEP)
 
-    async def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """As `resume`."""
-        return await self.resume(timeout_s=timeout_s)
+    wake_up = resume
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> bool:
-        """Drop all cached prefixes, as after a change of the weights.
+        """Drop all cached prefixes, as after a change of the weights; errors as `pause`.
 
-        Returns:
-            Whether it was done: not while a block is in use, unless `reset_running_requests`
-            preempts the running requests, which then compute their KV again.
+        Returns whether it was done: not while a block is in use, unless `reset_running_requests`
+        preempts the running requests, which then compute their KV again.
         """
-        action = ControlAction.RESET_PREFIX_CACHE
-        done = await self._control(timeout_s, action, reset_running_requests=reset_running_requests)
-        return done.ok
+        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
+        return await self._control(timeout_s, ControlAction.RESET_PREFIX_CACHE, reset=reset)
 
     async def _control(
         self,
@@ -299,24 +263,24 @@ class AsyncEngineClient:
         action: ControlAction,
         mode: PauseMode = PauseMode.PAUSED_ALL,
         *,
-        reset_running_requests: bool = False,
-    ) -> ControlDone:
+        reset: bool = False,
+    ) -> bool:
         self._require_open()
-        reset = bool(reset_running_requests)  # it must be encodable when it is sent again
         control = self._controls.ask(action, mode, reset_running_requests=reset)
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
         try:
             self._link.send(encode(control))
             async with asyncio.timeout(timeout_s):
-                return await answer
+                return (await answer).ok
         finally:
             del self._answers[control.number]
             self._controls.give_up(control.number)
 
     def _require_open(self) -> None:
         if not self._link.is_open:
-            raise failure_of(_NOT_OPEN)
+            message = "the client is not open, or closed again"
+            raise failure_of(RequestError(ErrorCode.INTERNAL, message))
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.
@@ -341,9 +305,10 @@ class AsyncEngineClient:
         def end() -> None:
             self._feed = None
 
-        self._feed = KVEventFeed(
-            next_seq, self._subscriptions, lambda message: self._link.send(encode(message)), end
-        )
+        def send(message: Message) -> None:
+            self._link.send(encode(message))
+
+        self._feed = KVEventFeed(next_seq, self._subscriptions, send, end)
         return self._feed
 
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
@@ -357,26 +322,12 @@ class AsyncEngineClient:
         if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
-            self._open.begin_resend()
-            if not self._is_resending:
-                self._resend()
+            self._link.send_backlog(self._open.resend())
             if self._feed is not None:
                 self._feed.subscribe()
         elif status.facts is not None:  # else it is a successor that is starting
             self._controls.follow(status)
         self._status_event.set()
-
-    def _resend(self) -> None:
-        """Resend a slice of what the core does not know, and schedule the next slice."""
-        deadline = self._clock.monotonic() + _RESEND_SLICE_S
-        # If the epoch is lost, the resend begins anew when the next one is agreed on.
-        self._is_resending = self.connected and self._open.resend(
-            deadline, lambda: self._link.has_room
-        )
-        if self._is_resending and self._link.has_room:
-            self._loop.call_soon(self._resend)
-        elif self._is_resending:
-            self._loop.call_later(_RESEND_RETRY_S, self._resend)
 
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
@@ -386,7 +337,7 @@ class AsyncEngineClient:
             self._open.repair(message.request_ids)
         elif isinstance(message, Refused):
             if message.request_id is None:  # not a request, or the core would have named it
-                self._link.begin_anew_soon()
+                self._link.request_resync()
             else:
                 self._open.refuse(message.request_id, message.error)
         elif isinstance(message, ControlDone):
@@ -406,10 +357,7 @@ class AsyncEngineClient:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._stalled_s += TICK_S  # ticks and not the clock, as in the link
         if self._stalled_s > self._stall_timeout_s:
-            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text()))
+            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
-                self._feed.fail(ConnectionError(self._stall_text()))
+                self._feed.fail(ConnectionError(self._stall_text))
         self._link.tick()
-
-    def _stall_text(self) -> str:
-        return f"no engine has served for {self._stall_timeout_s:.0f} s"

@@ -53,22 +53,14 @@ class Controls:
 
         A status from before an answer is harmless: a control is in force only from its answer on.
         """
-        if self._in_force is not None and not self._holds(status):
+        control = self._in_force
+        if control is None or status.is_sleeping:
+            return
+        if control.action is ControlAction.SLEEP or status.pause_mode is not control.pause_mode:
             self._in_force = None
 
-    def _holds(self, status: Status) -> bool:
-        assert self._in_force is not None
-        if self._in_force.action is ControlAction.SLEEP:
-            return status.is_sleeping
-        return status.is_sleeping or status.pause_mode is self._in_force.pause_mode
-
     def begin(self, epoch: int, status: Status) -> list[Control]:
-        """Return the controls to send first on a new connection.
-
-        Args:
-            epoch: of the core; another one than before is a new core.
-            status: its first status.
-        """
+        """Return the controls to send first on a connection to the core of `epoch`."""
         if epoch == self._epoch:
             self.follow(status)
         elif self._in_force is not None:

@@ -2,31 +2,28 @@
 
 Messages are sent only after a `Status` with the core's epoch, and earlier ones are not kept: the
 user of the link sends everything open again when a new epoch is agreed on. So every failure (a lost
-connection, a silent core, a queue that does not empty) has one remedy: forget the epoch, send
-`Connect`, and begin anew with the answer.
+connection, a silent core, a queue that does not empty, a message that neither end can read) has one
+remedy: forget the epoch, send `Connect`, and begin anew with the answer.
+
+What the socket does not take waits in the outbox. Behind the outbox is the backlog: messages that
+are made only when there is room for them, in each turn of the loop for a slice of time.
 """
 
 import asyncio
 import os
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import zmq
 
-from protocol.api_core import (
-    Connect,
-    ControlDone,
-    Refused,
-    Status,
-    StepOutputs,
-    decode_from_core,
-)
+from protocol.api_core import Connect, ControlDone, Refused, Status, StepOutputs, decode_from_core
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.salvage import readable_outputs
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent, Received
-from protocol.transport.runtime import SocketFactory
+from protocol.transport.runtime import Clock, SocketFactory
 
 TICK_S = 1.0
 """Between two calls of `CoreLink.tick`."""
@@ -36,7 +33,9 @@ RELINK_TIMEOUT_S = 2.0
 """Time without a connection after which a socket is replaced: some errors end its reconnecting."""
 _DRAIN_LIMIT = 64
 _RETRY_S = 0.01
-DOUBT_PAUSE_S = 60.0
+_SLICE_S = 0.002
+"""Longest time for which sending the backlog holds the host's event loop."""
+RESYNC_PAUSE_S = 60.0
 """Shortest time between two reconnections on account of unreadable messages."""
 
 
@@ -60,6 +59,7 @@ class CoreLink:
         on_status: Callable[[Status, bool], None],
         on_message: Callable[[News], None],
         *,
+        clock: Clock = time,
         make_context: Callable[[], SocketFactory] = zmq.Context,
         getpid: Callable[[], int] = os.getpid,
     ) -> None:
@@ -70,6 +70,7 @@ class CoreLink:
             outbox_limit: messages kept while the socket's queue is full; past it begin anew.
             on_status: gets every status, and whether it begins an epoch: then send everything.
             on_message: gets all other messages of the agreed epoch.
+            clock: measures slices of the backlog.
             make_context: creates the factory of sockets when the link is opened.
             getpid: the process whose death the core watches.
         """
@@ -78,18 +79,20 @@ class CoreLink:
         self._on_status = on_status
         self._on_message = on_message
         self._make_context = make_context
+        self._monotonic = clock.monotonic
         self._getpid = getpid
         self._outbox: deque[bytes] = deque()
-        self._epoch = NO_EPOCH
-        self._is_flushing = False
+        self._backlog: Iterator[bytes] = iter(())
+        self._is_flush_due = False
         self._is_look_due = False
         self._is_linked = False
         self._awaits_status = False
         # Counted in ticks: time in which this loop was blocked is not the core's silence.
         self._silent_s = 0.0
         self._unlinked_s = 0.0
-        self._is_in_doubt = False
-        self._since_doubt_s = DOUBT_PAUSE_S
+        self._wants_resync = False
+        self._since_resync_s = RESYNC_PAUSE_S
+        self.epoch = NO_EPOCH
         self.is_open = False
         self.num_fenced_frames = 0
         """Frames of another epoch than the one agreed on, dropped."""
@@ -99,17 +102,7 @@ class CoreLink:
     @property
     def is_agreed(self) -> bool:
         """Whether the core's epoch is known: otherwise messages are dropped."""
-        return self._epoch != NO_EPOCH
-
-    @property
-    def has_room(self) -> bool:
-        """Whether everything that was sent before has left the outbox."""
-        return not self._outbox
-
-    @property
-    def epoch(self) -> int:
-        """Of the core, as agreed on."""
-        return self._epoch
+        return self.epoch != NO_EPOCH
 
     def open(self) -> None:
         """Begin to connect; returns at once."""
@@ -134,33 +127,40 @@ class CoreLink:
         """Send a message, or keep it until there is room; dropped if no epoch is agreed on."""
         if not self.is_agreed:
             return
-        if not self._outbox and self._try_send(body):
-            return
-        self._outbox.append(body)
-        if len(self._outbox) > self._outbox_limit:
-            self._greet()
-        elif not self._is_flushing:
-            self._is_flushing = True
-            self._loop.call_later(_RETRY_S, self._flush)
+        if self._outbox or not self._try_send(body):
+            self._outbox.append(body)
+            if len(self._outbox) > self._outbox_limit:
+                self._greet()
+            else:
+                self._flush_soon(_RETRY_S)
+
+    def send_backlog(self, bodies: Iterator[bytes]) -> None:
+        """Send many messages, each of them made when there is room for it.
+
+        Messages of `send` do not wait for them. They replace an earlier backlog; what is left of
+        them is dropped with the epoch.
+        """
+        self._backlog = bodies
+        self._flush_soon(0.0)
 
     def tick(self) -> None:
         """Called every `TICK_S`: repeat an unanswered Connect, replace a dead socket."""
         self._silent_s += TICK_S
-        self._since_doubt_s += TICK_S
-        is_doubt_due = self._is_in_doubt and self._since_doubt_s >= DOUBT_PAUSE_S
+        self._since_resync_s += TICK_S
+        is_resync_due = self._wants_resync and self._since_resync_s >= RESYNC_PAUSE_S
         if not self._is_linked:
             self._unlinked_s += TICK_S
             if self._unlinked_s >= RELINK_TIMEOUT_S:
                 self._replace_channel()
-        elif self._awaits_status or is_doubt_due or self._silent_s >= STATUS_TIMEOUT_S:
+        elif self._awaits_status or is_resync_due or self._silent_s >= STATUS_TIMEOUT_S:
             self._greet()
 
-    def begin_anew_soon(self) -> None:
+    def request_resync(self) -> None:
         """Have everything sent again with the next tick: a message was lost to one of both ends.
 
-        Not more often than once in `DOUBT_PAUSE_S`, as the message may be unreadable for ever.
+        At most once in `RESYNC_PAUSE_S`, as the message may be unreadable every time.
         """
-        self._is_in_doubt = True
+        self._wants_resync = True
 
     def _replace_channel(self) -> None:
         """Replace the socket; if the system has no room for one, the next tick tries again."""
@@ -185,21 +185,25 @@ class CoreLink:
         self._channel.close()
 
     def _forget_epoch(self) -> None:
+        self._clear_queues()
+        self.epoch = NO_EPOCH
+
+    def _clear_queues(self) -> None:
         self._outbox.clear()
-        self._epoch = NO_EPOCH
+        self._backlog = iter(())
 
     def _greet(self) -> None:
         """Begin anew: the core drops this client's requests and answers with its epoch."""
         self._forget_epoch()
         self._awaits_status = True
-        if self._is_in_doubt:
-            self._is_in_doubt, self._since_doubt_s = False, 0.0
+        if self._wants_resync:
+            self._wants_resync, self._since_resync_s = False, 0.0
         self._try_send(encode(Connect(self._getpid())), begins=True)
 
     def _try_send(self, body: bytes, *, begins: bool = False) -> bool:
         # The descriptor is edge-triggered: a send may consume the event of an arrival.
         self._look_soon()
-        return self._channel.send(self._epoch, body, begins=begins)
+        return self._channel.send(self.epoch, body, begins=begins)
 
     def _look_soon(self) -> None:
         """Schedule one read for all sends in this turn of the loop."""
@@ -211,12 +215,24 @@ class CoreLink:
         self._is_look_due = False
         self._on_readable()
 
+    def _flush_soon(self, delay_s: float) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_later(delay_s, self._flush)
+
     def _flush(self) -> None:
+        """Send what waits in the outbox, then a slice of the backlog."""
+        self._is_flush_due = False
         while self._outbox and self._try_send(self._outbox[0]):
             self._outbox.popleft()
-        self._is_flushing = bool(self._outbox)
-        if self._outbox:
-            self._loop.call_later(_RETRY_S, self._flush)
+        deadline = self._monotonic() + _SLICE_S
+        while not self._outbox:
+            if (body := next(self._backlog, None)) is None:
+                return
+            self.send(body)
+            if self._monotonic() >= deadline:
+                break
+        self._flush_soon(_RETRY_S if self._outbox else 0.0)
 
     def _on_link_events(self) -> None:
         if not self.is_open:
@@ -253,28 +269,28 @@ class CoreLink:
             return
         epoch = received.header.epoch
         if isinstance(message, Status):
-            if epoch < self._epoch:  # left over from the core's predecessor
+            if epoch < self.epoch:  # left over from the core's predecessor
                 self.num_fenced_frames += 1
                 return
             self._awaits_status = False
             self._silent_s = 0.0
-            is_new = message.facts is not None and epoch != self._epoch
+            is_new = message.facts is not None and epoch != self.epoch
             if is_new:
-                self._outbox.clear()
-                self._epoch = epoch
+                self._clear_queues()
+                self.epoch = epoch
             self._on_status(message, is_new)
-        elif epoch != self._epoch:
+        elif epoch != self.epoch:
             self.num_fenced_frames += 1
         else:
             self._on_message(message)
 
     def _on_unreadable(self, received: Received) -> None:
         """Take the readable rows of outputs, and have only the others sent again."""
-        if received.header.epoch != self._epoch:
+        if received.header.epoch != self.epoch:
             return
         rows = readable_outputs(received.body)
         if rows is None:
-            self.begin_anew_soon()
+            self.request_resync()
             return
         outputs, unreadable = rows
         self._on_message(StepOutputs(outputs))

@@ -32,13 +32,10 @@ class KVEventFeed:
     def __init__(
         self, next_seq: int | None, numbers: Iterator[int], send: Send, end: Callable[[], None]
     ) -> None:
-        """Begin to subscribe.
+        """Subscribe from event `next_seq` on; None: with a snapshot.
 
-        Args:
-            next_seq: number of the first event; None: a snapshot first.
-            numbers: for subscriptions, each of them new to this connection.
-            send: sends to the core, if an epoch is agreed on.
-            end: called once, when the feed is cancelled or fails.
+        `numbers` are those of subscriptions, each of them new to this connection; `end` is called
+        once, when the feed is cancelled or fails.
         """
         self._next_seq = next_seq
         self._numbers = numbers
@@ -50,7 +47,7 @@ class KVEventFeed:
         self._in_snapshot = False
         self._is_cancelled = False
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self.subscribe()
 
     def subscribe(self) -> None:
@@ -68,10 +65,11 @@ class KVEventFeed:
                 raise self._error
             if self._is_cancelled:
                 raise StopAsyncIteration
-            await self._wait()
+            self._changed.clear()
+            await self._changed.wait()
         item = self._unread.popleft()
         if not self._unread:
-            self._ask_for_more()
+            self._acknowledge()
         return item
 
     @property
@@ -84,37 +82,30 @@ class KVEventFeed:
         if not self._is_cancelled and self._error is None:
             self._is_cancelled = True
             self._unread.clear()
-            self._ask_for_more()
+            self._acknowledge()
             self._send(UnsubscribeKVEvents())
             self._end()
-            self._wake()
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+            self._changed.set()
 
     def take(self, batch: KVEventBatch) -> None:
         """Enter a batch, if it is the expected one."""
         self._num_untaken += 1
-        if self._is_due(batch):
+        if self._is_next(batch):
             if batch.first_seq is None:
                 self._unread.extend((None, event) for event in batch.events)
             else:
                 self._unread.extend(enumerate(batch.events, batch.first_seq))
                 self._next_seq = batch.first_seq + len(batch.events)
-            self._wake()
+            self._changed.set()
         if not self._unread:
-            self._ask_for_more()
+            self._acknowledge()
 
-    def _ask_for_more(self) -> None:
+    def _acknowledge(self) -> None:
         for _ in range(self._num_untaken):
             self._send(KVEventsTaken())
         self._num_untaken = 0
 
-    def _is_due(self, batch: KVEventBatch) -> bool:
+    def _is_next(self, batch: KVEventBatch) -> bool:
         """Whether a batch is the expected one; after a gap, subscribe again under a new number."""
         if batch.subscription != self._subscription:  # an earlier one, of this feed or another
             return False
@@ -137,10 +128,6 @@ class KVEventFeed:
     def fail(self, error: Exception) -> None:
         """End the feed with an error, which is raised after the unread events."""
         self._error = error
-        self._ask_for_more()  # for the next feed of this connection
+        self._acknowledge()  # for the next feed of this connection
         self._end()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()

@@ -29,7 +29,6 @@ import msgspec
 
 from protocol.api_core import (
     PACKED_FROM_TOKENS,
-    AbortRequests,
     AddRequest,
     ErrorCode,
     RequestError,
@@ -61,15 +60,10 @@ class RequestOptions(TypedDict, total=False):
 
 
 def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
-    """Check a request as the core will, before it is accepted.
+    """Check a request as the core will, before it is accepted; RequestFailed names the bound.
 
-    Structs check no bounds when they are built, so the encoded request is decoded again.
-
-    Returns:
-        The request, sharing no objects with the caller's, and its body for the wire.
-
-    Raises:
-        RequestFailed: the error names the field and the bound.
+    Structs check no bounds when they are built, so the encoded request is decoded again. Returns
+    the request, which shares no objects with the caller's, and its body for the wire.
     """
     try:
         body = encode(add)
@@ -141,18 +135,14 @@ class Ledger:
         max_open_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin empty.
+        """Hold at most `max_open` requests, whose prompts have at most `max_open_tokens` together.
 
-        Args:
-            max_open: most requests.
-            max_open_tokens: most tokens of their prompts together; None: no limit.
-            clock: monotonic seconds, for the ages of requests.
+        The clock returns monotonic seconds, for the ages of requests.
         """
         self._max_open = max_open
         self._max_open_tokens = max_open_tokens
         self.clock = clock
         self.num_prompt_tokens = 0
-        """Of all open requests."""
         self._entries: dict[int, _Entry] = {}
         self._repairing: set[int] = set()
         """Requests repaired since the last `allow_repairs`."""
@@ -161,37 +151,26 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._entries
-
     def next_request_id(self) -> int:
         """Return an unused number."""
         self._next_id += 1
         return self._next_id
 
     def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
-        """Enter a request that was accepted `age_s` seconds ago.
-
-        Raises:
-            Overloaded: too many requests or prompt tokens are open.
-        """
+        """Enter a request accepted `age_s` ago; Overloaded past one of the bounds."""
         assert add.request_id not in self._entries
-        if len(self._entries) >= self._max_open:
-            message = f"{self._max_open} requests are open, the most this client takes"
-            raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
         num_tokens = self.num_prompt_tokens + len(add.prompt_token_ids)
         limit = self._max_open_tokens
-        if limit is not None and num_tokens > limit and self._entries:
-            message = f"prompts of {limit} tokens are open, the most this client takes"
+        full = None
+        if len(self._entries) >= self._max_open:
+            full = f"{self._max_open} requests"
+        elif limit is not None and num_tokens > limit and self._entries:
+            full = f"prompts of {limit} tokens"
+        if full is not None:
+            message = f"{full} are open, the most this client takes"
             raise failure_of(RequestError(ErrorCode.OVERLOADED, message))
         self.num_prompt_tokens = num_tokens
         self._entries[add.request_id] = _Entry(add, self.clock() - age_s)
-
-    def cancel(self, request_id: int) -> AbortRequests | None:
-        """Remove a request; returns the message for the core if it was open."""
-        if not self.fail(request_id):
-            return None
-        return AbortRequests([request_id])
 
     def fail(self, request_id: int) -> bool:
         """Remove a request; returns whether it was open."""
@@ -215,14 +194,10 @@ class Ledger:
         self._repairing.clear()
 
     def take(self, output: RequestOutput) -> RequestOutput | AddRequest | None:
-        """Enter one output of the core.
+        """Enter one output of the core; return its new part, or None if nothing in it is new.
 
-        Returns:
-            The new part of it, to be delivered; the request to be sent again if tokens are missing
-            before it; None if nothing in it is new.
-
-        Raises:
-            RequestFailed: the output contradicts the ledger; the request is removed.
+        If tokens are missing before it, the request is returned, to be sent again. RequestFailed:
+        the output contradicts the ledger, or there were too many repairs; the request is removed.
         """
         entry = self._entries.get(output.request_id)
         if entry is None:
@@ -230,7 +205,7 @@ class Ledger:
         known = entry.output_token_ids
         num_again = len(known) - output.first_index
         if num_again < 0:
-            # One repair at a time: outputs that were under way already are no further gaps.
+            # One repair at a time: outputs that were under way already are not further gaps.
             return None if output.request_id in self._repairing else self.repair(output.request_id)
         if num_again:
             return self._take_overlapping(output, entry, num_again)
@@ -250,31 +225,24 @@ class Ledger:
     def _take_overlapping(
         self, output: RequestOutput, entry: _Entry, num_again: int
     ) -> RequestOutput | AddRequest | None:
-        again = output.token_ids[:num_again]
+        again, news = output.token_ids[:num_again], output.token_ids[num_again:]
         first = output.first_index
         if entry.output_token_ids[first : first + len(again)].tolist() != again:
             self.fail(output.request_id)
-            message = f"output {output.first_index} was repeated with other tokens"
+            message = f"output {first} was repeated with other tokens"
             raise failure_of(RequestError(ErrorCode.INTERNAL, message))
-        if len(output.token_ids) < num_again or (
-            len(output.token_ids) == num_again and output.finish_reason is None
-        ):
+        if len(again) < num_again or (not news and output.finish_reason is None):
             return None
         logprobs = None if output.logprobs is None else output.logprobs[num_again:]
+        first += num_again
         return self.take(
-            msgspec.structs.replace(
-                output,
-                first_index=output.first_index + num_again,
-                token_ids=output.token_ids[num_again:],
-                logprobs=logprobs,
-            )
+            msgspec.structs.replace(output, first_index=first, token_ids=news, logprobs=logprobs)
         )
 
     def repair(self, request_id: int) -> AddRequest | None:
         """Return a request to be resent because an output of it is missing; None: it is not open.
 
-        Raises:
-            RequestFailed: it was repaired too often; the request is removed.
+        RequestFailed: it was repaired too often; the request is removed.
         """
         entry = self._entries.get(request_id)
         if entry is None:

@@ -1,11 +1,11 @@
 """A client's open requests: the ledger, each request's receiver, and the effects of messages.
 
 No sockets here: `send` takes messages for the core. It may drop them, since everything open is sent
-again as soon as the core's next epoch is agreed on.
+again as soon as the core's next epoch is agreed on: `resend` then yields it for the link's backlog.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -43,42 +43,23 @@ class OpenRequests:
         self._send = send
         self._receivers: dict[int, Receiver] = {}
         self._unsent: deque[int] = deque()
-        """Open requests that the core does not know yet, oldest first."""
-        self._ages_at = 0.0
-        """When ages are taken in a resend: at one time for all, so that their order is exact."""
+        """Requests of a resend that were not sent yet, oldest first; new ones queue behind them."""
 
     def __len__(self) -> int:
         return len(self._receivers)
 
     def accept(self, add: AddRequest, body: bytes, receiver: Receiver) -> None:
-        """Enter a request and send it.
-
-        Args:
-            add: the request, checked.
-            body: the same, encoded.
-            receiver: gets its outputs.
-
-        Raises:
-            Overloaded: too much is open.
-        """
+        """Enter a checked request, and send it as `body`; Overloaded if too much is open."""
         if self._enter(add, receiver, 0.0):
             self._send(body)
 
     def adopt(self, add: AddRequest, receiver: Receiver, age_s: float) -> None:
-        """Continue a request that an earlier incarnation of this client accepted.
-
-        Args:
-            add: under a number of this incarnation, with the outputs that are known.
-            age_s: seconds since then.
-
-        Raises:
-            Overloaded: too much is open.
-        """
+        """As `accept`, for a request that an earlier incarnation of this client accepted."""
         if self._enter(add, receiver, age_s):
             self._send_again(msgspec.structs.replace(add, age_s=age_s))
 
     def _enter(self, add: AddRequest, receiver: Receiver, age_s: float) -> bool:
-        """Returns whether it may be sent now: during a resend, older requests come first."""
+        """Return whether it may be sent now: during a resend, older requests come first."""
         self.ledger.accept(add, age_s)
         self._receivers[add.request_id] = receiver
         failpoint("ledger.after_accept")
@@ -89,28 +70,20 @@ class OpenRequests:
     def cancel(self, request_id: int) -> None:
         """End a request here and in the core, if it is open."""
         self._receivers.pop(request_id, None)
-        abort = self.ledger.cancel(request_id)
-        if abort is not None:
-            self._send(encode(abort))
+        if self.ledger.fail(request_id):
+            self._send(encode(AbortRequests([request_id])))
 
-    def begin_resend(self) -> None:
-        """Mark everything open as unknown to the core; `resend` sends it, oldest first."""
+    def resend(self) -> Iterator[bytes]:
+        """Begin to send everything open to a core that does not know it, oldest first."""
         self._unsent = deque(self.ledger)
-        self._ages_at = self.ledger.clock()
+        return self._unsent_bodies(self.ledger.clock())
 
-    def resend(self, deadline: float, has_room: Callable[[], bool]) -> bool:
-        """Resend requests until `deadline`, at least one, as long as the link has room.
-
-        Returns:
-            Whether requests are left.
-        """
-        while self._unsent and has_room():
-            add = self.ledger.resumed(self._unsent.popleft(), self._ages_at)
-            if add is not None:
-                self._send_again(add)
-            if self.ledger.clock() >= deadline:
-                break
-        return bool(self._unsent)
+    def _unsent_bodies(self, now: float) -> Iterator[bytes]:
+        """Yield requests with their ages at one time for all, so that their order is exact."""
+        while self._unsent:
+            add = self.ledger.resumed(self._unsent.popleft(), now)
+            if add is not None and (body := self._encode(add)) is not None:
+                yield body
 
     def take(self, output: RequestOutput) -> None:
         """Deliver what is new in an output of the core, or repair what is missing before it."""
@@ -154,12 +127,17 @@ class OpenRequests:
             self._send(encode(AbortRequests(list(receivers))))
 
     def _send_again(self, add: AddRequest) -> None:
+        if (body := self._encode(add)) is not None:
+            self._send(body)
+
+    def _encode(self, add: AddRequest) -> bytes | None:
+        """Encode a request with its outputs; end it if it has outgrown a frame."""
         body = encode_add(add)
         if len(body) <= MAX_FRAME_BYTES:
-            self._send(body)
-            return
+            return body
         message = f"{len(body)} bytes to send again exceed the {MAX_FRAME_BYTES} of a frame"
         self._give_up(add.request_id, failure_of(RequestError(ErrorCode.TOO_LONG, message)))
+        return None
 
     def _give_up(self, request_id: int, failure: RequestFailed) -> None:
         """Fail a request here and end it in the core."""

@@ -8,11 +8,12 @@ with EngineClient(client_address(run_dir)) as client:
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
-from protocol.api_core import ErrorCode, PauseMode, RequestError, RequestOutput, Status
+from protocol.api_core import ErrorCode, RequestError, RequestOutput, Status
 from protocol.client.async_client import CONTROL_TIMEOUT_S, AsyncEngineClient
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import RequestOptions
@@ -26,6 +27,7 @@ _CLOSE_TIMEOUT_S = 3.0
 _JOIN_TIMEOUT_S = 1.0
 """With the above, less than the 5 s in which everything closes."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -49,10 +51,8 @@ class SyncStream:
     def result(self, timeout_s: float) -> RequestOutput:
         """Wait for the end and return all tokens in one output, also those read before.
 
-        Raises:
-            TimeoutError: the request has not ended within `timeout_s`; it continues, and `result`
-                may be called again.
-            RequestFailed: it has failed, or was cancelled.
+        TimeoutError ends only the wait: `result` may be called again. RequestFailed: the request
+        has failed, or was cancelled.
         """
         return self._client.run(self._collect(), timeout_s)
 
@@ -71,6 +71,20 @@ class SyncStream:
         if not self._outputs or self._outputs[-1].finish_reason is None:
             raise _failure("the request was cancelled")
         return merge(self._outputs)
+
+
+def _blocking(
+    control: Callable[Concatenate[AsyncEngineClient, P], Coroutine[Any, Any, bool]],
+) -> "Callable[Concatenate[EngineClient, P], bool]":
+    """Make a control of the asynchronous client one that waits for the answer."""
+
+    @functools.wraps(control)
+    def wait(client: "EngineClient", /, *args: P.args, **kwargs: P.kwargs) -> bool:
+        timeout_s = cast(float, kwargs.get("timeout_s", CONTROL_TIMEOUT_S))
+        work = control(client._client, *args, **kwargs)
+        return client.run(work, timeout_s + 1.0)  # the control's own deadline comes first
+
+    return wait
 
 
 class EngineClient:
@@ -105,10 +119,7 @@ class EngineClient:
         return self.run(self._client.wait_ready(timeout_s), timeout_s + 1.0)
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> SyncStream:
         """As `AsyncEngineClient.submit`."""
 
@@ -117,36 +128,11 @@ class EngineClient:
 
         return SyncStream(self, self.run(submit(), _CALL_TIMEOUT_S))
 
-    def pause(
-        self,
-        mode: PauseMode = PauseMode.PAUSED_ALL,
-        *,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> bool:
-        """As `AsyncEngineClient.pause`."""
-        return self._ask(self._client.pause(mode, timeout_s=timeout_s), timeout_s)
-
-    def resume(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """As `AsyncEngineClient.resume`."""
-        return self._ask(self._client.resume(timeout_s=timeout_s), timeout_s)
-
-    def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """As `AsyncEngineClient.sleep`."""
-        return self._ask(self._client.sleep(timeout_s=timeout_s), timeout_s)
-
-    def wake_up(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
-        """As `AsyncEngineClient.wake_up`."""
-        return self._ask(self._client.wake_up(timeout_s=timeout_s), timeout_s)
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, *, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> bool:
-        """As `AsyncEngineClient.reset_prefix_cache`."""
-        work = self._client.reset_prefix_cache(reset_running_requests, timeout_s=timeout_s)
-        return self._ask(work, timeout_s)
-
-    def _ask(self, work: Coroutine[Any, Any, bool], timeout_s: float) -> bool:
-        return self.run(work, timeout_s + 1.0)  # the client's own deadline comes first
+    pause = _blocking(AsyncEngineClient.pause)
+    resume = _blocking(AsyncEngineClient.resume)
+    sleep = _blocking(AsyncEngineClient.sleep)
+    wake_up = resume
+    reset_prefix_cache = _blocking(AsyncEngineClient.reset_prefix_cache)
 
     @property
     def status(self) -> Status | None:
@@ -156,8 +142,7 @@ class EngineClient:
     def close(self) -> None:
         """Disconnect and end the thread; calls of other threads fail. Idempotent.
 
-        Raises:
-            TimeoutError: the client's loop is blocked; its thread ends when that is over.
+        TimeoutError: the client's loop is blocked; its thread ends when that is over.
         """
         with self._lock:
             if not self._is_open:
@@ -169,12 +154,7 @@ class EngineClient:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Run a coroutine in the client's loop and wait for it.
-
-        Raises:
-            TimeoutError: it has not ended within `timeout_s`, and is cancelled.
-            RequestFailed: the client is closed.
-        """
+        """Run a coroutine in the client's loop; past `timeout_s` it is cancelled."""
         with self._lock:  # work that enters the loop before its shutdown is cancelled by it
             if not self._is_open:
                 work.close()

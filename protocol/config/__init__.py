@@ -1,35 +1,16 @@
 """The engine's settings: their types, bounds and defaults, and their sources."""
 
-from protocol.config.engine_config import (
-    ApiConfig,
-    CacheConfig,
-    ConfigError,
-    Device,
-    Dtype,
-    EngineConfig,
-    LogLevel,
-    ModelConfig,
-    ParallelConfig,
-    RecoveryConfig,
-    RunConfig,
-    WorkerConfig,
-    validate,
-)
-from protocol.config.scheduler_config import SchedulerConfig
-
-__all__ = [
-    "ApiConfig",
-    "CacheConfig",
-    "ConfigError",
-    "Device",
-    "Dtype",
-    "EngineConfig",
-    "LogLevel",
-    "ModelConfig",
-    "ParallelConfig",
-    "RecoveryConfig",
-    "RunConfig",
-    "SchedulerConfig",
-    "WorkerConfig",
-    "validate",
-]
+from protocol.config.engine_config import ApiConfig as ApiConfig
+from protocol.config.engine_config import CacheConfig as CacheConfig
+from protocol.config.engine_config import ConfigError as ConfigError
+from protocol.config.engine_config import Device as Device
+from protocol.config.engine_config import Dtype as Dtype
+from protocol.config.engine_config import EngineConfig as EngineConfig
+from protocol.config.engine_config import LogLevel as LogLevel
+from protocol.config.engine_config import ModelConfig as ModelConfig
+from protocol.config.engine_config import ParallelConfig as ParallelConfig
+from protocol.config.engine_config import RecoveryConfig as RecoveryConfig
+from protocol.config.engine_config import RunConfig as RunConfig
+from protocol.config.engine_config import SchedulerConfig as SchedulerConfig
+from protocol.config.engine_config import WorkerConfig as WorkerConfig
+from protocol.config.engine_config import validate as validate

@@ -1,17 +1,20 @@
 """The one configuration of the engine: every field with its bound, default and description.
 
-Flags, environment variables, YAML keys and embedding keywords are generated from these structs
-(protocol/config/settings.py). Values learned at run time (number of KV blocks, context length of
-the checkpoint) are never written back here: they are sent as `ModelFacts`.
+Flags with their help, environment variables, YAML keys and embedding keywords are generated from
+these structs and the docstrings of their fields (settings.py). Values learned at run time (number
+of KV blocks, context length of the checkpoint) are never written back here: they are sent as
+`ModelFacts`.
 """
 
 import enum
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, field
 
-from protocol.config.scheduler_config import SchedulerConfig, Section
+TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
+Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
 
 
 class Dtype(enum.StrEnum):
@@ -34,277 +37,198 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A group of settings; field names are unique over all sections."""
+
+
 class ModelConfig(Section):
     """Which model is served, and how."""
 
-    model: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Checkpoint directory in Hugging Face format, 'demo' for the model that "
-            "comes with the engine, or 'null' for a worker that computes nothing.",
-        ),
-    ] = "demo"
-    served_model_name: Annotated[
-        str | None,
-        Meta(description="Name in the API. Default: the last part of the model's path."),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        Meta(description="Directory of the tokenizer, if it is not the model's."),
-    ] = None
-    chat_template: Annotated[
-        str | None, Meta(description="File with a Jinja chat template, instead of the model's.")
-    ] = None
-    dtype: Annotated[
-        Dtype, Meta(description="Type of weights, activations and KV; auto: as in config.json.")
-    ] = Dtype.AUTO
-    device: Annotated[Device, Meta(description="Where to compute; auto: CUDA if there is any.")] = (
-        Device.AUTO
-    )
-    max_model_len: Annotated[
-        Annotated[int, Meta(ge=2, lt=2**31)] | None,
-        Meta(
-            description="Longest prompt and output together, in tokens. Default: as in "
-            "config.json, less if the KV cache cannot hold that.",
-        ),
-    ] = None
-    seed: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=2**63 - 1,
-            description="Base of the seeds drawn for requests that bring none; 0: unpredictable.",
-        ),
-    ] = 0
+    model: Annotated[str, Meta(min_length=1)] = "demo"
+    """Checkpoint directory in Hugging Face format, 'demo' for the model that comes with the engine,
+    or 'null' for a worker that computes nothing."""
+    served_model_name: str | None = None
+    """Name in the API. Default: the last part of the model's path."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, instead of the model's."""
+    dtype: Dtype = Dtype.AUTO
+    """Type of weights, activations and KV; auto: as in config.json."""
+    device: Device = Device.AUTO
+    """Where to compute; auto: CUDA if there is any."""
+    max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
+    """Longest prompt and output together, in tokens. Default: as in config.json, less if the KV
+    cache cannot hold that."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Base of the seeds drawn for requests that bring none; 0: unpredictable."""
 
 
 class CacheConfig(Section):
     """The KV cache."""
 
-    block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 16
-    num_gpu_blocks_override: Annotated[
-        Annotated[int, Meta(ge=2, lt=2**31)] | None,
-        Meta(description="Number of KV blocks, instead of measuring memory."),
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float,
-        Meta(gt=0.0, le=1.0, description="Share of the GPU's memory for weights and KV cache."),
-    ] = 0.9
-    kv_cache_memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1, lt=2**50)] | None,
-        Meta(
-            description="Bytes for the KV cache. Default on the CPU: 4 GiB, at most half of the "
-            "memory that is free, in the host and in the cgroup.",
-        ),
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool, Meta(description="Share KV blocks between requests that begin alike.")
-    ] = True
-    swap_space_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            lt=2**46,
-            description="Host memory for the KV of preempted requests, where copying is quicker "
-            "than computing again; 0: always compute again.",
-        ),
-    ] = 0
-    enable_hybrid_kv_cache: Annotated[
-        bool,
-        Meta(description="Give back KV blocks that a layer's sliding window has passed."),
-    ] = True
-    enable_kv_events: Annotated[
-        bool,
-        Meta(description="Let clients follow what the prefix cache holds, to route by it."),
-    ] = False
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Tokens per KV block."""
+    num_gpu_blocks_override: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
+    """Number of KV blocks, instead of measuring memory."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
+    """Share of the GPU's memory for weights and KV cache."""
+    kv_cache_memory_bytes: Annotated[int, Meta(ge=1, lt=2**50)] | None = None
+    """Bytes for the KV cache. Default on the CPU: 4 GiB, at most half of the memory that is free,
+    in the host and in the cgroup."""
+    enable_prefix_caching: bool = True
+    """Share KV blocks between requests that begin alike."""
+    swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
+    """Host memory for the KV of preempted requests, where copying is quicker than computing again;
+    0: always compute again."""
+    enable_hybrid_kv_cache: bool = True
+    """Give back KV blocks that a layer's sliding window has passed."""
+    enable_kv_events: bool = False
+    """Let clients follow what the prefix cache holds, to route by it."""
+
+
+class SchedulerConfig(Section):
+    """How a step is filled."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=16384)] = 64
+    """Most requests computed in one step."""
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 2048
+    """Most tokens computed in one step."""
+    max_num_scheduled_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    """Token budget of a step, if less than that."""
+    long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Most prompt tokens of one request per step; 0: no limit."""
+    enable_chunked_prefill: bool = True
+    """Split prompts over steps where the budget ends."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Make that threshold at least a fair share of the step, so that there is one even if it is 0,
+    and fewer requests mean larger pieces."""
+    max_num_partial_prefills: Annotated[int, Meta(ge=0, le=16384)] = 0
+    """Most requests whose prompts are computed over several steps at a time; 0: any number."""
+    max_long_partial_prefills: Annotated[int, Meta(ge=0, le=16384)] = 0
+    """Of these, most that are longer than long_prefill_token_threshold: shorter ones overtake; 0:
+    any number."""
+    elastic_token_budget: bool = False
+    """While no request waits, prompts use the rest of a step's tokens, up to
+    max_num_batched_tokens."""
+    scheduling_policy: Annotated[str, Meta(pattern="^(fcfs|priority|shortest|fair)$")] = "fcfs"
+    """Order of admission: fcfs, priority (lower first), shortest (fewest tokens to compute, with
+    ageing) or fair (tenants share by tenant_weights)."""
+    tenant_weights: Annotated[dict[TenantName, Weight], Meta(max_length=1024)] = {}
+    """Shares of tenants under the fair policy, like gold=4,free=1 (in YAML a mapping); 1 for
+    tenants that are not named."""
+    preempt_for_priority: bool = False
+    """Under the priority policy, preempt running requests for waiting ones that are more
+    important."""
+    victim_choice: Annotated[str, Meta(pattern="^(policy|cheapest)$")] = "policy"
+    """Which request is preempted when KV blocks run out: policy (the last one under the scheduling
+    policy) or cheapest (the one that costs least to compute again)."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only when the cache has room for all its tokens so far."""
+    watermark: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    """Share of KV blocks kept free at admission."""
+    max_steps_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
+    """Steps dispatched to the worker before the first returns."""
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Most tokens that are guessed ahead for a request, from repetitions in its text, and verified
+    together in one step; 0: none. Never changes what is sampled."""
+    max_num_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 10_000
+    """Most requests in the queue; past it: refused with 429."""
+    max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 2**22
+    """Most prompt tokens in the queue; past it: refused with 429. A prompt that finds the queue
+    empty is taken, however long."""
 
 
 class ParallelConfig(Section):
     """How many workers share one model."""
 
-    tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=64, description="Ranks that the model is split over.")
-    ] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Ranks that the model is split over."""
 
 
 class WorkerConfig(Section):
     """The computing process."""
 
-    num_threads: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None,
-        Meta(description="CPU threads. Default: the cores that affinity and cgroup allow."),
-    ] = None
-    null_step_ms: Annotated[
-        float, Meta(ge=0.0, le=60_000.0, description="Time a step of the null worker takes.")
-    ] = 0.0
+    num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    """CPU threads. Default: the cores that affinity and cgroup allow."""
+    null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    """Time a step of the null worker takes."""
 
 
 class ApiConfig(Section):
     """The HTTP server."""
 
-    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0: any free one.")] = 8000
-    api_key: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Bearer token that every route but the health ones asks for."),
-    ] = None
-    enable_admin_routes: Annotated[
-        bool,
-        Meta(
-            description="Serve the routes that pause the engine, let it sleep or reset its cache."
-        ),
-    ] = False
-    max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=2**30, description="Largest request body accepted.")
-    ] = 4 * 2**20
-    max_open_requests: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=10**6,
-            description="Most requests, and most sequences of them, that the server holds open; "
-            "past it: refused with 429.",
-        ),
-    ] = 16384
-    max_open_bytes: Annotated[
-        int,
-        Meta(
-            ge=1024,
-            le=2**40,
-            description="Most bytes of their bodies together; past it: refused with 429.",
-        ),
-    ] = 256 * 2**20
-    slow_reader_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=3600.0,
-            description="Seconds without reading after which a client's stream is dropped.",
-        ),
-    ] = 60.0
-    journal_dir: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="Directory for a journal of open requests, so that clients can resume them "
-            "after a lost connection or a restart of the server. Default: no journal.",
-        ),
-    ] = None
-    journal_sync: Annotated[
-        bool,
-        Meta(
-            description="Sync the journal to the disk with every write: requests survive a loss of "
-            "power too, and each waits for the disk before its answer begins.",
-        ),
-    ] = False
-    resume_window_s: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=3600.0,
-            description="With a journal: seconds for which a request continues, or its answer is "
-            "kept, without a connected client.",
-        ),
-    ] = 30.0
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """Port; 0: any free one."""
+    api_key: Annotated[str, Meta(min_length=1)] | None = None
+    """Bearer token that every route but the health ones asks for."""
+    enable_admin_routes: bool = False
+    """Serve the routes that pause the engine, let it sleep or reset its cache."""
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20
+    """Largest request body accepted."""
+    max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
+    """Most requests, and most sequences of them, that the server holds open; past it: refused with
+    429."""
+    max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 256 * 2**20
+    """Most bytes of their bodies together; past it: refused with 429."""
+    slow_reader_timeout_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 60.0
+    """Seconds without reading after which a client's stream is dropped."""
+    journal_dir: Annotated[str, Meta(min_length=1)] | None = None
+    """Directory for a journal of open requests, so that clients can resume them after a lost
+    connection or a restart of the server. Default: no journal."""
+    journal_sync: bool = False
+    """Sync the journal to the disk with every write: requests survive a loss of power too, and each
+    waits for the disk before its answer begins."""
+    resume_window_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 30.0
+    """With a journal: seconds for which a request continues, or its answer is kept, without a
+    connected client."""
 
 
 class RecoveryConfig(Section):
     """Starting, stopping and replacing processes."""
 
-    startup_timeout_s: Annotated[
-        float, Meta(gt=0.0, le=86_400.0, description="Longest wait for a process without progress.")
-    ] = 600.0
-    shutdown_timeout_s: Annotated[
-        float,
-        Meta(ge=0.0, le=86_400.0, description="Longest wait for running requests at shutdown."),
-    ] = 30.0
-    restart_backoff_max_s: Annotated[
-        float, Meta(ge=0.0, le=3600.0, description="Longest pause between two restarts.")
-    ] = 30.0
-    hang_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0.02,
-            le=3600.0,
-            description="Seconds without progress after which a worker or core is suspected to "
-            "hang; after twice that it is killed. Steps that usually take longer get more time.",
-        ),
-    ] = 2.0
-    hang_step_factor: Annotated[
-        float,
-        Meta(
-            ge=1.0,
-            le=1000.0,
-            description="A step is suspected to hang after this multiple of the time that steps of "
-            "its size took lately, if that is more than hang_timeout_s.",
-        ),
-    ] = 20.0
-    api_hang_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0.1,
-            le=3600.0,
-            description="Seconds for which the API's event loop may be blocked before it is "
-            "suspected to hang; after twice that it is killed.",
-        ),
-    ] = 5.0
-    first_step_timeout_s: Annotated[
-        float,
-        Meta(
-            ge=0.02,
-            le=3600.0,
-            description="Limit in seconds for steps of sizes that a worker has not computed yet.",
-        ),
-    ] = 60.0
-    stall_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0.0,
-            le=86_400.0,
-            description="Seconds without a serving engine after which open requests fail.",
-        ),
-    ] = 120.0
-    give_up_after_s: Annotated[
-        Annotated[float, Meta(gt=0.0, le=86_400.0)] | None,
-        Meta(
-            description="Seconds of repeated deaths of a process after which the engine ends with "
-            "a status other than 0. Default: it is restarted without limit.",
-        ),
-    ] = None
-    standby_workers: Annotated[
-        Annotated[int, Meta(ge=0, le=1)] | None,
-        Meta(
-            description="Workers kept loaded to take the place of one that dies: 0 or 1. "
-            "Default: 1 for a model on the CPU, where they share its weights; else 0.",
-        ),
-    ] = None
-    standby_cores: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1,
-            description="Cores kept started to take the place of one that dies: 0 or 1.",
-        ),
-    ] = 1
+    startup_timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 600.0
+    """Longest wait for a process without progress."""
+    shutdown_timeout_s: Annotated[float, Meta(ge=0.0, le=86_400.0)] = 30.0
+    """Longest wait for running requests at shutdown."""
+    restart_backoff_max_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
+    """Longest pause between two restarts."""
+    hang_timeout_s: Annotated[float, Meta(ge=0.02, le=3600.0)] = 2.0
+    """Seconds without progress after which a worker or core is suspected to hang; after twice that
+    it is killed. Steps that usually take longer get more time."""
+    hang_step_factor: Annotated[float, Meta(ge=1.0, le=1000.0)] = 20.0
+    """A step is suspected to hang after this multiple of the time that steps of its size took
+    lately, if that is more than hang_timeout_s."""
+    api_hang_timeout_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 5.0
+    """Seconds for which the API's event loop may be blocked before it is suspected to hang; after
+    twice that it is killed."""
+    first_step_timeout_s: Annotated[float, Meta(ge=0.02, le=3600.0)] = 60.0
+    """Limit in seconds for steps of sizes that a worker has not computed yet."""
+    stall_timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 120.0
+    """Seconds without a serving engine after which open requests fail."""
+    give_up_after_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] | None = None
+    """Seconds of repeated deaths of a process after which the engine ends with a status other than
+    0. Default: it is restarted without limit."""
+    standby_workers: Annotated[int, Meta(ge=0, le=1)] | None = None
+    """Workers kept loaded to take the place of one that dies: 0 or 1. Default: 1 for a model on the
+    CPU, where they share its weights; else 0."""
+    standby_cores: Annotated[int, Meta(ge=0, le=1)] = 1
+    """Cores kept started to take the place of one that dies: 0 or 1."""
 
 
 class RunConfig(Section):
     """What surrounds the processes."""
 
-    run_dir: Annotated[
-        str | None,
-        Meta(description="Directory for the sockets (mode 0700). Default: a new temporary one."),
-    ] = None
-    log_level: Annotated[LogLevel, Meta(description="Least severe messages to print.")] = (
-        LogLevel.INFO
-    )
-    check_invariants: Annotated[
-        bool,
-        Meta(description="Check the scheduler's books after every step: for debugging."),
-    ] = False
-    log_stats_interval_s: Annotated[
-        float, Meta(gt=0.0, le=3600.0, description="Seconds between statistics lines while busy.")
-    ] = 10.0
+    run_dir: str | None = None
+    """Directory for the sockets (mode 0700). Default: a new temporary one."""
+    log_level: LogLevel = LogLevel.INFO
+    """Least severe messages to print."""
+    check_invariants: bool = False
+    """Check the scheduler's books after every step: for debugging."""
+    log_stats_interval_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0
+    """Seconds between statistics lines while busy."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -325,74 +249,74 @@ class ConfigError(Exception):
 
 
 def validate(config: EngineConfig) -> EngineConfig:
-    """Check bounds that a single field's type cannot express.
-
-    Raises:
-        ConfigError: naming the settings that contradict each other.
-    """
-    scheduler = config.scheduler
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens {scheduler.max_num_batched_tokens} must be at least "
-            f"max_num_seqs {scheduler.max_num_seqs}"
-        )
-    if config.cache.enable_kv_events and not config.cache.enable_prefix_caching:
-        raise ConfigError(
-            "enable_kv_events needs enable_prefix_caching: events report what is cached"
-        )
-    _validate_scheduler(scheduler)
-    if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
-        raise ConfigError("tensor_parallel_size above 1 works with the null model only")
-    _validate_recovery(config)
-    max_model_len = config.model.max_model_len
-    if max_model_len is None:
-        return config
-    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens {scheduler.max_num_batched_tokens} must be at least "
-            f"max_model_len {max_model_len} without enable_chunked_prefill"
-        )
-    if scheduler.long_prefill_token_threshold > max_model_len:
-        raise ConfigError(
-            f"long_prefill_token_threshold {scheduler.long_prefill_token_threshold} must be at "
-            f"most max_model_len {max_model_len}"
-        )
+    """Raise ConfigError for settings that contradict each other, or that have no effect."""
+    for is_broken, message in _rules(config):
+        if is_broken:
+            raise ConfigError(message)
     return config
 
 
-def _validate_recovery(config: EngineConfig) -> None:
-    if not config.recovery.standby_workers:
-        return
-    if config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("standby_workers above 0 needs tensor_parallel_size 1")
-    if config.model.device is Device.CUDA:
-        raise ConfigError(
-            "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU"
-        )
-
-
-def _validate_scheduler(scheduler: SchedulerConfig) -> None:
-    """Refuse switches that would have no effect."""
-    scheduled = scheduler.max_num_scheduled_tokens
-    if scheduled is not None and scheduled > scheduler.max_num_batched_tokens:
-        raise ConfigError(
-            f"max_num_scheduled_tokens {scheduled} must be at most max_num_batched_tokens "
-            f"{scheduler.max_num_batched_tokens}"
-        )
-    long_prefills, prefills = (
-        scheduler.max_long_partial_prefills,
-        scheduler.max_num_partial_prefills,
+def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
+    """Each rule between several settings: whether it is broken, and its text."""
+    scheduler, standby_workers = config.scheduler, config.recovery.standby_workers
+    batched = scheduler.max_num_batched_tokens
+    yield (
+        batched < scheduler.max_num_seqs,
+        f"max_num_batched_tokens {batched} must be at least max_num_seqs {scheduler.max_num_seqs}",
     )
-    if long_prefills and not scheduler.long_prefill_token_threshold:
-        raise ConfigError(
-            "max_long_partial_prefills needs a long_prefill_token_threshold of at least 1"
+    yield (
+        config.cache.enable_kv_events and not config.cache.enable_prefix_caching,
+        "enable_kv_events needs enable_prefix_caching: events report what is cached",
+    )
+    scheduled = scheduler.max_num_scheduled_tokens
+    yield (
+        scheduled is not None and scheduled > batched,
+        f"max_num_scheduled_tokens {scheduled} must be at most max_num_batched_tokens {batched}",
+    )
+    threshold = scheduler.long_prefill_token_threshold
+    prefills, long_prefills = (
+        scheduler.max_num_partial_prefills,
+        scheduler.max_long_partial_prefills,
+    )
+    yield (
+        long_prefills > 0 and threshold == 0,
+        "max_long_partial_prefills needs a long_prefill_token_threshold of at least 1",
+    )
+    yield (
+        0 < prefills < long_prefills,
+        f"max_long_partial_prefills {long_prefills} must be at most max_num_partial_prefills "
+        f"{prefills}",
+    )
+    yield (
+        scheduler.preempt_for_priority and scheduler.scheduling_policy != "priority",
+        "preempt_for_priority needs scheduling_policy priority",
+    )
+    yield (
+        bool(scheduler.tenant_weights) and scheduler.scheduling_policy != "fair",
+        "tenant_weights needs scheduling_policy fair",
+    )
+    is_parallel = config.parallel.tensor_parallel_size > 1
+    yield (
+        is_parallel and config.model.model != "null",
+        "tensor_parallel_size above 1 works with the null model only",
+    )
+    yield (
+        bool(standby_workers) and is_parallel,
+        "standby_workers above 0 needs tensor_parallel_size 1",
+    )
+    yield (
+        bool(standby_workers) and config.model.device is Device.CUDA,
+        "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
+    )
+    max_model_len = config.model.max_model_len
+    if max_model_len is not None:
+        yield (
+            not scheduler.enable_chunked_prefill and batched < max_model_len,
+            f"max_num_batched_tokens {batched} must be at least max_model_len {max_model_len} "
+            "without enable_chunked_prefill",
         )
-    if prefills and long_prefills > prefills:
-        raise ConfigError(
-            f"max_long_partial_prefills {long_prefills} must be at most "
-            f"max_num_partial_prefills {prefills}"
+        yield (
+            threshold > max_model_len,
+            f"long_prefill_token_threshold {threshold} must be at most max_model_len "
+            f"{max_model_len}",
         )
-    if scheduler.preempt_for_priority and scheduler.scheduling_policy != "priority":
-        raise ConfigError("preempt_for_priority needs scheduling_policy priority")
-    if scheduler.tenant_weights and scheduler.scheduling_policy != "fair":
-        raise ConfigError("tenant_weights needs scheduling_policy fair")

@@ -1,24 +1,27 @@
 """Reads an EngineConfig from flags, environment, YAML file and defaults, in this precedence.
 
-Everything here is generated from the fields of `EngineConfig`: `max_num_seqs` is the flag
-`--max-num-seqs`, the variable `TROIKA_MAX_NUM_SEQS` and the YAML key `max_num_seqs`,
+Everything here is generated from the fields of `EngineConfig` and their docstrings: `max_num_seqs`
+is the flag `--max-num-seqs`, the variable `TROIKA_MAX_NUM_SEQS` and the YAML key `max_num_seqs`,
 which may have dashes too.
 """
 
 import argparse
 import difflib
+import linecache
 import os
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from protocol.config import ConfigError, EngineConfig, validate
+from protocol.config import ConfigError, EngineConfig, engine_config, validate
 
 ENV_PREFIX = "TROIKA_"
+_DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
 
 class Setting(NamedTuple):
@@ -28,7 +31,6 @@ class Setting(NamedTuple):
     name: str
     type: Any
     default: Any
-    description: str
 
     @property
     def flag(self) -> str:
@@ -46,14 +48,17 @@ def settings() -> Iterator[Setting]:
     for section in msgspec.structs.fields(EngineConfig):
         hints = typing.get_type_hints(section.type, include_extras=True)
         for item in msgspec.structs.fields(section.type):
-            hint = hints[item.name]
-            description = next(
-                (meta.description or "" for meta in getattr(hint, "__metadata__", ())), ""
-            )
             default = item.default
             if default is msgspec.NODEFAULT:
                 default = item.default_factory()
-            yield Setting(section.name, item.name, hint, default, description)
+            yield Setting(section.name, item.name, hints[item.name], default)
+
+
+def descriptions() -> dict[str, str]:
+    """The docstrings of all settings by name; only the source has them. Empty without a source."""
+    source = "".join(linecache.getlines(engine_config.__file__, vars(engine_config)))
+    sections, _, _ = source.partition("class EngineConfig")
+    return {name: " ".join(text.split()) for name, text in _DOCUMENTED_FIELD.findall(sections)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +68,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         item.name: parser.add_argument_group(item.name, (item.type.__doc__ or "").split("\n")[0])
         for item in msgspec.structs.fields(EngineConfig)
     }
+    texts = descriptions()
     for setting in settings():
         shown = getattr(setting.default, "value", setting.default)
-        text = setting.description + ("" if shown in (None, {}) else f" (default: {shown})")
+        text = texts.get(setting.name, "")
+        text += "" if shown in (None, {}) else f" (default: {shown})"
         options: dict[str, Any] = {
             "dest": setting.name,
             "default": argparse.SUPPRESS,
@@ -81,24 +88,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None
 ) -> EngineConfig:
-    """Merge the sources into one checked configuration.
-
-    Args:
-        flags: values by setting name; they win over everything.
-        environ: the process environment; only `TROIKA_*` is read.
-        file: YAML file with settings by name, in flat form.
+    """Merge values by setting name, `TROIKA_*` of the environment and a flat YAML file.
 
     Raises:
         ConfigError: an unknown name (with a suggestion), a wrong type or a value out of bounds.
     """
     known = {setting.name: setting for setting in settings()}
     values: dict[str, tuple[Any, str]] = {}
-    if file is not None:
-        for key, value in _read_yaml(file).items():
-            values[_known_name(str(key).replace("-", "_"), known, file)] = (
-                value,
-                f"{key} in {file}",
-            )
+    for key, value in ({} if file is None else _read_yaml(file)).items():
+        name = _known_name(str(key).replace("-", "_"), known, file)
+        values[name] = (value, f"{key} in {file}")
     for variable, text in environ.items():
         if variable.startswith(ENV_PREFIX):
             name = variable.removeprefix(ENV_PREFIX).lower()
@@ -113,28 +112,18 @@ def resolve(
 
 
 def configure(**values: Any) -> EngineConfig:
-    """Build a configuration from keywords, as an embedding program would: no flags, no environment.
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
+    """Build a configuration from keywords alone, for embedding; errors as `resolve`."""
     return resolve(values, {})
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
-    """Parse a command line that `add_flags` described.
-
-    An error ends the program with the usage on stderr and status 2, as argparse does.
-    """
+    """Parse a command line that `add_flags` described; an error ends the program, as argparse."""
     parsed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        parser.error(f"unknown argument {unknown[0]}{_hint(unknown[0].split('=')[0], options)}")
     arguments = vars(parsed)
     names = {setting.name for setting in settings()}
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        close = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        parser.error(
-            f"unknown argument {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
-        )
     flags = {name: value for name, value in arguments.items() if name in names}
     try:
         return resolve(flags, os.environ, arguments.get("config"))
@@ -156,12 +145,15 @@ def _read_yaml(file: str) -> dict[Any, Any]:
     return content
 
 
-def _known_name(name: str, known: Mapping[str, Setting], source: str) -> str:
-    if name in known:
-        return name
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ConfigError(f"unknown setting {name} in {source}{hint}")
+def _known_name(name: str, known: Mapping[str, Setting], source: str | None) -> str:
+    if name not in known:
+        raise ConfigError(f"unknown setting {name} in {source}{_hint(name, known)}")
+    return name
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _convert(value: Any, setting: Setting, origin: str) -> Any:
@@ -171,9 +163,9 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
             return None
         raise ConfigError(f"{origin} must have a value")
     is_text = isinstance(value, str)
-    if setting.is_bool and isinstance(value, str):
+    if is_text and setting.is_bool:
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
-    if isinstance(value, str) and typing.get_origin(_base_type(setting.type)) is dict:
+    elif is_text and typing.get_origin(_base_type(setting.type)) is dict:
         value = _parse_pairs(value, origin)
     try:
         return msgspec.convert(value, setting.type, strict=not is_text)

@@ -28,15 +28,9 @@ class ChildHandle:
     """A child process, alive or dead. After its death `close` closes the descriptors."""
 
     def __init__(self, pid: int, epoch: int, parent_write: int) -> None:
-        """Watch a process that is a child of this one.
+        """Watch a child of this process, and own `parent_write`, the end of its parent pipe.
 
-        Args:
-            pid: of the child.
-            epoch: its incarnation.
-            parent_write: write end of its parent pipe; belongs to this object from now on.
-
-        Raises:
-            OSError: it cannot be watched; the pipe is closed, which ends the child.
+        OSError: it cannot be watched; the pipe is closed, which ends the child.
         """
         try:
             self.pidfd = os.pidfd_open(pid)
@@ -85,8 +79,7 @@ class ChildHandle:
     def stop(self, grace_s: float) -> int | None:
         """End it: close its parent pipe, wait for `grace_s`, then kill.
 
-        Returns:
-            The exit status; None if the process still exists 1 s after SIGKILL.
+        Returns the exit status; None if the process still exists 1 s after SIGKILL.
         """
         self.release()
         status = self.wait(grace_s)
@@ -126,11 +119,7 @@ class Child(ChildHandle):
         progress_fd: int | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Start `python -m module`; the caller's signals, environment and loop stay untouched.
-
-        Raises:
-            OSError: it cannot be started; nothing is left behind.
-        """
+        """Start `python -m module`; an OSError leaves nothing behind."""
         with ExitStack() as ours, ExitStack() as theirs:
             config_read = _config_pipe(config)
             theirs.callback(os.close, config_read)
@@ -144,11 +133,10 @@ class Child(ChildHandle):
                 "--progress-fd": progress_fd,
             }
             inherited = {flag: fd for flag, fd in fds.items() if fd is not None}
-            command = [sys.executable, "-P", "-m", module, *arguments]
-            for flag, number in {**inherited, "--epoch": epoch, "--rank": rank}.items():
-                command += [flag, str(number)]
+            numbers = {**inherited, "--epoch": epoch, "--rank": rank}
+            flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", module, *arguments, *flags],
                 stdin=subprocess.DEVNULL,
                 pass_fds=list(inherited.values()),
                 env=_environment(),
@@ -191,9 +179,9 @@ def _config_pipe(config: EngineConfig) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment, with this package importable and without its settings."""
+    """The caller's environment, with the engine's packages importable and without its settings."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     paths = [root, environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment["PYTHONUNBUFFERED"] = "1"

@@ -92,16 +92,15 @@ class ChildProcess:
             self._lifecycle = DealerChannel(
                 self.context, lifecycle_address(self.run_dir), HighWaterMark.LIFECYCLE_LINK
             )
-            self._wait_for_supervisor()
+            # The supervisor listens before it starts children; a dead one ends this process.
+            if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
+                sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
             self._supervisor = SupervisorLink(self._lifecycle, self.epoch)
-            self._tell(Hello(role, self.rank, self.pid))
+            self._send(Hello(role, self.rank, self.pid))
 
     @classmethod
     def from_argv(cls, program: str, role: Role, argv: Sequence[str]) -> "ChildProcess":
-        """Parse the command line and set up logging to stderr.
-
-        Ends the program with usage and status 2 if the arguments are wrong.
-        """
+        """Parse the command line and set up logging; wrong arguments end the program, status 2."""
         parser = argparse.ArgumentParser(program, allow_abbrev=False)
         group = parser.add_argument_group("supervision", "Set by the supervisor.")
         group.add_argument("--config-fd", type=int, help="descriptor to read all settings from")
@@ -145,16 +144,16 @@ class ChildProcess:
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Report a step of the start, which extends its deadline."""
         self.reporter.load(phase, done)
-        self._tell(Progress(phase, done, total))
+        self._send(Progress(phase, done, total))
 
     def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
         """Report that the start is over, and the KV blocks that successors must have too."""
         self.reporter.turn()  # from now on it has the limits of a serving process
-        self._hold(Ready(detail, num_gpu_blocks))
+        self._send(Ready(detail, num_gpu_blocks))
 
     def drained(self) -> None:
         """Report that no request is open."""
-        self._hold(Drained())
+        self._send(Drained())
 
     def fatal(
         self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
@@ -162,7 +161,7 @@ class ChildProcess:
         """Report a fatal error, and exit."""
         text = f"{type(error).__name__}: {error}"
         self.log.error("%s failed: %s", phase, text, exc_info=retry)
-        self._tell(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
+        self._send(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
         if self._lifecycle is not None:
             self._lifecycle.socket.setsockopt(zmq.LINGER, 1000)
             self.context.destroy()
@@ -170,20 +169,13 @@ class ChildProcess:
         os._exit(EXIT_FATAL)
 
     def leave(self) -> NoReturn:
-        """Exit after the last messages are written, without waiting for the interpreter's shutdown.
-
-        A successor waits for the end of this process.
-        """
+        """Exit at once after the last messages are written: a successor waits for the end."""
         self.context.destroy(linger=FLUSH_MS)
         sys.stderr.flush()
         os._exit(0)
 
     def wait_for_promotion(self) -> bool:
-        """Wait until this standby is promoted to a new epoch; the supervisor's death ends it.
-
-        Returns:
-            False if it must stop instead.
-        """
+        """Wait until this standby is promoted to a new epoch; return False if it must stop."""
         assert self.lifecycle_socket is not None
         assert self._supervisor is not None
         while True:
@@ -253,29 +245,18 @@ class ChildProcess:
         loop.add_reader(lifecycle.fd, deliver)
         loop.call_soon(deliver_now_and_then)
 
-    def _tell(self, message: ToSupervisor) -> None:
+    def _send(self, message: ToSupervisor) -> None:
         if self._supervisor is not None:
-            self._supervisor.send(message)
-            self._look_again()
-
-    def _hold(self, message: Ready | Drained) -> None:
-        if self._supervisor is not None:
-            self._supervisor.hold(message)
+            if isinstance(message, Ready | Drained):
+                self._supervisor.hold(message)
+            else:
+                self._supervisor.send(message)
             self._look_again()
 
     def _look_again(self) -> None:
         """The descriptor is edge-triggered: a send may consume the event of an arrival."""
         if self._deliver_soon is not None:
             self._deliver_soon()
-
-    def _wait_for_supervisor(self) -> None:
-        """Wait for the connection: the supervisor listens before it starts children.
-
-        A stopped supervisor answers later; a dead one ends this process.
-        """
-        assert self._lifecycle is not None
-        if not self._lifecycle.socket.poll(_SUPERVISOR_TIMEOUT_MS, zmq.POLLOUT):
-            sys.exit(f"no supervisor at {lifecycle_address(self.run_dir)}")
 
 
 def watch_parent(parent_fd: int) -> None:
@@ -293,23 +274,16 @@ def watch_parent(parent_fd: int) -> None:
 
 
 def show_stacks() -> None:
-    """Print the stacks of all threads at DUMP_SIGNAL and at a crash.
-
-    C code does it, so it works while another thread holds the interpreter.
-    """
+    """Print all stacks at DUMP_SIGNAL and at a crash: in C, even while the interpreter is held."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)
 
 
 def configure_logging(label: str, level: str) -> None:
-    """Send the package's log to stderr, each line with the process's label.
-
-    Only the `troika` logger is set up; the root logger stays as it is.
-    """
+    """Send the log of `troika`, and of no other logger, to stderr, with the process's label."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s [{label}] %(levelname)s %(message)s", "%H:%M:%S")
-    )
+    line = f"%(asctime)s [{label}] %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
     logger = logging.getLogger("troika")
     logger.handlers = [handler]
     logger.propagate = False

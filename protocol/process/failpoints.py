@@ -93,23 +93,18 @@ def parse_orders(text: str) -> dict[str, Order]:
     """Parse `NAME=ACTION@HIT,...`, or raise ValueError."""
     pairs = [item.strip().partition("=") for item in text.split(",") if item.strip()]
     for name, _, _ in pairs:
-        check_name(name)
+        _check_name(name)
     return {name: parse_order(order) for name, _, order in pairs}
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError if there is no failpoint of this name."""
+def _check_name(name: str) -> None:
     if name not in FAILPOINTS:
         raise ValueError(f"{name!r} is not a failpoint; these are: {', '.join(FAILPOINTS)}")
 
 
 def arm(directory: Path, name: str, order: str) -> None:
-    """Arm a failpoint in the processes that were started with this directory.
-
-    Raises:
-        ValueError: there is no such failpoint, or `order` is not `ACTION@HIT`.
-    """
-    check_name(name)
+    """Arm a failpoint in the processes that were started with this directory."""
+    _check_name(name)
     parse_order(order)
     draft = directory / f".{name}"
     draft.write_text(order)
@@ -162,15 +157,21 @@ class FailpointDirectory:
         if name not in self._reached:
             self._reached.add(name)
             (self._directory / f"{REACHED_PREFIX}{name}").touch()
-        armed = self._look(name)
+        armed = self._read(name)
         if armed is None:
             return
         armed = self._armed[name] = armed._replace(num_hits=armed.num_hits + 1)
-        if armed.order.hit == EVERY_HIT or self._take(name, armed):
-            self._log(name, armed.order)
-            act(armed.order)
+        if armed.order.hit not in (EVERY_HIT, armed.num_hits):
+            return
+        if armed.order.hit != EVERY_HIT:
+            try:
+                os.unlink(self._directory / name)
+            except FileNotFoundError:  # another process has fired it
+                return
+        self._log(name, armed.order)
+        act(armed.order)
 
-    def _look(self, name: str) -> ArmedFile | None:
+    def _read(self, name: str) -> ArmedFile | None:
         file = self._directory / name
         try:
             info = os.stat(file)
@@ -181,16 +182,6 @@ class FailpointDirectory:
             return ArmedFile(identity, parse_order(file.read_text()), 0)
         except FileNotFoundError:
             return None
-
-    def _take(self, name: str, armed: ArmedFile) -> bool:
-        """Whether it fires here and now: of several processes only one removes the file."""
-        if armed.num_hits != armed.order.hit:
-            return False
-        try:
-            os.unlink(self._directory / name)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _log(self, name: str, order: Order) -> None:
         """Append with one write, so that lines of several processes do not mix."""
@@ -218,23 +209,15 @@ def act(order: Order) -> None:
         case "delay":
             time.sleep(order.delay_s)
         case "hold":
-            _hold(order.delay_s)
-
-
-def _hold(duration_s: float) -> None:
-    """Sleep in C without releasing the interpreter; signals do not end it."""
-    deadline = time.monotonic() + duration_s
-    library = ctypes.PyDLL(None)
-    while (left_s := deadline - time.monotonic()) > 0:
-        library.usleep(int(left_s * 1e6))
+            # In C, without releasing the interpreter. A signal ends usleep early.
+            deadline = time.monotonic() + order.delay_s
+            library = ctypes.PyDLL(None)
+            while (left_s := deadline - time.monotonic()) > 0:
+                library.usleep(int(left_s * 1e6))
 
 
 def configured(value: str | None) -> Failpoint:
-    """Return the function `failpoint` for the environment variable's value.
-
-    Raises:
-        ValueError: the value is neither a list of orders nor a directory.
-    """
+    """Return the function `failpoint` for the environment variable's value."""
     if not value:
         return _pass
     if value.startswith("/"):

@@ -4,6 +4,7 @@ The zygote forks each worker twice, and this process, as the subreaper, becomes 
 then on a forked worker is a child like any other.
 """
 
+import contextlib
 import os
 from contextlib import ExitStack
 
@@ -28,11 +29,7 @@ class ForkServer:
     """A zygote, and the workers that were requested from it."""
 
     def __init__(self, config: EngineConfig, epoch: int, progress_fd: int | None = None) -> None:
-        """Start the zygote, which reports in a progress page.
-
-        Raises:
-            OSError: it cannot be started; nothing is left behind.
-        """
+        """Start the zygote, which reports in a progress page; an OSError leaves nothing behind."""
         with ExitStack() as stack:
             ours, theirs = socket_pair()
             stack.callback(ours.close)
@@ -55,8 +52,7 @@ class ForkServer:
     ) -> None:
         """Request a worker; `Forked` or `ForkFailed` follows, or the end of the zygote.
 
-        Raises:
-            OSError: the request cannot be sent.
+        OSError: the request cannot be sent.
         """
         parent_read, parent_write = os.pipe()
         fds = {"parent_fd": parent_read}
@@ -74,32 +70,21 @@ class ForkServer:
         self._asked[epoch] = parent_write
 
     def receive(self) -> list[FromZygote]:
-        """Messages that have arrived, in order, and a bounded number.
-
-        Raises:
-            ProtocolError: a message is invalid; the zygote should be killed.
-        """
+        """A bounded number of messages that have arrived; ProtocolError: one of them is invalid."""
         messages: list[FromZygote] = []
-        try:
-            for _ in range(_RECEIVE_LIMIT):
-                received = self.link.receive()
-                if received is None:
-                    break
+        with contextlib.suppress(LinkClosed):  # its pidfd reports the death
+            while len(messages) < _RECEIVE_LIMIT and (received := self.link.receive()) is not None:
                 message, fds = received
                 if fds:
                     close_all(fds)
                     raise ProtocolError("a zygote has no descriptors to send")
                 messages.append(message)
-        except LinkClosed:
-            pass  # its pidfd reports the death
         return messages
 
     def claim(self, forked: Forked) -> ChildHandle:
-        """Take over a worker that was requested.
+        """Take over a requested worker; ProtocolError: it was not requested, or given up.
 
-        Raises:
-            ProtocolError: it was not requested, or given up.
-            OSError: it cannot be watched; it ends by itself.
+        OSError: it cannot be watched; it ends by itself.
         """
         parent_write = self._asked.pop(forked.epoch, None)
         if parent_write is None:
@@ -107,11 +92,7 @@ class ForkServer:
         return ChildHandle(forked.pid, forked.epoch, parent_write)
 
     def disown(self, epoch: int) -> bool:
-        """Give up a requested worker: if it starts after all, it ends by itself.
-
-        Returns:
-            Whether it was requested.
-        """
+        """Give up a worker, which ends by itself if it starts; return whether it was requested."""
         parent_write = self._asked.pop(epoch, None)
         if parent_write is not None:
             os.close(parent_write)
@@ -131,11 +112,7 @@ class ForkServer:
 
 
 def reap_strangers(known: frozenset[int]) -> None:
-    """Reap dead children without a handle: workers that were given up before they were claimed.
-
-    Args:
-        known: pids whose handles reap them.
-    """
+    """Reap dead children that are not `known`: workers given up before they were claimed."""
     while True:
         try:
             info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -53,18 +53,14 @@ class EngineProcesses:
         except (OSError, ValueError) as error:
             raise EngineStartError(str(error)) from error
         run = msgspec.structs.replace(config.run, run_dir=self.run_dir)
+        config = msgspec.structs.replace(config, run=run)
         arguments = ["--no-api", *(["--temporary-run-dir"] if self._is_temporary else [])]
         self._link = StatusLink(self.run_dir)
         self._child: Child | None = None
         self._lock = threading.Lock()
         self._owner_pid = os.getpid()
         try:
-            self._child = Child(
-                _SUPERVISOR,
-                msgspec.structs.replace(config, run=run),
-                epoch=0,
-                arguments=arguments,
-            )
+            self._child = Child(_SUPERVISOR, config, epoch=0, arguments=arguments)
         except OSError as error:
             self._clear()
             raise EngineStartError(f"the supervisor cannot be started: {error}") from error
@@ -98,7 +94,9 @@ class EngineProcesses:
         if child is None:
             return None
         reply = self._link.query(timeout_s, child.pidfd)
-        return reply if reply is not None and _is_from(child.pid, reply) else None
+        rows = () if reply is None else reply.processes
+        is_ours = any(row.role is Role.SUPERVISOR and row.pid == child.pid for row in rows)
+        return reply if is_ours else None
 
     def close(self) -> None:
         """End all processes, in less than 5 s in any state. Idempotent.
@@ -133,16 +131,9 @@ class EngineProcesses:
                 return
             status = self._child.wait(min(remaining_s, _POLL_S))
             if status is not None:
-                raise EngineStartError(self._read_failure(self._child.pid, status))
+                try:
+                    text = failure_file(self.run_dir, self._child.pid).read_text()
+                except OSError:
+                    text = f"the supervisor ended with status {status}"
+                raise EngineStartError(text)
         raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")
-
-    def _read_failure(self, pid: int, status: int) -> str:
-        try:
-            return failure_file(self.run_dir, pid).read_text()
-        except OSError:
-            return f"the supervisor ended with status {status}"
-
-
-def _is_from(pid: int, reply: StatusReply) -> bool:
-    """Whether the reply is from the supervisor with this pid."""
-    return any(row.role is Role.SUPERVISOR and row.pid == pid for row in reply.processes)

@@ -10,22 +10,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_subreaper(is_one: bool) -> None:
-    """Choose whether orphaned descendants become children of this process, which must reap them.
-
-    Raises:
-        OSError: the system does not support it.
-    """
+    """Choose whether orphaned descendants become children of this process, which must reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(is_one))
 
 
 def die_with_parent() -> None:
-    """Let this process get SIGKILL when the thread that started it ends.
-
-    Forked children do not inherit this. A parent that is already dead sends no signal.
-
-    Raises:
-        OSError: the system does not support it.
-    """
+    """Get SIGKILL when the thread that started this process ends; forks do not inherit it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

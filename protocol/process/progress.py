@@ -25,22 +25,13 @@ class ProgressReporter:
         turn_timeout_s: float | None = None,
         clock: Clock = time,
     ) -> None:
-        """Begin with the phase STARTING.
+        """Begin with the phase STARTING, in the page of `page_fd`; errors as `ProgressPage`.
 
-        Args:
-            page_fd: of the page, if there is one.
-            epoch: of this incarnation.
-            recovery: limits of the phases.
-            turn_timeout_s: limit of a poll and of a turn; None: `hang_timeout_s`.
-
-        Raises:
-            OSError: the page cannot be mapped.
-            ValueError: the descriptor does not hold a page.
+        `turn_timeout_s` is the limit of a poll and of a turn, by default `hang_timeout_s`.
         """
         self.page = None if page_fd is None else ProgressPage(page_fd)
         self._monotonic_ns = clock.monotonic_ns
         self.epoch = epoch
-        """Of the next records."""
         turn_s = recovery.hang_timeout_s if turn_timeout_s is None else turn_timeout_s
         self._turn_ns = int(turn_s * 1e9)
         # A process is suspected at this limit and killed at twice the limit.

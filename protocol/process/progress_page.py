@@ -17,7 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from protocol.lifecycle import DeathCause
@@ -58,7 +58,6 @@ class Phase(enum.IntEnum):
     TURN = 4
     """Handling what the poll returned."""
     STEP = 5
-    """Computing a step."""
 
 
 class ProgressRecord(NamedTuple):
@@ -81,7 +80,6 @@ class CoreMarks(NamedTuple):
     """What a core was computing; `core_proc.recovery.quarantine` defines the numbers."""
 
     epoch: int
-    """Of the core."""
     marks: list[int]
     """The first `MAX_MARKS` of them, of 64 bits each."""
 
@@ -93,11 +91,6 @@ class MarkEdits(NamedTuple):
     """Number of marks now; 0: no step is in flight."""
     marks: Mapping[int, int]
     """New and changed marks by place."""
-
-    @classmethod
-    def whole(cls, marks: Sequence[int]) -> "MarkEdits":
-        """Return the edits that replace all marks."""
-        return cls(len(marks), dict(enumerate(marks)))
 
 
 class Death(NamedTuple):
@@ -114,24 +107,19 @@ class ProgressPage:
     def __init__(self, fd: int) -> None:
         """Map a page that `create` has made; the descriptor stays the caller's.
 
-        Raises:
-            OSError: it cannot be mapped.
-            ValueError: it is too small, or it is not a page of this version.
+        OSError: it cannot be mapped. ValueError: it is too small, or not a page of this version.
         """
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("Q")
         if self._words[0] != _MAGIC:
             self.close()
-            raise ValueError("the descriptor holds no progress page")
+            raise ValueError("the descriptor does not hold a progress page of this version")
 
     @classmethod
     def create(cls, name: str) -> "tuple[ProgressPage, int]":
         """Make an empty page; returns it with the descriptor to hand on.
 
         Its size is sealed: a process that shrank it would kill the readers with SIGBUS.
-
-        Raises:
-            OSError: there is no descriptor or memory left.
         """
         fd = os.memfd_create(f"troika-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -149,8 +137,6 @@ class ProgressPage:
         """Unmap the page."""
         self._words.release()
         self._map.close()
-
-    # Progress -----------------------------------------------------------------------------------
 
     def write(
         self, epoch: int, phase: Phase, step_id: int | None, began_ns: int, deadline_ns: int
@@ -188,13 +174,8 @@ class ProgressPage:
         """The last incarnation that has completed a step; 0: none has."""
         return self._words[_COMPLETED]
 
-    # Marks --------------------------------------------------------------------------------------
-
     def write_marks(self, epoch: int, edits: MarkEdits) -> None:
-        """Update what a core is about to compute, before it dispatches it.
-
-        Only changes are written, so that the cost does not grow with the number of marks.
-        """
+        """Write what has changed of a core's marks, before it dispatches the step."""
         words = self._words
         words[_MARKS] |= 1
         words[_MARKS + 1], words[_MARKS + 2] = epoch, edits.total
@@ -204,10 +185,7 @@ class ProgressPage:
         words[_MARKS] += 1
 
     def read_marks(self) -> CoreMarks | None:
-        """Return the marks that were written last.
-
-        None if they are empty or their write was torn: that step was not dispatched.
-        """
+        """Return the last marks; None: there are none, or a torn write of an undispatched step."""
         seq, epoch, total = self._words[_MARKS : _MARKS + _MARKS_HEAD]
         if seq % 2 or total == 0:
             return None
@@ -219,10 +197,8 @@ class ProgressPage:
         first, end = _DEATH * _WORD, _END * _WORD
         self._map[first:end] = other._map[first:end]
 
-    # The last death -----------------------------------------------------------------------------
-
     def write_death(self, death: Death) -> None:
-        """Leave word for the next incarnation of how the last one ended."""
+        """Record for the next incarnation how the last one ended."""
         step = NO_STEP if death.step_id is None else death.step_id
         for offset, word in enumerate((death.epoch, death.cause, step)):
             self._words[_DEATH + offset] = word

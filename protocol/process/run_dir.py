@@ -17,17 +17,12 @@ MAX_IPC_PATH_BYTES = 107
 def make_run_dir(path: str | None) -> str:
     """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
 
-    Args:
-        path: the directory; None for a new one under `$XDG_RUNTIME_DIR` or the temporary directory.
-
-    Raises:
-        ValueError: the directory cannot be used; the text gives the reason.
+    None makes a new one under `$XDG_RUNTIME_DIR` or the temporary directory. ValueError: the
+    directory cannot be used; the text gives the reason.
     """
     if path is None:
-        base = os.environ.get("XDG_RUNTIME_DIR")
-        path = tempfile.mkdtemp(
-            prefix="troika-", dir=base if base and os.path.isdir(base) else None
-        )
+        base = os.environ.get("XDG_RUNTIME_DIR", "")
+        path = tempfile.mkdtemp(prefix="troika-", dir=base if os.path.isdir(base) else None)
     path = os.path.abspath(path)
     longest = len(os.fsencode(lifecycle_address(path).removeprefix("ipc://")))
     if longest > MAX_IPC_PATH_BYTES:

@@ -42,14 +42,9 @@ class StatusLink:
         )
 
     def query(self, timeout_s: float, watch_fd: int | None = None) -> StatusReply | None:
-        """Send one query.
+        """Send one query; return None if no reply came in time, or the link is closed.
 
-        Args:
-            timeout_s: longest wait.
-            watch_fd: descriptor, such as a pidfd, which ends the wait when it is readable.
-
-        Returns:
-            The reply; None if none came in time, or the link is closed.
+        `watch_fd`, such as a pidfd, ends the wait when it is readable.
         """
         return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
 
@@ -83,28 +78,20 @@ class StatusLink:
         if not self._lock.acquire(timeout=max(0.0, timeout_s)):
             return None
         try:
-            return self._exchange(question, kind, deadline, watch_fd)
+            if self._is_closing:
+                return None
+            self._channel.link_events()
+            self._latest_reply(kind)  # drops late replies to earlier queries
+            can_send = self._wait(zmq.POLLOUT, deadline, watch_fd)
+            if can_send and self._channel.send(NO_EPOCH, encode(question)):
+                while self._wait(zmq.POLLIN, deadline, watch_fd):
+                    if (reply := self._latest_reply(kind)) is not None:
+                        return reply
+            return None
         finally:
             self._lock.release()
             if self._is_closing:
                 self._end()
-
-    def _exchange(
-        self, question: Message, kind: type[T], deadline: float, watch_fd: int | None
-    ) -> T | None:
-        if self._is_closing:
-            return None
-        self._channel.link_events()
-        self._latest_reply(kind)  # drops late replies to earlier queries
-        if not self._wait(zmq.POLLOUT, deadline, watch_fd):
-            return None
-        if not self._channel.send(NO_EPOCH, encode(question)):
-            return None
-        while self._wait(zmq.POLLIN, deadline, watch_fd):
-            reply = self._latest_reply(kind)
-            if reply is not None:
-                return reply
-        return None
 
     def _wait(self, flag: int, deadline: float, watch_fd: int | None) -> bool:
         poller = zmq.Poller()

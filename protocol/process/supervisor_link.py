@@ -36,7 +36,7 @@ class SupervisorLink:
         self._monotonic = clock.monotonic
         self.num_fenced_frames = 0
         """Commands to another incarnation, dropped."""
-        self._holds: Ready | Drained | None = None
+        self._state: Ready | Drained | None = None
         self._wish: RestartQuery | None = None
         self._repeat_at = 0.0
 
@@ -46,24 +46,24 @@ class SupervisorLink:
 
     def hold(self, message: Ready | Drained) -> None:
         """Send a state, and repeat it from now on; Drained is final."""
-        if not isinstance(self._holds, Drained):
-            self._holds = message
-        self._say_what_holds()
+        if not isinstance(self._state, Drained):
+            self._state = message
+        self._send_state()
 
     def ask_for_restart(self, wish: RestartQuery) -> None:
         """Request a replacement, and repeat it until there is an answer."""
         self._wish = wish
-        self._say_what_holds()
+        self._send_state()
 
     def promoted(self, epoch: int) -> None:
         """Continue under a new epoch, with no state to repeat yet."""
         self._epoch = epoch
-        self._holds = None
+        self._state = None
 
     def repeat(self) -> None:
         """Send the current state again, if it is time."""
         if self._monotonic() >= self._repeat_at:
-            self._say_what_holds()
+            self._send_state()
 
     def read(self) -> list[Command]:
         """Return a bounded number of commands. To be called at least every `REPEAT_S`."""
@@ -72,20 +72,17 @@ class SupervisorLink:
         for received in self._channel.drain(_READ_LIMIT):
             message = decode_from_supervisor(received.body)
             if isinstance(message, RestartReply):
-                self._on_reply(message)
+                if self._wish is not None and not message.accepted:
+                    log.info("a restart was refused: %s", message.reason)
+                self._wish = None
             elif received.header.epoch != self._epoch:
                 self.num_fenced_frames += 1
             elif not isinstance(message, StatusReply):
                 commands.append(message)
         return commands
 
-    def _on_reply(self, reply: RestartReply) -> None:
-        if self._wish is not None and not reply.accepted:
-            log.info("a restart was refused: %s", reply.reason)
-        self._wish = None
-
-    def _say_what_holds(self) -> None:
+    def _send_state(self) -> None:
         self._repeat_at = self._monotonic() + REPEAT_S
-        for message in (self._holds, self._wish):
+        for message in (self._state, self._wish):
             if message is not None:
                 self.send(message)

@@ -120,7 +120,6 @@ def _configure(socket: zmq.Socket[bytes], hwm: HighWaterMark) -> None:
 
 @contextlib.contextmanager
 def _closed_on_error(socket: zmq.Socket[bytes]) -> Iterator[None]:
-    """Close a socket whose setup fails."""
     try:
         yield
     except BaseException:
@@ -128,9 +127,11 @@ def _closed_on_error(socket: zmq.Socket[bytes]) -> Iterator[None]:
         raise
 
 
-def _check_size(body: bytes) -> None:
+def _frame(epoch: int, seq: int, body: bytes, flags: int) -> list[bytes]:
+    """Return the header and the body of a frame."""
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"body of {len(body)} bytes exceeds the {MAX_FRAME_BYTES} of a frame")
+    return [pack_header(epoch, seq, body, flags), body]
 
 
 class _Channel:
@@ -164,34 +165,29 @@ class _Channel:
             self.num_read += 1
             peer = parts.pop(0) if self._names_peers else b""
             try:
-                received = _unpack(peer, parts)
+                if len(parts) != 2:
+                    raise DamagedFrame("message does not have the two parts header and body")
+                header = unpack_header(parts[0], parts[1])
             except DamagedFrame:
                 self.num_dropped_frames += 1
                 self._on_loss(peer)
             except ProtocolError as problem:
                 self.count_bad_frame(peer, str(problem))
             else:
-                if self._is_due(received):
-                    yield received
+                if self._is_message(peer, header):
+                    yield Received(peer, header, parts[1])
 
-    def _is_due(self, received: Received) -> bool:
+    def _is_message(self, peer: bytes, header: Header) -> bool:
         """Whether a frame carries a message, and is neither repeated nor after a gap."""
-        verdict = self._sequence(received.peer).judge(received.header)
+        verdict = self._sequence(peer).judge(header)
         if verdict is Verdict.NEXT:
-            return not received.header.flags or self._handle_flags(received.header)
+            if header.flags:
+                self._on_flags(header)
+            return not header.flags & _EMPTY
         self.num_dropped_frames += 1
         if verdict is Verdict.AFTER_A_GAP:
-            self._on_loss(received.peer)
+            self._on_loss(peer)
         return False
-
-    def _handle_flags(self, header: Header) -> bool:
-        """Returns whether the frame carries a message."""
-        if header.flags & _BEGINS:
-            self._on_beginning()
-        if header.flags & _EMPTY:
-            self._on_empty(header)
-            return False
-        return True
 
     def _sequence(self, peer: bytes) -> FrameSequence:
         raise NotImplementedError
@@ -200,11 +196,8 @@ class _Channel:
         """A frame was damaged, or is missing."""
         raise NotImplementedError
 
-    def _on_beginning(self) -> None:
-        """A frame with BEGINS has arrived."""
-
-    def _on_empty(self, header: Header) -> None:
-        """A frame without a message has arrived."""
+    def _on_flags(self, header: Header) -> None:
+        """The next frame has arrived, and has flags."""
 
     def count_bad_frame(self, peer: bytes, reason: str) -> None:
         """Count a dropped message; callers whose decoder rejects a body count it here too."""
@@ -214,12 +207,6 @@ class _Channel:
     def close(self) -> None:
         """Close the socket; queued messages are dropped."""
         self.socket.close(linger=0)
-
-
-def _unpack(peer: bytes, parts: list[bytes]) -> Received:
-    if len(parts) != 2:
-        raise DamagedFrame("message does not have the two parts header and body")
-    return Received(peer, unpack_header(parts[0], parts[1]), parts[1])
 
 
 class RouterChannel(_Channel):
@@ -245,26 +232,14 @@ class RouterChannel(_Channel):
         self._first_seq = 0
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
-    def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
-        """Send one message.
-
-        Returns:
-            False if the peer's queue is full.
-
-        Raises:
-            PeerGone: the peer is not connected.
-            FrameTooLarge: the peer could not receive it; nothing was sent.
-        """
-        return self._send(peer, epoch, body)
-
-    def _send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
-        _check_size(body)
+    def send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
+        """Send one message, or raise PeerGone or FrameTooLarge; False: the peer's queue is full."""
         sequence = self._sequence(peer)
         if sequence.owes_beginning:
             flags |= _BEGINS
-        header = pack_header(epoch, sequence.next_seq, body, flags)
+        frame = _frame(epoch, sequence.next_seq, body, flags)
         try:
-            multipart.send(self.socket, [peer, header, body])
+            multipart.send(self.socket, [peer, *frame])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -302,7 +277,7 @@ class RouterChannel(_Channel):
 
     def _send_empty(self, peer: bytes, flag: Flag) -> None:
         with contextlib.suppress(PeerGone):
-            self._send(peer, NO_EPOCH, b"", flag)
+            self.send(peer, NO_EPOCH, b"", flag)
 
 
 class DealerChannel(_Channel):
@@ -348,14 +323,9 @@ class DealerChannel(_Channel):
         self._is_new = True
 
     def send(self, epoch: int, body: bytes, *, begins: bool = False) -> bool:
-        """Send one message; False if there is no connection or the queue is full.
+        """Send one message, or raise FrameTooLarge; False if no connection has room for it.
 
-        Args:
-            begins: set BEGINS, which ends the lost state. The first message of a connection
-                always has it.
-
-        Raises:
-            FrameTooLarge: the peer could not receive it; nothing was sent.
+        `begins` ends the lost state; the first message of a connection always does.
         """
         return self._send(epoch, body, _BEGINS if begins else 0)
 
@@ -365,12 +335,10 @@ class DealerChannel(_Channel):
         return has_lost
 
     def _send(self, epoch: int, body: bytes, flags: int) -> bool:
-        _check_size(body)
         if self._is_new:
             flags |= _BEGINS
-        header = pack_header(epoch, self._frames.next_seq, body, flags)
         try:
-            multipart.send(self.socket, [header, body])
+            multipart.send(self.socket, _frame(epoch, self._frames.next_seq, body, flags))
         except zmq.Again:
             return False
         self._frames.next_seq += 1
@@ -383,17 +351,15 @@ class DealerChannel(_Channel):
     def _on_loss(self, peer: bytes) -> None:
         self._has_lost = not self._ignores_gaps
 
-    def _on_beginning(self) -> None:
-        self._has_lost = False  # losses, and LOST, came before it
-
-    def _on_empty(self, header: Header) -> None:
+    def _on_flags(self, header: Header) -> None:
+        if header.flags & _BEGINS:
+            self._has_lost = False  # losses, and LOST, came before it
         if header.flags & Flag.LOST:
             self._has_lost = True
-        else:
+        elif header.flags & Flag.BEAT:
             self._send(header.epoch, b"", Flag.BEAT)
 
     def close(self) -> None:
-        """Close both sockets; queued messages are dropped."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         super().close()

@@ -36,15 +36,6 @@ class Verdict(enum.Enum):
 class FrameSequence:
     """Both directions of one connection, at one end."""
 
-    __slots__ = (
-        "_expected",
-        "_former",
-        "_ignores_gaps",
-        "_num_former",
-        "next_seq",
-        "owes_beginning",
-    )
-
     def __init__(self, *, ignores_gaps: bool, first_seq: int = 0) -> None:
         """With `ignores_gaps` only repeated frames are dropped."""
         self.next_seq = first_seq
@@ -56,7 +47,7 @@ class FrameSequence:
         self._former = 0
         """The last number that was lower than expected."""
         self._num_former = 0
-        """How many of these came in a row, each one more than the last."""
+        """Such numbers in a row, each one more than the last."""
 
     def judge(self, header: Header) -> Verdict:
         """Compare a frame's number with the expected one; advance if the frame is taken."""

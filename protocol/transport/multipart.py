@@ -29,24 +29,17 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
         part = socket.recv(_NOBLOCK, copy=False)
         num_parts += 1
         if num_parts <= MAX_PARTS:
-            parts.append(_copy(part))
+            try:
+                parts.append(part.bytes)
+            except MemoryError:  # without its content it fails its checksum, and is sent again
+                parts.append(b"")
     return parts
 
 
-def _copy(part: zmq.Frame) -> bytes:
-    """Copy a part; one that memory does not suffice for fails its checksum, and is sent again."""
-    try:
-        return part.bytes
-    except MemoryError:
-        return b""
-
-
 def send(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Write the parts of one message.
+    """Write the parts of one message; zmq.Again: there is no room, and nothing was sent.
 
-    Raises:
-        zmq.Again: there is no room; nothing was sent.
-        zmq.ZMQError: with errno EHOSTUNREACH, the peer named by the first part is not connected.
+    ZMQError with errno EHOSTUNREACH: the peer named by the first part is not connected.
     """
     for part in parts[:-1]:
         socket.send(part, _AND_MORE)

@@ -16,11 +16,8 @@ class Clock(Protocol):
     """As much of the module `time` as the loops use."""
 
     def monotonic(self) -> float: ...
-
     def monotonic_ns(self) -> int: ...
-
     def time(self) -> float: ...
-
     def sleep(self, seconds: float, /) -> None: ...
 
 
@@ -28,9 +25,7 @@ class Poller(Protocol):
     """As much of a `zmq.Poller` as the loops use."""
 
     def register(self, socket: Any, flags: int = ...) -> None: ...
-
     def unregister(self, socket: Any) -> None: ...
-
     def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]: ...
 
 
@@ -38,9 +33,7 @@ class SocketFactory(Protocol):
     """As much of a `zmq.Context` as the loops use."""
 
     def socket(self, socket_type: int) -> zmq.Socket[bytes]: ...
-
     def term(self) -> None: ...
-
     def destroy(self, linger: int | None = None) -> None: ...
 
 
@@ -48,16 +41,13 @@ class ProcessControl(Protocol):
     """Watches and kills processes that this one did not start."""
 
     def getpid(self) -> int: ...
-
     def pidfd_open(self, pid: int) -> int: ...
-
     def kill(self, pidfd: int) -> None: ...
-
     def close(self, fd: int) -> None: ...
 
 
 class SystemProcesses:
-    """The real processes."""
+    """The processes of the system; `kill` raises OSError if the process has ended."""
 
     getpid = staticmethod(os.getpid)
     pidfd_open = staticmethod(os.pidfd_open)
@@ -65,9 +55,4 @@ class SystemProcesses:
 
     @staticmethod
     def kill(pidfd: int) -> None:
-        """Send SIGKILL.
-
-        Raises:
-            OSError: the process has ended.
-        """
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -127,8 +127,8 @@ def test_output_with_only_known_prompt_logprobs_is_dropped() -> None:
 
 def test_unknown_and_cancelled_requests_are_ignored() -> None:
     ledger = ledger_with()
-    assert ledger.cancel(1) is not None
-    assert ledger.cancel(1) is None
+    assert ledger.fail(1)
+    assert not ledger.fail(1)
     assert ledger.take(RequestOutput(1, 0, [1])) is None
 
 

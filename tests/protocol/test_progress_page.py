@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -41,6 +41,11 @@ def shared() -> Iterator[tuple[ProgressPage, int]]:
 @pytest.fixture
 def page(shared: tuple[ProgressPage, int]) -> ProgressPage:
     return shared[0]
+
+
+def whole(marks: Sequence[int]) -> MarkEdits:
+    """The edits that replace all marks."""
+    return MarkEdits(len(marks), dict(enumerate(marks)))
 
 
 def test_new_page_is_empty(page: ProgressPage) -> None:
@@ -126,24 +131,24 @@ def test_reader_never_sees_two_writes_mixed() -> None:
 
 
 def test_marks_survive_their_writer(page: ProgressPage) -> None:
-    page.write_marks(EPOCH, MarkEdits.whole([11, 2**64 - 11]))
+    page.write_marks(EPOCH, whole([11, 2**64 - 11]))
     assert page.read_marks() == CoreMarks(EPOCH, [11, 2**64 - 11])
     page.write_marks(EPOCH, MarkEdits(3, {1: 12, 2: 13}))
     assert page.read_marks() == CoreMarks(EPOCH, [11, 12, 13])
-    page.write_marks(EPOCH, MarkEdits.whole([]))
+    page.write_marks(EPOCH, whole([]))
     assert page.read_marks() is None
 
 
 def test_marks_that_were_not_written_completely_do_not_count(page: ProgressPage) -> None:
-    page.write_marks(EPOCH, MarkEdits.whole([1]))
+    page.write_marks(EPOCH, whole([1]))
     page._words[64] += 1
     assert page.read_marks() is None
-    page.write_marks(EPOCH + 1, MarkEdits.whole([2]))
+    page.write_marks(EPOCH + 1, whole([2]))
     assert page.read_marks() == CoreMarks(EPOCH + 1, [2])
 
 
 def test_marks_past_the_bound_are_cut(page: ProgressPage) -> None:
-    page.write_marks(EPOCH, MarkEdits.whole(range(MAX_MARKS + 3)))
+    page.write_marks(EPOCH, whole(range(MAX_MARKS + 3)))
     assert page.read_marks() == CoreMarks(EPOCH, list(range(MAX_MARKS)))
 
 
@@ -162,7 +167,7 @@ def test_page_cannot_be_taken_from_under_its_readers(shared: tuple[ProgressPage,
 def test_descriptor_of_something_else_is_refused() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, PAGE_BYTES)
-    with pytest.raises(ValueError, match="no progress page"):
+    with pytest.raises(ValueError, match="not hold a progress page"):
         ProgressPage(fd)
     os.close(fd)
 
@@ -235,10 +240,10 @@ def test_successor_with_another_page_inherits_what_was_left(
     """The death and the marks; its own progress stays."""
     page, _ = shared
     other, fd = ProgressPage.create("other")
-    other.write_marks(1, MarkEdits.whole([99]))  # of the time when it was another's page
+    other.write_marks(1, whole([99]))  # of the time when it was another's page
     other.write(EPOCH, Phase.IDLE, None, 5, 6)
     page.write(EPOCH - 1, Phase.STEP, 3, 1, 2)
-    page.write_marks(EPOCH - 1, MarkEdits.whole([11, 12]))
+    page.write_marks(EPOCH - 1, whole([11, 12]))
     page.write_death(Death(EPOCH - 1, DeathCause.OOM, 3))
     other.inherit(page)
     assert other.read_marks() == CoreMarks(EPOCH - 1, [11, 12])

@@ -3,8 +3,12 @@
 import asyncio
 import gc
 import time
+from collections.abc import Iterator
+from itertools import islice
 
-from protocol.api_core import AddRequest, decode_from_client
+import pytest
+
+from protocol.api_core import AbortRequests, AddRequest, decode_from_client
 from protocol.client import AsyncEngineClient
 from protocol.client.ledger import Ledger
 from protocol.client.open_requests import OpenRequests
@@ -26,6 +30,14 @@ class Reader:
         pass
 
 
+class SlowClock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
 class Wire:
     """Takes what is sent, each message for a tenth of a millisecond."""
 
@@ -45,25 +57,27 @@ class Wire:
         self.open.accept(add, encode(add), Reader())
         return add.request_id
 
-    def resend_slice(self) -> bool:
-        return self.open.resend(self.now + 0.002, lambda: True)
+    def send_some(self, bodies: Iterator[bytes]) -> bool:
+        """Send 19 requests of a resend; returns whether there may be more."""
+        some = list(islice(bodies, 19))
+        for body in some:
+            self._send(body)
+        return len(some) == 19
 
 
-def test_slices_are_short_and_keep_the_order_whatever_is_added_and_cancelled_between() -> None:
+def test_a_resend_keeps_the_order_whatever_is_added_and_cancelled_meanwhile() -> None:
     wire = Wire()
     expected = [wire.accept() for _ in range(100)]
     accepted_last_at = wire.now
     wire.sent.clear()
     wire.now += 50.0
-    wire.open.begin_resend()
+    bodies = wire.open.resend()
     num_slices = 0
-    while wire.resend_slice():
+    while wire.send_some(bodies):
         num_slices += 1
-        began = wire.now
         expected.append(wire.accept())
         wire.open.cancel(expected.pop(-3))
-        assert wire.now - began < 0.001
-        assert len(wire.sent) <= 21 * num_slices
+        assert len(wire.sent) == 19 * num_slices, "new requests wait behind those of the resend"
     assert num_slices >= 4
     assert [add.request_id for add in wire.sent] == expected
     ages = [add.age_s for add in wire.sent]
@@ -72,16 +86,30 @@ def test_slices_are_short_and_keep_the_order_whatever_is_added_and_cancelled_bet
     assert wire.accept() == wire.sent[-1].request_id, "nothing is held back after the resend"
 
 
-def test_nothing_is_sent_while_the_link_has_no_room() -> None:
-    wire = Wire()
-    expected = [wire.accept() for _ in range(10)]
-    wire.sent.clear()
-    wire.open.begin_resend()
-    room = iter([True] * 4 + [False])
-    assert wire.open.resend(wire.now + 1.0, lambda: next(room))
-    assert len(wire.sent) == 4
-    assert not wire.open.resend(wire.now + 1.0, lambda: True)
-    assert [add.request_id for add in wire.sent] == expected
+def test_a_backlog_is_made_in_slices_and_only_while_there_is_room(core: FakeCore) -> None:
+    clock = SlowClock()
+    made: list[bytes] = []
+
+    def bodies() -> Iterator[bytes]:
+        for i in range(100):
+            clock.seconds += 0.001
+            made.append(encode(AbortRequests([1000 + i])))
+            yield made[-1]
+
+    async def play(client: AsyncEngineClient) -> None:
+        link = client._link
+        link._monotonic = clock.monotonic
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(link._channel, "send", lambda *_, **__: False)
+            link.send_backlog(bodies())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(made) == 1, "the first did not fit, and the others were not made"
+        link._flush()
+        assert len(made) == 3, "a slice of two milliseconds holds two of them"
+        await core.until(lambda: len(made) == 100 and not link._outbox)
+
+    run_connected(core, play)
 
 
 def test_a_new_core_is_sent_each_requests_age(core: FakeCore) -> None:

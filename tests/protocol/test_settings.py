@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from protocol.config import ConfigError, Dtype, EngineConfig
-from protocol.config.settings import add_flags, configure, parse_args, resolve, settings
+from protocol.config.settings import (
+    add_flags,
+    configure,
+    descriptions,
+    parse_args,
+    resolve,
+    settings,
+)
 
 
 def parse(*argv: str) -> EngineConfig:
@@ -23,9 +30,10 @@ def test_every_setting_has_a_flag_and_a_description() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     shown = parser.format_help()
+    texts = descriptions()
     for setting in settings():
         assert setting.flag in shown
-        assert setting.description, setting.name
+        assert texts[setting.name], setting.name
 
 
 def test_names_are_unique_over_all_sections() -> None:

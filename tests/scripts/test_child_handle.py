@@ -49,6 +49,23 @@ def refuse(*_: object, **__: object) -> int:
     raise OSError(24, "Too many open files")
 
 
+def test_a_child_runs_the_packages_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = tmp_path / "found"
+    source = (
+        f"import core_proc, pathlib\npathlib.Path({str(found)!r}).write_text(core_proc.__file__)"
+    )
+    (tmp_path / "witness.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = Child("witness", CONFIG, epoch=1)
+    try:
+        assert child.wait(30.0) == 0
+    finally:
+        child.stop(0.0)
+    assert Path(found.read_text()).parents[1] == Path(child_handle.__file__).parents[2]
+
+
 @pytest.mark.parametrize("step", ["pipe", "write", "Popen"])
 def test_failed_start_closes_its_descriptors(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Nothing is left, whichever step fails."""

@@ -11,8 +11,8 @@ from protocol.config import (
     ParallelConfig,
     RecoveryConfig,
     RunConfig,
+    SchedulerConfig,
 )
-from protocol.config.scheduler_config import SchedulerConfig
 from protocol.sampling import SamplingParams
 from tests.simulation.disk import DISK_FAULTS
 from tests.simulation.model import FIRST_TOKEN_ID
