@@ -26,7 +26,6 @@ _PROGRESS_INTERVAL_S = 10.0
 
 
 def main() -> None:
-    """Serve until the supervisor or a signal ends the process."""
     # The tokenizer's own thread pool would slow down the event loop; one thread is enough.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     child = ChildProcess.from_argv("api_proc", Role.API, sys.argv[1:])

@@ -48,12 +48,7 @@ _ADMIN_ROUTES = (
 def openai_app(
     state: ApiState, *, keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S
 ) -> Starlette:
-    """Build the application.
-
-    Args:
-        state: holds the client, which the host starts and closes.
-        keep_alive_interval_s: silence of a stream after which a comment is sent.
-    """
+    """Build the application; the host starts and closes the state's client."""
     config = state.config.api
     routes: list[BaseRoute] = [
         Route(

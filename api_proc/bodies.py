@@ -114,7 +114,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -144,11 +143,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         return self.prompt_logprobs
 
     def check(self) -> None:
-        """Reject contradictory and unsupported fields.
-
-        Raises:
-            ApiError: 400 with the field's name.
-        """
+        """Reject contradictory and unsupported fields with a 400 that names the field."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is allowed only with stream")
         if self.stream and self.prompt_logprobs is not None:
@@ -293,11 +288,7 @@ _NO_EFFECT = frozenset({b"null", b"[]", b"{}", b'""', b"false", b'"none"', b'"au
 
 
 def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:
-    """Reject content other than text, and template variables that the server sets.
-
-    Raises:
-        ApiError: 400 with the field's name.
-    """
+    """Reject content other than text, and template variables that the server sets."""
     for i, message in enumerate(messages):
         _reject_unsupported(message, f"messages[{i}].")
         if message.content is None and message.role != "assistant":

@@ -22,7 +22,6 @@ class Commands:
         self._leaving: asyncio.Task[None] | None = None
 
     def execute(self, message: Drain | Stop | Health) -> None:
-        """Execute one command; draining continues in a task."""
         if isinstance(message, Health):
             self._state.set_health(message)
         elif isinstance(message, Stop):
@@ -50,8 +49,7 @@ class Commands:
     async def _drain(self) -> None:
         """Reject new requests, and report when none is open; the supervisor has the deadline.
 
-        Accepted requests must be finished, and the core drains only after this process, so this
-        process ends a pause.
+        The core drains after this process, which ends a pause so that accepted requests finish.
         """
         self._state.drain()
         resuming = asyncio.create_task(self._end_pause())

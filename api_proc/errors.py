@@ -57,7 +57,6 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> bytes:
-        """Return the JSON text."""
         detail = ErrorDetail(self.message, self.type, self.param, self.code)
         return msgspec.json.encode(ErrorBody(detail))
 
@@ -88,11 +87,7 @@ def internal() -> ApiError:
 
 
 def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
-    """Translate an error of the engine.
-
-    Args:
-        prompt_param: name of the field that holds the prompt.
-    """
+    """Translate an error of the engine; `prompt_param` is the field that holds the prompt."""
     if error.code is ErrorCode.OVERLOADED:
         return overloaded(error.message)
     if error.code in (ErrorCode.DRAINING, ErrorCode.ENGINE_FAILED):

@@ -99,7 +99,6 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
@@ -131,7 +130,6 @@ class Metrics:
         """Connections closed because their clients did not read."""
 
     def count_end(self, reason: str) -> None:
-        """Count the end of a sequence."""
         self.num_finished[reason] += 1
 
     def count_slow_reader(self) -> None:
@@ -170,7 +168,6 @@ class MetricsCollector(Collector):
         self._measure = measure
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
         stats, measured = self._engine_stats(), self._measure()
         rows = ((_ENGINE_GAUGES, _ENGINE_COUNTERS, stats), (_API_GAUGES, _API_COUNTERS, measured))
         for gauges, counters, source in rows:

@@ -55,11 +55,9 @@ class ApiState:
         self._random = random.Random(base) if base else secrets.SystemRandom()
 
     def draw_seed(self) -> int:
-        """Return a seed for a request without one."""
         return self._random.getrandbits(63)
 
     def drain(self) -> None:
-        """Reject new requests from now on."""
         self.is_draining = True
 
     async def wait_idle(self) -> None:
@@ -67,23 +65,16 @@ class ApiState:
         await self._idle.wait()
 
     def opened(self) -> None:
-        """Count a request that begins."""
         self._num_open += 1
         self._idle.clear()
 
     def closed(self) -> None:
-        """Count a request that has ended."""
         self._num_open -= 1
         if self._num_open == 0:
             self._idle.set()
 
     async def accepting(self) -> ModelFacts:
-        """Return the model's facts if new requests are accepted.
-
-        Raises:
-            ApiError: 503 while the engine starts, fails or drains; 429 where too many requests wait
-                for a lost engine.
-        """
+        """Return the model's facts if new requests are accepted, or raise a 503 or 429."""
         while self._may_learn_facts():
             await asyncio.sleep(_POLL_S)
         facts = self.require_facts()
@@ -103,11 +94,7 @@ class ApiState:
         return is_new and not is_known
 
     def require_facts(self) -> ModelFacts:
-        """Return the model's facts.
-
-        Raises:
-            ApiError: 503 while the engine starts, fails or drains.
-        """
+        """Return the model's facts, or raise a 503 while the engine starts, fails or drains."""
         if self.is_draining:
             raise unavailable("the server is shutting down", ErrorCode.DRAINING)
         if self.is_degraded:
@@ -119,11 +106,7 @@ class ApiState:
         return facts
 
     def require_model(self, name: str | None) -> None:
-        """Check the name of a model.
-
-        Raises:
-            ApiError: 404 for another model.
-        """
+        """Raise a 404 for the name of another model."""
         if name is not None and name not in (self.model_name, self.config.model.model):
             raise ApiError(
                 404,
@@ -144,7 +127,6 @@ class ApiState:
         return self._health.is_degraded and not is_old
 
     def is_fresh(self) -> bool:
-        """Whether the core's last status message is recent."""
         return time.monotonic() - self.client.last_status_time < STATUS_FRESH_S
 
     def engine_state(self) -> EngineState:
@@ -157,11 +139,9 @@ class ApiState:
         return status.state
 
     def readiness(self) -> str:
-        """Return the engine's state for /readyz."""
         return DEGRADED if self.is_degraded else str(self.engine_state())
 
     def journal_state(self) -> str:
-        """Return the journal's state for /readyz."""
         if self.sessions is None:
             return "off"
         return "failed" if self.sessions.journaling.is_failed else "writing"

@@ -69,12 +69,7 @@ class Connection:
         return bool(self.scope.get(HAS_CLIENT_ID_KEY))
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Read the whole body, but at most one chunk more than `max_bytes`.
-
-        Raises:
-            ApiError: 413 where it is too large, 415 where it is compressed, 408 where it takes
-                too long, 400 where the client disconnects, 429 where too much is open.
-        """
+        """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`."""
         if self._budget is not None:
             self._lease = self._budget.open()
         headers = dict(self.scope["headers"])
@@ -119,8 +114,7 @@ class Connection:
     ) -> None:
         """Call `on_disconnect` when the client disconnects. The body must have been read.
 
-        Args:
-            num_unread: counts the tokens that wait to be sent; too many end the connection.
+        The server ends a connection where `num_unread` counts too many tokens that wait to be sent.
         """
         self.scope[UNREAD_KEY] = num_unread
         self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
@@ -137,7 +131,6 @@ class Connection:
             task.cancel()
 
     async def send_json(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        """Send a whole response."""
         await self.send_body(status, body, (*_JSON_HEADERS, *headers))
 
     async def send_body(self, status: int, body: bytes, headers: Headers) -> None:
@@ -150,7 +143,6 @@ class Connection:
         await self._write({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error as a whole response."""
         await self.send_json(error.status, error.body(), error.headers)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:

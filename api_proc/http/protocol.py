@@ -33,8 +33,6 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
     last_active = 0.0
     """When a part of a request was received or a response ended."""
     head_since: float | None = None
@@ -150,11 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.num_head_bytes = self.num_field_bytes = 0
 
     def _count(self, num_bytes: int) -> None:
-        """Count a part of a head.
-
-        Raises:
-            ValueError: it is too long; this ends the parsing.
-        """
+        """Count a part of a head; an error, where it is too long, ends the parsing."""
         self.num_field_bytes += num_bytes
         if self.num_field_bytes > MAX_HEAD_BYTES:
             raise ValueError(self.num_field_bytes)
@@ -215,11 +209,7 @@ class HttpProtocol(HttpToolsProtocol):
         return now - self.head_since > HEAD_TIMEOUT_S
 
     def is_quiet(self, now: float, is_full: bool) -> bool:
-        """Whether the client has not sent a request for too long.
-
-        Args:
-            is_full: whether other clients wait for a connection.
-        """
+        """Whether no request has come for too long, which is shorter while clients wait."""
         limit = IDLE_WHEN_FULL_S if is_full else QUIET_TIMEOUT_S
         return self.is_idle and now - self.last_active > limit
 

@@ -29,11 +29,7 @@ class _PromptItems(NamedTuple):
 
 
 def _prompt_items(body: CompletionBody) -> _PromptItems:
-    """Distinguish the four forms of `prompt`.
-
-    Raises:
-        ApiError: 400 where a list mixes them, or the request has too many sequences.
-    """
+    """Distinguish the four forms of `prompt`."""
     prompt = body.prompt
     if isinstance(prompt, str):
         items = _PromptItems([prompt], [])
@@ -132,7 +128,6 @@ class CompletionFormat:
     def _logprobs(
         self, sequence: OutputSequence, delta: Delta, prompt: Prompt, *, is_first: bool
     ) -> CompletionLogprobs:
-        """Return the logprobs of the output, after those of an echoed prompt."""
         token_ids = delta.token_ids
         entries: list[TokenLogprobs | None] = list(delta.logprobs or [])
         offsets = list(delta.text_offsets)

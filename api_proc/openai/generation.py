@@ -31,8 +31,7 @@ _PIECE_LOGPROBS = 16
 class Generation:
     """All sequences of one HTTP request, or one connection's readers of a session.
 
-    A context manager: at its exit all sequences end, except those of a session whose client may
-    come back.
+    At its exit all sequences end, except those of a session whose client may come back.
     """
 
     def __init__(
@@ -87,11 +86,7 @@ class Generation:
         return sum(sequence.stream.num_unread for sequence in self.sequences)
 
     def begin_session(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
-        """Begin a session, if there is a journal and the client can come back.
-
-        Raises:
-            ApiError: 429, as `Sessions.begin`.
-        """
+        """Begin a session, if there is a journal and the client can come back."""
         knows_id = bool(self._body.stream) or self._connection.has_client_id
         if self._state.sessions is not None and knows_id:
             request_id = self._connection.request_id
@@ -107,11 +102,7 @@ class Generation:
             await self._sessions.accept(self._session)
 
     def submit(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
-        """Send one prompt to the core, `n` times.
-
-        Raises:
-            RequestFailed: the engine rejects it.
-        """
+        """Send one prompt to the core, `n` times."""
         num_sequences = self._body.n or 1
         for i in range(num_sequences):
             nth = msgspec.structs.replace(params, seed=nth_seed(params.seed, i)) if i else params
@@ -168,11 +159,7 @@ class Generation:
                     sequence.stream.cancel()
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Iterate over deltas until all sequences have ended or the generation is cancelled.
-
-        Raises:
-            RequestFailed: a sequence has failed.
-        """
+        """Iterate over deltas until all sequences have ended or the generation is cancelled."""
         if len(self.sequences) == 1:
             sequence = self.sequences[0]
             async for delta in self._deltas(sequence):

@@ -13,7 +13,6 @@ PACKAGE = "troika"
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
-    """GET /v1/models."""
     await connection.send_json(200, encode(ModelList(data=[_model_card(state)])))
 
 
@@ -39,13 +38,11 @@ async def health(state: ApiState, connection: Connection) -> None:
 
 
 async def metrics(state: ApiState, connection: Connection) -> None:
-    """GET /metrics."""
     content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
     await connection.send_body(200, state.exposition(), [content_type])
 
 
 async def version(state: ApiState, connection: Connection) -> None:
-    """GET /version."""
     await connection.send_json(200, encode({"version": installed_version()}))
 
 

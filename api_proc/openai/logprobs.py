@@ -38,12 +38,9 @@ def completion_logprobs(
     offsets: list[int],
     num_top: int,
 ) -> CompletionLogprobs:
-    """Return the lists for consecutive tokens.
+    """Return the lists for consecutive tokens, the token itself among its candidates.
 
-    Args:
-        entries: one per token; None for a token without logprob, such as the first of a prompt.
-        offsets: number of characters before each token.
-        num_top: candidates per token, to which the token itself is added.
+    The entry of a token without logprob is None, as for the first token of a prompt.
     """
     result = CompletionLogprobs(offsets, [], [], [])
     for token_id, entry in zip(token_ids, entries, strict=True):

@@ -1,7 +1,4 @@
-"""Renders the answer of a generation: whole bodies and server-sent events.
-
-A chat and a completion differ in the choices of their chunks; see `Format`.
-"""
+"""Renders the answer of a generation: whole bodies and server-sent events."""
 
 from typing import Any, Protocol
 
@@ -16,7 +13,7 @@ from api_proc.text.output_sequence import Delta, OutputSequence, join
 
 
 class Format(Protocol):
-    """The shape of one route's answers."""
+    """The shape of one route's answers; chats and completions differ in their choices."""
 
     @property
     def head(self) -> msgspec.Struct:
@@ -91,11 +88,9 @@ class Reply:
         return self._frame(with_usage=True, choices=[]) if self._with_usage else b""
 
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Keep a delta for the whole answer."""
         self._deltas.setdefault(sequence.index, []).append(delta)
 
     def body(self) -> bytes:
-        """Return the whole answer."""
         sequences = self._generation.sequences
         answers = [(sequence, join(self._deltas[sequence.index])) for sequence in sequences]
         return responses.encode(self._form.whole(answers, self._usage()))

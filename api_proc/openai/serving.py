@@ -48,11 +48,7 @@ class GenerationApi(Generic[Body]):
     """Gets the request's id and its time of creation, too."""
 
     async def serve(self, state: ApiState, connection: Connection) -> None:
-        """Handle one request.
-
-        Raises:
-            ApiError: it is rejected, or fails before anything was sent.
-        """
+        """Handle one request; raises `ApiError` only before anything was sent."""
         raw = await connection.read_body(state.config.api.max_body_bytes)
         if await self._resume(state, connection, raw):
             return
@@ -72,22 +68,13 @@ class GenerationApi(Generic[Body]):
             await self._answer(state, connection, body, prompts, generation)
 
     def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
-        """Decode a request of the journal.
-
-        Raises:
-            ApiError: the body does not match this route's schema.
-        """
+        """Decode a request of the journal."""
         body = self.decode(raw)
         token_ids = [add.prompt_token_ids for add in adds[:: body.n or 1]]
         return DecodedRequest(body, self.restore_prompts(body, token_ids))
 
     async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
-        """Continue the answer to a request that was accepted before; returns False if it was not.
-
-        Raises:
-            ApiError: 409 where its id belongs to another request, 404 or 503 where the client wants
-                the rest of an unknown one, 400 for an invalid `Last-Event-ID`; as `_answer`.
-        """
+        """Continue the answer to a request that was accepted before; False: it was not."""
         last_event_id = connection.last_event_id or None
         if state.sessions is None:
             if last_event_id is not None:
@@ -110,11 +97,6 @@ class GenerationApi(Generic[Body]):
         prompts: list[Prompt],
         facts: ModelFacts,
     ) -> None:
-        """Send all prompts to the core.
-
-        Raises:
-            ApiError: the engine rejects one of them.
-        """
         try:
             for prompt in prompts:
                 params = sampling_params(
@@ -135,11 +117,6 @@ class GenerationApi(Generic[Body]):
         prompts: list[Prompt],
         generation: Generation,
     ) -> None:
-        """Send the answer.
-
-        Raises:
-            ApiError: the generation fails before anything was sent.
-        """
         request_id = connection.request_id
         form = self.make_format(state, request_id, body, prompts, generation.created)
         reply = Reply(form, body, generation)
@@ -159,11 +136,7 @@ class GenerationApi(Generic[Body]):
 
 
 def _position(session: Session, last_event_id: str | None) -> StreamPosition:
-    """Return the place where the answer continues.
-
-    Raises:
-        ApiError: 400 where `last_event_id` is not an id of this request.
-    """
+    """Return the place where the answer continues."""
     if not session.body.stream or last_event_id is None:
         return StreamPosition([None] * len(session.histories))
     limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
@@ -171,7 +144,6 @@ def _position(session: Session, last_event_id: str | None) -> StreamPosition:
 
 
 async def _send_whole(connection: Connection, generation: Generation, reply: Reply) -> None:
-    """Wait for all sequences and send one JSON body."""
     async for step in generation.steps():
         for sequence, delta in step:
             reply.collect(sequence, delta)

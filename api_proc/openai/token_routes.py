@@ -15,7 +15,6 @@ _decode_detokenize = BodyDecoder(DetokenizeBody)
 
 
 async def tokenize(state: ApiState, connection: Connection) -> None:
-    """POST /tokenize."""
     max_bytes = state.config.api.max_body_bytes
     raw = await connection.read_body(max_bytes)
     facts = state.require_facts()
@@ -50,7 +49,6 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
 
 
 async def detokenize(state: ApiState, connection: Connection) -> None:
-    """POST /detokenize."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     body = _decode_detokenize(raw)

@@ -62,14 +62,7 @@ class EventIds:
 
 
 def parse_event_id(text: str, request_id: str, limits: list[int]) -> StreamPosition:
-    """Parse the `Last-Event-ID` of a client.
-
-    Args:
-        limits: the maximal number of tokens of each sequence.
-
-    Raises:
-        ApiError: 400 where it is not an id of this request.
-    """
+    """Parse a `Last-Event-ID`; `limits` are the maximal numbers of tokens of the sequences."""
     name, _, position = text.rpartition(".")
     found = _POSITION.fullmatch(position)
     counts = [] if found is None else found[1].split("-")

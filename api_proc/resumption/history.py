@@ -145,7 +145,6 @@ class History:
             self._waiters.discard(waiter)
 
     def wake(self) -> None:
-        """Wake all readers."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -85,19 +85,12 @@ class Journal:
         clock: Clock = time,
         threads: Threads = threading,
     ) -> None:
-        """Name the directory; nothing is opened yet.
+        """Name the directory, which gets mode 0700 if it does not exist; nothing is opened yet.
 
-        Args:
-            directory: created with mode 0700 if it does not exist.
-            notify: runs a function in the owner's thread, as `call_soon_threadsafe` does.
-            on_written: called when `num_written` has grown.
-            on_failed: called when writing has ended; it resumes with `begin_segment`.
-            open_file: replaces `os.open`.
-            write: replaces `os.write`.
-            sync: `os.fsync` or a replacement, called after each write; None: the operating system
-                decides, whose cache survives the death of the process.
-            clock: measures the duration of a write.
-            threads: creates the thread that writes.
+        `notify` runs a function in the owner's thread, as `call_soon_threadsafe` does. `on_written`
+        is called when `num_written` has grown, `on_failed` when writing has ended. `sync` is called
+        after each write; without it the operating system's cache survives the process only.
+        The other arguments replace functions of the system in tests.
         """
         self._segments = Segments(Path(directory), open_file, write, sync)
         self._notify, self._on_written, self._on_failed = notify, on_written, on_failed
@@ -131,10 +124,7 @@ class Journal:
         return self._num_waiting_bytes + self._num_taken_bytes
 
     def recover(self, on_done: Callable[[Recovered], None]) -> None:
-        """Lock the directory, read it, and pass the result to `on_done`, unless closed before.
-
-        After an error it can be called again.
-        """
+        """Lock the directory, read it, and pass the result to `on_done`, unless closed before."""
         if self._thread is None:
             self._thread = self._threads.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
@@ -168,10 +158,7 @@ class Journal:
             self._enqueue(_CompleteSegment())
 
     def close(self) -> None:
-        """Write the queued records and unlock the directory, for at most `_CLOSE_TIMEOUT_S`.
-
-        If the disk blocks for longer, the directory stays locked until the process ends.
-        """
+        """Write the queued records and unlock the directory, for at most `_CLOSE_TIMEOUT_S`."""
         self.is_writing = False
         with self._wakes:
             self._is_closing = True

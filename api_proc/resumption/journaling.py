@@ -46,14 +46,10 @@ class Journaling:
         is_synced: bool = False,
         make_journal: Callable[..., Journal] = Journal,
     ) -> None:
-        """Name the directory.
+        """Name the directory; with `is_synced` a record is written only once it is on the medium.
 
-        Args:
-            directory: see `Journal`.
-            snapshot: iterates over records of all open requests; records of new events are
-                written between them.
-            is_synced: whether a record counts as written only once it is on the medium.
-            make_journal: takes the arguments of `Journal`.
+        `snapshot` iterates over records of all open requests; records of new events are written
+        between them.
         """
         self._directory = directory
         self._snapshot = snapshot
@@ -107,7 +103,6 @@ class Journaling:
             )
 
     def close(self) -> None:
-        """Write the queued records and unlock the directory."""
         self._flush()
         for later in (self._flushing, self._retry, self._restoring):
             if later is not None:

@@ -97,7 +97,7 @@ def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds) -> AddRequest:
 class Replay:
     """Reconstructs the open requests from the records of a journal.
 
-    A record may occur twice, in a segment and in the snapshot of the next one, so outputs are
+    A record may occur in a segment and again in the snapshot of the next one, so outputs are
     matched by index. Outputs after a gap are dropped and will be computed again.
     """
 

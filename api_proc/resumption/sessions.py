@@ -48,7 +48,6 @@ log = logging.getLogger("troika.api")
 
 
 def request_not_found(request_id: str) -> ApiError:
-    """Return the error for a client that wants the rest of an unknown request."""
     message = f"request {request_id} does not exist or is over"
     return ApiError(404, message, code="request_not_found")
 
@@ -149,12 +148,7 @@ class Sessions:
     def find(
         self, request_id: str, path: str, raw: bytes, last_event_id: str | None
     ) -> Session | None:
-        """Return the session of a request, or None for a new request.
-
-        Raises:
-            ApiError: 409 where the id belongs to another request; 404 where the client wants the
-                rest of an unknown one, or 503 where the journal is not read yet.
-        """
+        """Return the session of a request, or None for a new request."""
         session = self._by_id.get(request_id)
         if session is None:
             if last_event_id is None:
@@ -172,11 +166,7 @@ class Sessions:
         return session
 
     def begin(self, request_id: str, path: str, raw: bytes, decoded: DecodedRequest) -> Session:
-        """Add a new request, whose sequences are submitted next.
-
-        Raises:
-            ApiError: 429 where too much is open.
-        """
+        """Add a new request, whose sequences are submitted next."""
         assert request_id not in self._by_id
         lease = self._lease(len(raw))
         now = int(self._clock.time())
@@ -192,11 +182,7 @@ class Sessions:
     def submit(
         self, session: Session, prompt_token_ids: TokenIds, params: SamplingParams
     ) -> HistoryReader:
-        """Send one sequence to the core.
-
-        Raises:
-            RequestFailed: the engine rejects it.
-        """
+        """Send one sequence to the core."""
         history = self._new_history(session)
         add = self._client.submit_to(
             history, prompt_token_ids, params, **session.body.request_options
@@ -207,8 +193,6 @@ class Sessions:
         return self.reader(session, history)
 
     def reader(self, session: Session, history: History) -> HistoryReader:
-        """Return a new reader of a sequence."""
-
         def stop() -> None:
             if not history.is_ended:
                 self._client.cancel(history.request_id)
@@ -229,12 +213,7 @@ class Sessions:
             session.expiry = None
 
     def detach(self, session: Session, *, is_known: bool, is_sent: bool) -> None:
-        """Count a connection that has ended; without another one the session will expire.
-
-        Args:
-            is_known: the client knows the session's id.
-            is_sent: the connection sent the complete answer.
-        """
+        """Count a connection that has ended; without another one the session will expire."""
         session.num_attached -= 1
         session.is_known = session.is_known or is_known
         session.is_sent = session.is_sent or is_sent

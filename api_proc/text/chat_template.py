@@ -21,11 +21,6 @@ class ChatTemplate:
     """The compiled template of one checkpoint."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Compile the template.
-
-        Raises:
-            ConfigError: the source is not valid Jinja.
-        """
         self.source = source
         self._special_tokens = special_tokens
         try:
@@ -40,11 +35,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt.
-
-        Raises:
-            ChatTemplateError: the template raised.
-        """
         variables = self._special_tokens | (extra or {})
         try:
             return self._template.render(

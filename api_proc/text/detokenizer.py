@@ -33,12 +33,7 @@ class ByteDetokenizer:
     def __init__(
         self, table: Mapping[int, bytes], prompt_token_ids: list[int], hidden: frozenset[int]
     ) -> None:
-        """Continue after a prompt, which may end within a character.
-
-        Args:
-            table: bytes by token id.
-            hidden: tokens without text.
-        """
+        """Continue after a prompt, which may end in a character; `hidden` tokens have no text."""
         self._table = table
         self._hidden = hidden
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode

@@ -44,11 +44,7 @@ class TextTokenizer(Protocol):
     """A text of n characters has at least n / longest_token_chars tokens."""
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
-        """Return the ids of `text`.
-
-        Raises:
-            TooManyTokens: there are more than `max_tokens`.
-        """
+        """Return the ids, or raise `TooManyTokens`."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a whole sequence."""
@@ -76,14 +72,7 @@ class HfTokenizer:
     """A checkpoint's tokenizer."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        """Load `directory`/tokenizer.json.
-
-        Args:
-            config: content of tokenizer_config.json.
-
-        Raises:
-            ConfigError: the file is missing or cannot be read.
-        """
+        """Load `directory`/tokenizer.json; `config` is the content of tokenizer_config.json."""
         file = directory / "tokenizer.json"
         try:
             source = file.read_text(encoding="utf-8")
@@ -145,10 +134,7 @@ class HfTokenizer:
 
 
 class ByteTokenizer:
-    """For a model without checkpoint: one token per byte of UTF-8.
-
-    Other ids are shown as `<id>`, so that every output of the null worker is visible.
-    """
+    """For a model without checkpoint: one token per byte of UTF-8; other ids become `<id>`."""
 
     longest_token_chars = 1
 
