@@ -13,21 +13,6 @@ _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
 _WILDCARD = re.compile(r"\[\.\.\.\]")
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """The object under `error`."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """The whole body of an error."""
-
-    error: ErrorDetail
-
-
 class ApiError(Exception):
     """A request ends with an HTTP error."""
 
@@ -57,8 +42,8 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> bytes:
-        detail = ErrorDetail(self.message, self.type, self.param, self.code)
-        return msgspec.json.encode(ErrorBody(detail))
+        fields = {name: getattr(self, name) for name in ("message", "type", "param", "code")}
+        return msgspec.json.encode({"error": fields})
 
 
 def invalid(param: str, message: str, code: str = ErrorCode.INVALID) -> ApiError:

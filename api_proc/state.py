@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from api_proc.budget import Budget
 from api_proc.errors import ApiError, overloaded, unavailable
-from api_proc.metrics import Measurements, Metrics, MetricsCollector, make_exposition
+from api_proc.metrics import Metrics, MetricsCollector
 from api_proc.resumption.sessions import Sessions
 from api_proc.text.processor import TextProcessor
 from protocol.api_core import EngineState, EngineStats, ErrorCode
@@ -38,9 +38,9 @@ class ApiState:
         self.model_name = config.model.served_model_name or PurePath(config.model.model).name
         self.created = int(time.time())
         self.metrics = Metrics()
-        self.exposition = make_exposition(
-            MetricsCollector(self.model_name, self.metrics, self._engine_stats, self._measurements)
-        )
+        self.exposition = MetricsCollector(
+            self.model_name, self.metrics, self._engine_stats, self._measurements
+        ).exposition
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
         self.sessions: Sessions | None = None
@@ -167,15 +167,19 @@ class ApiState:
         status = self.client.status
         return EngineStats() if status is None else status.stats
 
-    def _measurements(self) -> Measurements:
-        sessions = self.sessions
-        return Measurements(
-            num_http_requests=self.budget.num_requests,
-            num_http_bytes=self.budget.num_bytes,
-            num_open_requests=self.client.num_open_requests,
-            num_sessions=0 if sessions is None else len(sessions),
-            num_resumed=0 if sessions is None else sessions.num_resumed,
-            num_journal_bytes=0 if sessions is None else sessions.journaling.num_bytes,
-            num_journal_failures=0 if sessions is None else sessions.journaling.num_failures,
-            is_journal_failed=sessions is not None and sessions.journaling.is_failed,
-        )
+    def _measurements(self) -> dict[str, int]:
+        measured = {
+            "http_requests_open": self.budget.num_requests,
+            "http_request_bytes": self.budget.num_bytes,
+            "ledger_requests": self.client.num_open_requests,
+        }
+        if self.sessions is not None:
+            journaling = self.sessions.journaling
+            measured |= {
+                "sessions": len(self.sessions),
+                "requests_resumed": self.sessions.num_resumed,
+                "journal_bytes": journaling.num_bytes,
+                "journal_failures": journaling.num_failures,
+                "journal_failed": journaling.is_failed,
+            }
+        return measured
