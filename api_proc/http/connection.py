@@ -21,10 +21,10 @@ UNREAD_KEY = "troika.num_unread"
 """A function that counts the tokens that wait to be sent, for the server."""
 
 Headers = Iterable[tuple[bytes, bytes]]
+JSON = b"application/json"
 
 _CLOSED = "the handler is closed"
 """uvloop's error for a write to a closed transport."""
-_JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -78,16 +78,15 @@ class Connection:
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > max_bytes:
             raise _too_large(max_bytes)
-        chunks: list[bytes] = []
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                await self._read_chunks(chunks, max_bytes)
+                return await self._read_chunks(max_bytes)
         except TimeoutError:
             message = f"the body was not complete within {BODY_TIMEOUT_S:.0f} s"
             raise _closing(408, message, "timeout") from None
-        return b"".join(chunks)
 
-    async def _read_chunks(self, chunks: list[bytes], max_bytes: int) -> None:
+    async def _read_chunks(self, max_bytes: int) -> bytes:
+        chunks: list[bytes] = []
         num_bytes = 0
         more = True
         while more:
@@ -102,6 +101,7 @@ class Connection:
             more = message.get("more_body", False)
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
+        return b"".join(chunks)
 
     @property
     def last_event_id(self) -> str | None:
@@ -130,20 +130,18 @@ class Connection:
         for task in self._tasks:
             task.cancel()
 
-    async def send_json(self, status: int, body: bytes, headers: Headers = ()) -> None:
-        await self.send_body(status, body, (*_JSON_HEADERS, *headers))
-
-    async def send_body(self, status: int, body: bytes, headers: Headers) -> None:
-        """Send a whole response; `headers` include its content type."""
+    async def send(
+        self, status: int, body: bytes, headers: Headers = (), content_type: bytes = JSON
+    ) -> None:
+        """Send a whole response."""
         length = (b"content-length", str(len(body)).encode())
+        fields = [length, (b"content-type", content_type), *headers]
         self.response_started = True
-        await self._write(
-            {"type": "http.response.start", "status": status, "headers": [length, *headers]}
-        )
+        await self._write({"type": "http.response.start", "status": status, "headers": fields})
         await self._write({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
-        await self.send_json(error.status, error.body(), error.headers)
+        await self.send(error.status, error.body(), error.headers)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
         """Send server-sent events; waits while the client reads too slowly."""

@@ -138,13 +138,6 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
-def adopt(listen_fd: int) -> socket.socket:
-    """Return the socket of an inherited descriptor."""
-    listening = socket.socket(fileno=listen_fd)
-    listening.setblocking(False)
-    return listening
-
-
 def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -21,7 +21,7 @@ async def pause(state: ApiState, connection: Connection) -> None:
     if name not in _MODES:
         raise invalid("mode", f"must be one of {', '.join(_MODES)}")
     await _require(state.client.pause(_MODES[name]), "the engine is shutting down")
-    await connection.send_json(200, encode({"status": "paused", "mode": name}))
+    await connection.send(200, encode({"status": "paused", "mode": name}))
 
 
 async def resume(state: ApiState, connection: Connection) -> None:
@@ -29,7 +29,7 @@ async def resume(state: ApiState, connection: Connection) -> None:
     state.require_facts()
     _query(connection)
     await _require(state.client.resume(), "the engine cannot resume now")
-    await connection.send_json(200, encode({"status": "resumed"}))
+    await connection.send(200, encode({"status": "resumed"}))
 
 
 async def sleep(state: ApiState, connection: Connection) -> None:
@@ -37,7 +37,7 @@ async def sleep(state: ApiState, connection: Connection) -> None:
     state.require_facts()
     _query(connection)
     await _require(state.client.sleep(), "the engine cannot sleep now")
-    await connection.send_json(200, encode({"status": "sleeping"}))
+    await connection.send(200, encode({"status": "sleeping"}))
 
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
@@ -45,7 +45,7 @@ async def is_sleeping(state: ApiState, connection: Connection) -> None:
     _query(connection)
     status = state.client.status
     asleep = status is not None and status.is_sleeping
-    await connection.send_json(200, encode({"is_sleeping": asleep}))
+    await connection.send(200, encode({"is_sleeping": asleep}))
 
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
@@ -54,7 +54,7 @@ async def is_paused(state: ApiState, connection: Connection) -> None:
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode
     body = {"is_paused": mode is not PauseMode.RUNNING, "pause_mode": mode}
-    await connection.send_json(200, encode(body))
+    await connection.send(200, encode(body))
 
 
 async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
@@ -65,7 +65,7 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
         raise invalid("reset_running_requests", "must be true or false")
     work = state.client.reset_prefix_cache(_FLAGS[text.lower()])
     await _require(work, "blocks of the KV cache are in use; see reset_running_requests")
-    await connection.send_json(200, encode({"status": "reset"}))
+    await connection.send(200, encode({"status": "reset"}))
 
 
 def _query(connection: Connection, name: str = "", default: str = "") -> str:

@@ -149,53 +149,5 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ModelCard(msgspec.Struct, kw_only=True):
-    """One entry of /v1/models."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "troika"
-    max_model_len: int | None
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """Answer of /v1/models."""
-
-    object: str = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(msgspec.Struct, kw_only=True):
-    """Answer of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(msgspec.Struct):
-    """Answer of /detokenize."""
-
-    prompt: str
-
-
-class Readiness(msgspec.Struct, kw_only=True):
-    """Answer of /readyz and /health."""
-
-    ready: bool
-    state: str
-    draining: bool
-    status_age_s: float | None
-    """Time since the core's last status message."""
-    journal: str
-    """"off", "writing", or "failed": requests are kept in memory only."""
-    exact_resume: bool | None
-    """Whether a request that is computed again gets the same tokens; None without a worker."""
-    exact_resume_reason: str | None
-    """The reason for False, else empty."""
-
-
 encode = msgspec.json.Encoder().encode
 DONE_FRAME = b"data: [DONE]\n\n"

@@ -148,7 +148,7 @@ async def _send_whole(connection: Connection, generation: Generation, reply: Rep
         for sequence, delta in step:
             reply.collect(sequence, delta)
     if not generation.cancelled:
-        await connection.send_json(200, reply.body())
+        await connection.send(200, reply.body())
 
 
 async def _send_stream(connection: Connection, generation: Generation, reply: Reply) -> None:
