@@ -41,6 +41,7 @@ class Generation:
         connection: Connection,
         session: Session | None = None,
     ) -> None:
+        self.prompts = [] if session is None else session.prompts
         self.sequences: list[OutputSequence] = []
         self.cancelled = False
         self.created = int(time.time()) if session is None else session.accepted.created
@@ -87,6 +88,7 @@ class Generation:
 
     def begin_session(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
         """Begin a session, if there is a journal and the client can come back."""
+        self.prompts = prompts
         knows_id = bool(self._body.stream) or self._connection.has_client_id
         if self._state.sessions is not None and knows_id:
             request_id = self._connection.request_id
@@ -126,7 +128,7 @@ class Generation:
         for index, history in enumerate(self._session.histories):
             reader = self._sessions.reader(self._session, history)
             self._readers.append(reader)
-            prompt = self._session.prompts[index // num_each]
+            prompt = self.prompts[index // num_each]
             params = self._session.accepted.adds[index].sampling_params
             self._add(reader, prompt.token_ids, params)
 

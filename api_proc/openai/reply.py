@@ -48,7 +48,8 @@ class Reply:
         self._with_usage = bool(options and options.include_usage)
         self._with_running_usage = bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._with_running_usage or body.return_token_ids)
-        self._begun: set[int] = set()
+        self.begun: set[int] = set()
+        """Sequences that have begun, in this answer or an earlier one."""
         self._deltas: dict[int, list[Delta]] = {}
         head = responses.encode(form.head)
         assert head.endswith(b"]}")
@@ -58,10 +59,6 @@ class Reply:
         self._plain_text = b"," + before
         self._plain_end = after + b"}]" + usage + b"}\n\n"
 
-    def start_after(self, begun: set[int]) -> None:
-        """Set the sequences that have begun in an earlier answer."""
-        self._begun = begun
-
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         """Return the events for a delta; only the last one contains its tokens.
 
@@ -69,9 +66,9 @@ class Reply:
         """
         form = self._form
         events = []
-        is_first = sequence.index not in self._begun
+        is_first = sequence.index not in self.begun
         if is_first:
-            self._begun.add(sequence.index)
+            self.begun.add(sequence.index)
             if opening := form.opening(sequence):
                 events.append(self._frame(**opening))
         is_plain = self._is_plain and delta.finish_reason is None and delta.logprobs is None
