@@ -97,14 +97,12 @@ class History:
 
     def parts(self) -> Iterator[RequestOutput]:
         """Yield outputs of bounded size for a snapshot; outputs may be added in between."""
-        for prompt_part in self._prompt_parts():
-            yield RequestOutput(
-                self.request_id,
-                0,
-                [],
-                num_cached_tokens=self.num_cached_tokens,
-                prompt_logprobs=[prompt_part],
-            )
+        for known in self.prompt_logprobs:  # parts may be appended in between
+            for start in range(0, len(known.entries), _PART_LOGPROBS):
+                entries = known.entries[start : start + _PART_LOGPROBS]
+                piece = PromptLogprobs(known.req_id, known.first_position + start, entries)
+                cached = self.num_cached_tokens
+                yield RequestOutput(self.request_id, 0, [], None, None, cached, None, [piece])
         first = 0
         while True:
             size = _PART_LOGPROBS if self.logprobs else _PART_TOKENS
@@ -115,12 +113,6 @@ class History:
             first += len(part.token_ids)
             if first >= len(self.token_ids):
                 return
-
-    def _prompt_parts(self) -> Iterator[PromptLogprobs]:
-        for part in self.prompt_logprobs:  # parts may be appended in between
-            for start in range(0, len(part.entries), _PART_LOGPROBS):
-                entries = part.entries[start : start + _PART_LOGPROBS]
-                yield PromptLogprobs(part.req_id, part.first_position + start, entries)
 
     def _part(self, first: int, end: int, *, with_prompt: bool = True) -> RequestOutput:
         is_last = end == len(self.token_ids)

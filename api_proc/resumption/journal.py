@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from api_proc.resumption.journal_segments import (
     FRAME_BYTES,
@@ -50,23 +50,8 @@ class Threads(Protocol):
     ) -> threading.Thread: ...
 
 
-class _Recover(NamedTuple):
-    """Command: lock the directory and read it."""
-
-    on_done: Callable[[Recovered], None]
-
-
-class _BeginSegment(NamedTuple):
-    """Command: continue in a new file."""
-
-    number: int
-
-
-class _CompleteSegment(NamedTuple):
-    """Command: the snapshot ends here, so older files can be deleted."""
-
-
-_Command = bytes | _Recover | _BeginSegment | _CompleteSegment
+_Command = bytes | Callable[[], None]
+"""A record, or a function that the thread calls after writing the records before it."""
 
 
 class Journal:
@@ -128,14 +113,14 @@ class Journal:
         if self._thread is None:
             self._thread = self._threads.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
-        self._enqueue(_Recover(on_done))
+        self._enqueue(partial(self._recover, on_done))
 
     def begin_segment(self) -> None:
         """Continue in a new file; the caller appends a snapshot and calls `complete_segment`."""
         assert self.is_recovered  # else completing it would delete records that were not read
         self.is_writing = True
         self.num_segment_bytes = 0
-        self._enqueue(_BeginSegment(self._next_number))
+        self._enqueue(partial(self._segments.begin, self._next_number))
         self._next_number += 1
 
     def append(self, record: bytes) -> int:
@@ -155,7 +140,7 @@ class Journal:
     def complete_segment(self) -> None:
         """End the snapshot: the records of older segments are obsolete."""
         if self.is_writing:  # else the segment has failed before
-            self._enqueue(_CompleteSegment())
+            self._enqueue(self._segments.complete)
 
     def close(self) -> None:
         """Write the queued records and unlock the directory, for at most `_CLOSE_TIMEOUT_S`."""
@@ -188,15 +173,17 @@ class Journal:
         self.num_written = self.num_appended
         self._on_failed(error)
 
-    def _on_read(self, command: _Recover, outcome: tuple[list[bytes], int] | OSError) -> None:
+    def _on_read(
+        self, on_done: Callable[[Recovered], None], outcome: tuple[list[bytes], int] | OSError
+    ) -> None:
         if self._is_closing:
             return
         if isinstance(outcome, OSError):
-            command.on_done(outcome)
+            on_done(outcome)
         else:
             records, self._next_number = outcome
             self.is_recovered = True
-            command.on_done(records)
+            on_done(records)
 
     def _settle(self, position: int) -> None:
         self.num_written = max(self.num_written, position)
@@ -240,28 +227,23 @@ class Journal:
         for command in commands:
             if isinstance(command, bytes):
                 frames += frame(command)
-                continue
-            if isinstance(command, _Recover):
-                outcome = self._recover()
-                with self._wakes:
-                    self._taken_since = self._clock.monotonic()  # reading is not a slow write
-                self._call_owner(partial(self._on_read, command, outcome))
-                continue
-            self._segments.append(b"".join(frames))
-            frames.clear()
-            if isinstance(command, _BeginSegment):
-                self._segments.begin(command.number)
             else:
-                self._segments.complete()
+                self._segments.append(b"".join(frames))
+                frames.clear()
+                command()
         self._segments.append(b"".join(frames))
         self._segments.sync()
 
-    def _recover(self) -> tuple[list[bytes], int] | OSError:
+    def _recover(self, on_done: Callable[[Recovered], None]) -> None:
+        outcome: tuple[list[bytes], int] | OSError
         try:
             self._segments.lock()
-            return self._segments.read()
+            outcome = self._segments.read()
         except Exception as error:
-            return _os_error(error)
+            outcome = _os_error(error)
+        with self._wakes:
+            self._taken_since = self._clock.monotonic()  # reading is not a slow write
+        self._call_owner(partial(self._on_read, on_done, outcome))
 
     def _call_owner(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the owner's loop is closed

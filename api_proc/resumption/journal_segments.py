@@ -25,12 +25,10 @@ _END = _FRAME.pack(0, zlib.crc32(b"the snapshot is whole"))
 """The mark after a snapshot. A file system may restore a lost tail as zeros, never as this."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
+# The types of `os.open`, `os.write` and `os.fsync`, which tests replace.
 OpenFile = Callable[[str, int, int], int]
-"""`os.open`, or a test's replacement."""
 Write = Callable[[int, memoryview], int]
-"""`os.write`, or a test's replacement."""
 Sync = Callable[[int], None]
-"""`os.fsync`, or a test's replacement."""
 
 
 def frame(record: bytes) -> tuple[bytes, bytes]:
@@ -62,13 +60,12 @@ class Segments:
         fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
             os.close(fd)
+            if not isinstance(error, BlockingIOError):
+                raise
             text = f"{self._directory} is in use by another process"
             raise BlockingIOError(error.errno, text) from error
-        except OSError:
-            os.close(fd)
-            raise
         self._lock_fd = fd
 
     def unlock(self) -> None:

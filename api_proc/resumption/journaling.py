@@ -43,8 +43,8 @@ class Journaling:
         directory: str,
         snapshot: Callable[[], Iterator[Message]],
         *,
-        is_synced: bool = False,
-        make_journal: Callable[..., Journal] = Journal,
+        is_synced: bool,
+        make_journal: Callable[..., Journal],
     ) -> None:
         """Name the directory; with `is_synced` a record is written only once it is on the medium.
 
@@ -96,11 +96,8 @@ class Journaling:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await self._was_read.wait()
         except TimeoutError:
-            log.error(
-                "the journal in %s is not restored within %.0f s: its requests continue later",
-                self._directory,
-                READ_TIMEOUT_S,
-            )
+            text = "the journal in %s is not restored within %.0f s: its requests continue later"
+            log.error(text, self._directory, READ_TIMEOUT_S)
 
     def close(self) -> None:
         self._flush()
@@ -134,11 +131,8 @@ class Journaling:
         """Hand over one record; returns its size in bytes."""
         body = encode(message)
         if len(body) > MAX_RECORD_BYTES:
-            log.warning(
-                "a record of %d bytes is not written: the journal takes %d",
-                len(body),
-                MAX_RECORD_BYTES,
-            )
+            text = "a record of %d bytes is not written: the journal takes %d"
+            log.warning(text, len(body), MAX_RECORD_BYTES)
             return 0
         self.num_bytes += len(body)
         self._journal.append(body)
@@ -228,18 +222,14 @@ class Journaling:
             return
         self._is_rotating = False
         self._retry_s = _FIRST_RETRY_S
-        if self.is_failed:
-            self.is_failed = False
-            if self.num_failures:
-                log.warning("the journal in %s is written again", self._directory)
+        if self.is_failed and self.num_failures:
+            log.warning("the journal in %s is written again", self._directory)
+        self.is_failed = False
 
     def _on_failed(self, error: OSError) -> None:
         if not self.is_failed or not self.num_failures:
-            log.error(
-                "the journal in %s cannot be used (%s): requests are kept in memory only",
-                self._directory,
-                error,
-            )
+            text = "the journal in %s cannot be used (%s): requests are kept in memory only"
+            log.error(text, self._directory, error)
         self.is_failed = True
         self.num_failures += 1
         self._is_rotating = False

@@ -73,10 +73,8 @@ class Session:
         self.histories: list[History] = []
         self.num_attached = 0
         """Connections that read it."""
-        self.is_known = False
-        """The client knows its id and may come back."""
-        self.is_sent = False
-        """A complete answer was sent; it is kept only in case its end was lost."""
+        self.is_known = False  # the client knows its id and may come back
+        self.is_sent = False  # a complete answer was sent; it is kept in case its end was lost
         self.lease = lease
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -85,21 +83,18 @@ class Session:
         return self.accepted.request_id
 
     @property
-    def number(self) -> int:
-        return self.accepted.number
-
-    @property
     def is_ended(self) -> bool:
         return all(history.is_ended for history in self.histories)
 
     def records(self) -> Iterator[Message]:
         """Yield the session's records for a snapshot."""
         yield packed(self.accepted)
+        number = self.accepted.number
         for index, history in enumerate(self.histories):
             for part in history.parts():
-                yield OutputRecord([Row(self.number, index, part)])
+                yield OutputRecord([Row(number, index, part)])
             if history.is_stopped:
-                yield StopRecord(self.number, index)
+                yield StopRecord(number, index)
 
 
 class Sessions:
@@ -240,7 +235,7 @@ class Sessions:
             if reason is not None and history.count_end():
                 self._on_end(reason)
         session.lease.close()
-        self.journaling.write(RemoveRecord(session.number))
+        self.journaling.write(RemoveRecord(session.accepted.number))
 
     def _is_open(self, session: Session) -> bool:
         """Whether it was not removed; its id may belong to another session by now."""
@@ -263,13 +258,13 @@ class Sessions:
                 self.remove(oldest)
 
     def _new_history(self, session: Session) -> History:
-        index = len(session.histories)
+        number, index = session.accepted.number, len(session.histories)
 
         def on_output(history: History, output: RequestOutput | None) -> None:
             if output is not None:
-                self.journaling.row(Row(session.number, index, output))
+                self.journaling.row(Row(number, index, output))
             elif history.is_stopped:
-                self.journaling.write(StopRecord(session.number, index))
+                self.journaling.write(StopRecord(number, index))
 
         return History(on_output)
 
