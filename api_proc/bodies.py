@@ -48,8 +48,6 @@ Unsupported = Raw | UnsetType
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`stream_options`."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -193,8 +191,6 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message of a chat."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None

@@ -156,7 +156,6 @@ class MetricsCollector(Collector):
         self._registry.register(self)
 
     def exposition(self) -> bytes:
-        """Render the metrics page."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -116,7 +116,6 @@ class ApiState:
             )
 
     def set_health(self, health: Health) -> None:
-        """Store the supervisor's report on the engine."""
         self._health = health
         self._health_time = time.monotonic()
 

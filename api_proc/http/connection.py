@@ -106,8 +106,8 @@ class Connection:
     @property
     def last_event_id(self) -> str | None:
         """The last event that a reconnecting client has received."""
-        value = dict(self.scope["headers"]).get(b"last-event-id")
-        return None if value is None else value.decode("latin-1")
+        value: bytes = dict(self.scope["headers"]).get(b"last-event-id", b"")
+        return value.decode("latin-1") or None
 
     def watch(
         self, on_disconnect: Callable[[], None], num_unread: Callable[[], int] | None = None

@@ -49,7 +49,6 @@ async def is_sleeping(state: ApiState, connection: Connection) -> None:
 
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
-    """GET /is_paused."""
     _query(connection)
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode

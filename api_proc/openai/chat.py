@@ -5,16 +5,8 @@ from typing import Any, ClassVar
 
 from api_proc.bodies import ChatBody
 from api_proc.http.json_body import BodyDecoder
+from api_proc.openai import responses
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs
-from api_proc.openai.responses import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    Usage,
-)
 from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
 from api_proc.state import ApiState
@@ -49,28 +41,34 @@ class ChatFormat:
     tokenizer: TextTokenizer
     body: ChatBody
     prompts: list[Prompt]
-    head: ChatChunk
+    head: responses.ChatChunk
 
     def opening(self, sequence: OutputSequence) -> dict[str, Any]:
-        delta = ChatDelta(role="assistant", content="")
+        delta = responses.ChatDelta(role="assistant", content="")
         return self._prompt_fields() | {
-            "choices": [ChatChunkChoice(index=sequence.index, delta=delta)]
+            "choices": [responses.ChatChunkChoice(index=sequence.index, delta=delta)]
         }
 
-    def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> ChatChunkChoice:
-        text = ChatDelta(content=delta.text or None)
-        return ChatChunkChoice(index=sequence.index, delta=text, **self._choice_fields(delta))
+    def choice(
+        self, sequence: OutputSequence, delta: Delta, *, is_first: bool
+    ) -> responses.ChatChunkChoice:
+        text = responses.ChatDelta(content=delta.text or None)
+        return responses.ChatChunkChoice(
+            index=sequence.index, delta=text, **self._choice_fields(delta)
+        )
 
-    def whole(self, answers: list[tuple[OutputSequence, Delta]], usage: Usage) -> ChatCompletion:
+    def whole(
+        self, answers: list[tuple[OutputSequence, Delta]], usage: responses.Usage
+    ) -> responses.ChatCompletion:
         choices = [
-            ChatChoice(
+            responses.ChatChoice(
                 index=sequence.index,
-                message=AssistantMessage(delta.text),
+                message=responses.AssistantMessage(delta.text),
                 **self._choice_fields(delta),
             )
             for sequence, delta in answers
         ]
-        completion = ChatCompletion(
+        completion = responses.ChatCompletion(
             id=self.head.id,
             created=self.head.created,
             model=self.head.model,
@@ -109,5 +107,5 @@ CHAT = GenerationApi(
     _restore_prompts,
     ChatFormat,
     "chatcmpl-",
-    ChatChunk,
+    responses.ChatChunk,
 )

@@ -1,7 +1,7 @@
 """POST /v1/completions: prompts as text or token ids, answers as text."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -31,27 +31,17 @@ class _PromptItems(NamedTuple):
 
 def _prompt_items(body: CompletionBody) -> _PromptItems:
     """Distinguish the four forms of `prompt`."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        items = _PromptItems([prompt], [])
-    elif isinstance(prompt[0], int):
-        items = _PromptItems([], [[i for i in prompt if isinstance(i, int)]])
-        _require_uniform(len(items.ids[0]), len(prompt))
-    else:
-        texts = [item for item in prompt if isinstance(item, str)]
-        items = _PromptItems(texts, [item for item in prompt if isinstance(item, list)])
-        _require_uniform(max(len(texts), len(items.ids)), len(prompt))
-    num_sequences = (len(items.texts) + len(items.ids)) * (body.n or 1)
+    items: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if len(set(map(type, items))) > 1:
+        message = "a list must hold texts only, token ids only, or lists of token ids only"
+        raise invalid("prompt", message)
+    if isinstance(items[0], int):
+        items = [items]
+    num_sequences = len(items) * (body.n or 1)
     if num_sequences > MAX_SEQUENCES:
         message = f"prompts times n are {num_sequences} sequences, more than {MAX_SEQUENCES}"
         raise invalid("prompt", message)
-    return items
-
-
-def _require_uniform(num_of_one_kind: int, num_items: int) -> None:
-    if num_of_one_kind != num_items:
-        message = "a list must hold texts only, token ids only, or lists of token ids only"
-        raise invalid("prompt", message)
+    return _PromptItems(items, []) if isinstance(items[0], str) else _PromptItems([], items)
 
 
 async def _tokenize(state: ApiState, body: CompletionBody, facts: ModelFacts) -> list[Prompt]:

@@ -108,17 +108,17 @@ class Generation:
         num_sequences = self._body.n or 1
         for i in range(num_sequences):
             nth = msgspec.structs.replace(params, seed=nth_seed(params.seed, i)) if i else params
-            self._add(self._submit_one(prompt_token_ids, nth), prompt_token_ids, nth)
+            stream: TokenStream
+            if self._session is None:
+                options = self._body.request_options
+                stream = self._state.client.submit(prompt_token_ids, nth, **options)
+            else:
+                stream = self._sessions.submit(self._session, prompt_token_ids, nth)
+                self._readers.append(stream)
+            self._add(stream, prompt_token_ids, nth)
         self._metrics.params_n.observe(num_sequences)
         self._metrics.params_max_tokens.observe(params.max_tokens)
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
-
-    def _submit_one(self, prompt_token_ids: TokenIds, params: SamplingParams) -> TokenStream:
-        if self._session is not None:
-            reader = self._sessions.submit(self._session, prompt_token_ids, params)
-            self._readers.append(reader)
-            return reader
-        return self._state.client.submit(prompt_token_ids, params, **self._body.request_options)
 
     def resume(self, position: StreamPosition) -> None:
         """Read the session's sequences from a position on instead of submitting new ones."""

@@ -38,8 +38,6 @@ class Format(Protocol):
 
 
 class Reply:
-    """Renders the answer to one request."""
-
     def __init__(self, form: Format, body: SamplingBody, generation: Generation) -> None:
         self._form = form
         self._generation = generation

@@ -78,7 +78,7 @@ class GenerationApi(Generic[Body]):
 
     async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
         """Continue the answer to a request that was accepted before; False: it was not."""
-        last_event_id = connection.last_event_id or None
+        last_event_id = connection.last_event_id
         if state.sessions is None:
             if last_event_id is not None:
                 raise request_not_found(connection.request_id)

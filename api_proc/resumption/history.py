@@ -128,7 +128,6 @@ class History:
         )
 
     async def changed(self) -> None:
-        """Wait for the next output or the end."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:

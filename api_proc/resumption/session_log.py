@@ -31,8 +31,6 @@ class AcceptRecord(Message, tag="Accepted"):
 
 
 class Row(Record):
-    """One output of one sequence."""
-
     number: int
     index: int
     output: RequestOutput

@@ -53,8 +53,6 @@ def request_not_found(request_id: str) -> ApiError:
 
 
 class DecodedRequest(NamedTuple):
-    """The body and prompts of a request."""
-
     body: SamplingBody
     prompts: list[Prompt]
 
@@ -64,8 +62,6 @@ Decoders = Mapping[str, Callable[[bytes, list[AddRequest]], DecodedRequest]]
 
 
 class Session:
-    """One HTTP request."""
-
     def __init__(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> None:
         self.accepted = accepted
         self.body = decoded.body
@@ -98,8 +94,6 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one server."""
-
     def __init__(
         self,
         client: AsyncEngineClient,

@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Mapping
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -13,16 +12,6 @@ MAX_PENDING_TOKENS = 16
 """A character has at most four bytes, so more tokens than this without text are not a character."""
 _NUM_UTF8_BYTES_MAX = 4
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class Detokenizer(Protocol):
-    """Decodes the output of one sequence."""
-
-    def push(self, token_ids: list[int]) -> str:
-        """Return the text that these tokens complete."""
-
-    def flush(self) -> str:
-        """Return the text of an incomplete character at the end of the sequence."""
 
 
 class ByteDetokenizer:
@@ -40,11 +29,13 @@ class ByteDetokenizer:
         self.push(prompt_token_ids[-_NUM_UTF8_BYTES_MAX:])
 
     def push(self, token_ids: list[int]) -> str:
+        """Return the text that these tokens complete."""
         table = self._table
         hidden = self._hidden
         return self._decode(b"".join([table[i] for i in token_ids if i not in hidden]))
 
     def flush(self) -> str:
+        """Return the text of an incomplete character at the end of the sequence."""
         return self._decode(b"", True)
 
 
@@ -102,3 +93,6 @@ class StreamDetokenizer:
 
     def _decoded(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
+
+
+Detokenizer = ByteDetokenizer | StreamDetokenizer
