@@ -10,7 +10,6 @@ RETRY_AFTER_S = 1
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
-_WILDCARD = re.compile(r"\[\.\.\.\]")
 
 
 class ApiError(Exception):
@@ -92,7 +91,7 @@ def from_decoding(error: Exception) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
     found = _PATH.search(text)
     reason = text[: found.start()] if found else text
-    param = _WILDCARD.sub("", found["path"]) if found else ""
+    param = found["path"].replace("[...]", "") if found else ""
     if missing := _MISSING.search(reason):
         param = f"{param}.{missing['field']}" if param else missing["field"]
         reason, code = "the field is missing", "missing_required_parameter"

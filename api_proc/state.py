@@ -137,14 +137,6 @@ class ApiState:
             return EngineState.RECOVERING
         return status.state
 
-    def readiness(self) -> str:
-        return DEGRADED if self.is_degraded else str(self.engine_state())
-
-    def journal_state(self) -> str:
-        if self.sessions is None:
-            return "off"
-        return "failed" if self.sessions.journaling.is_failed else "writing"
-
     def is_serving(self) -> bool:
         """Whether requests make progress, or will as soon as a lost worker is replaced."""
         return (

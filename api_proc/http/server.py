@@ -29,7 +29,7 @@ class HttpServer(uvicorn.Server):
         app: Starlette,
         *,
         slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
-        on_slow_reader: Callable[[], None] | None = None,
+        on_slow_reader: Callable[[], None] = lambda: None,
     ) -> None:
         """Serve `app`. `on_slow_reader` is called for each connection that is dropped because its
         client reads nothing for `slow_reader_timeout_s`.
@@ -122,8 +122,7 @@ class HttpServer(uvicorn.Server):
         for protocol in connections:
             if protocol.is_stuck(now, self._slow_reader_timeout_s):
                 protocol.transport.abort()
-                if self._on_slow_reader is not None:
-                    self._on_slow_reader()
+                self._on_slow_reader()
             elif protocol.is_head_late(now):
                 protocol.refuse(
                     408, f"the request's head was not complete within {HEAD_TIMEOUT_S:.0f} s"

@@ -221,7 +221,9 @@ class Generation:
                 delta = sequence.push(piece)
                 if skip and sequence.num_output_tokens <= skip:  # an earlier answer contained it
                     if delta.finish_reason is not None:
-                        self._check_length(sequence, skip)
+                        if sequence.num_output_tokens < skip:  # the client has different tokens
+                            text = f"the answer ends before token {skip}, which was sent before"
+                            raise RequestFailed(RequestError(ErrorCode.INTERNAL, text))
                         return
                     await asyncio.sleep(0)  # let other requests run while many tokens are skipped
                 elif delta.finish_reason is not None:
@@ -230,13 +232,6 @@ class Generation:
                     return
                 elif piece.token_ids:
                     yield delta
-
-    @staticmethod
-    def _check_length(sequence: OutputSequence, num_sent: int) -> None:
-        """Fail if the client has received more tokens than exist: they were different ones."""
-        if sequence.num_output_tokens < num_sent:
-            message = f"the answer ends before token {num_sent}, which was sent before"
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
 
     def _finish(self, sequence: OutputSequence, first: float, last: float) -> None:
         assert sequence.finish_reason is not None

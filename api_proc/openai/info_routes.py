@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_proc.http.connection import Connection
 from api_proc.openai.responses import encode
-from api_proc.state import ApiState
+from api_proc.state import DEGRADED, ApiState
 
 PACKAGE = "troika"
 
@@ -69,12 +69,15 @@ async def _send_readiness(state: ApiState, connection: Connection, *, is_good: b
     has_status = state.client.status is not None
     age_s = time.monotonic() - state.client.last_status_time
     facts = state.client.facts
+    journal = "off"
+    if state.sessions is not None:  # "failed": requests are kept in memory only
+        journal = "failed" if state.sessions.journaling.is_failed else "writing"
     body = {
         "ready": state.is_ready(),
-        "state": state.readiness(),
+        "state": DEGRADED if state.is_degraded else state.engine_state(),
         "draining": state.is_draining,
         "status_age_s": round(age_s, 3) if has_status else None,
-        "journal": state.journal_state(),  # "off", "writing", or "failed": in memory only
+        "journal": journal,
         "exact_resume": None if facts is None else facts.exact_resume,
         "exact_resume_reason": None if facts is None else facts.exact_resume_reason,
     }

@@ -20,20 +20,16 @@ class History:
 
     def __init__(self, on_output: Callable[["History", RequestOutput | None], None]) -> None:
         """`on_output` gets each new output; None: the request has failed or was stopped."""
-        self.request_id = 0
-        """The engine client's number."""
+        self.request_id = 0  # the engine client's number
         self.token_ids = array("i")
-        self.logprobs: list[TokenLogprobs] = []
-        """One for each token, or empty."""
+        self.logprobs: list[TokenLogprobs] = []  # one for each token, or empty
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.error: RequestFailed | None = None
-        self.is_stopped = False
-        """The API ended it at a stop string: later tokens are not needed."""
-        self.is_counted = False
-        """The metrics include its end."""
+        self.is_stopped = False  # the API ended it at a stop string
+        self.is_counted = False  # the metrics include its end
         self._on_output = on_output
         self._waiters: set[asyncio.Future[None]] = set()
 

@@ -91,15 +91,11 @@ class Journal:
         self._taken_since: float | None = None
         self._last_position = 0
         self._is_closing = False
-        self.is_recovered = False
-        """Whether the directory is locked and its records have been read."""
+        self.is_recovered = False  # the directory is locked and its records have been read
         self.is_writing = False
-        self.num_appended = 0
-        """Records so far, lost ones included."""
-        self.num_written = 0
-        """Records that are written, or lost with an error."""
-        self.num_segment_bytes = 0
-        """Size of the newest segment."""
+        # Records so far: all, and those that are written or lost with an error.
+        self.num_appended = self.num_written = 0
+        self.num_segment_bytes = 0  # of the newest segment
 
     # The owner's side ---------------------------------------------------------------------------
 
@@ -130,7 +126,9 @@ class Journal:
         if not self.is_writing:
             self.num_written = self.num_appended
             return self.num_appended
-        if self.num_queued_bytes > MAX_QUEUED_BYTES or self._is_stalled():
+        since = self._taken_since
+        is_stalled = since is not None and self._clock.monotonic() - since > STALL_TIMEOUT_S
+        if self.num_queued_bytes > MAX_QUEUED_BYTES or is_stalled:
             self._fail(OSError("the disk does not keep up"))
             return self.num_appended
         self.num_segment_bytes += FRAME_BYTES + len(record)
@@ -150,10 +148,6 @@ class Journal:
             self._wakes.notify()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _is_stalled(self) -> bool:
-        since = self._taken_since
-        return since is not None and self._clock.monotonic() - since > STALL_TIMEOUT_S
 
     def _enqueue(self, command: _Command) -> None:
         with self._wakes:

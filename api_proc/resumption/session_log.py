@@ -55,9 +55,8 @@ class RemoveRecord(Message, tag="Forgotten"):
     number: int
 
 
-_decode: Decoder[AcceptRecord | OutputRecord | StopRecord | RemoveRecord] = Decoder(
-    AcceptRecord | OutputRecord | StopRecord | RemoveRecord
-)
+_AnyRecord = AcceptRecord | OutputRecord | StopRecord | RemoveRecord
+_decode: Decoder[_AnyRecord] = Decoder(_AnyRecord)
 
 
 class ReplayedRequest:
@@ -109,7 +108,7 @@ class Replay:
         except Exception as error:
             log.warning("a record of the journal is invalid and is skipped: %r", error)
 
-    def _apply(self, record: AcceptRecord | OutputRecord | StopRecord | RemoveRecord) -> None:
+    def _apply(self, record: _AnyRecord) -> None:
         if isinstance(record, AcceptRecord):
             if record.number not in self._requests:
                 self._requests[record.number] = ReplayedRequest(unpacked(record))

@@ -67,8 +67,7 @@ class Session:
         self.body = decoded.body
         self.prompts = decoded.prompts
         self.histories: list[History] = []
-        self.num_attached = 0
-        """Connections that read it."""
+        self.num_attached = 0  # connections that read it
         self.is_known = False  # the client knows its id and may come back
         self.is_sent = False  # a complete answer was sent; it is kept in case its end was lost
         self.lease = lease

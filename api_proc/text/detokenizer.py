@@ -63,11 +63,9 @@ class StreamDetokenizer:
     def _start(self, context: list[int]) -> None:
         """Prime the stream with whole characters: it would repeat a context that splits one."""
         shortest = max(0, len(context) - _NUM_UTF8_BYTES_MAX)
-        num_whole = len(context)
-        for n in range(len(context), shortest, -1):
-            if not self._decoded(context[:n]).endswith(_REPLACEMENT):
-                num_whole = n
-                break
+        lengths = range(len(context), shortest, -1)
+        whole = (n for n in lengths if not self._decoded(context[:n]).endswith(_REPLACEMENT))
+        num_whole = next(whole, len(context))
         self._context = context[:num_whole]
         self._pending = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
