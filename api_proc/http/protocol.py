@@ -203,7 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
         return now - self.head_since > HEAD_TIMEOUT_S
 
     def is_quiet(self, now: float, is_full: bool) -> bool:
-        """Whether no request has come for too long, which is shorter while clients wait."""
+        """Whether no request has come for too long; `is_full`: other clients wait."""
         limit = IDLE_WHEN_FULL_S if is_full else QUIET_TIMEOUT_S
         return self.is_idle and now - self.last_active > limit
 

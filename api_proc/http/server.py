@@ -31,8 +31,8 @@ class HttpServer(uvicorn.Server):
         slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
         on_slow_reader: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve `app`. `on_slow_reader` is called for each connection that is dropped because its
-        client reads nothing for `slow_reader_timeout_s`.
+        """Serve `app`. A connection whose client reads nothing for `slow_reader_timeout_s` is
+        dropped, and `on_slow_reader` is called.
         """
         super().__init__(
             uvicorn.Config(

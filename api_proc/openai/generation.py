@@ -41,7 +41,7 @@ class Generation:
         connection: Connection,
         session: Session | None = None,
     ) -> None:
-        self.prompts = [] if session is None else session.prompts
+        self.prompts: list[Prompt] = [] if session is None else session.prompts
         self.sequences: list[OutputSequence] = []
         self.cancelled = False
         self.created = int(time.time()) if session is None else session.accepted.created
@@ -87,7 +87,7 @@ class Generation:
         return sum(sequence.stream.num_unread for sequence in self.sequences)
 
     def begin_session(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
-        """Begin a session, if there is a journal and the client can come back."""
+        """Take the prompts; begin a session, if there is a journal and the client can return."""
         self.prompts = prompts
         knows_id = bool(self._body.stream) or self._connection.has_client_id
         if self._state.sessions is not None and knows_id:

@@ -109,9 +109,8 @@ class GenerationApi(Generic[Body]):
     async def _answer(
         self, state: ApiState, connection: Connection, body: Body, generation: Generation
     ) -> None:
-        request_id = connection.request_id
         head = self.make_head(
-            id=self.id_prefix + request_id,
+            id=self.id_prefix + connection.request_id,
             created=generation.created,
             model=state.model_name,
             choices=[],
@@ -123,7 +122,11 @@ class GenerationApi(Generic[Body]):
             if body.stream:
                 await _send_stream(connection, generation, reply)
             else:
-                await _send_whole(connection, generation, reply)
+                async for step in generation.steps():
+                    for sequence, delta in step:
+                        reply.collect(sequence, delta)
+                if not generation.cancelled:
+                    await connection.send(200, reply.body())
         except RequestFailed as failure:
             await _fail(connection, from_request_error(failure.error, self.prompt_param))
         except Exception:
@@ -139,14 +142,6 @@ def _position(session: Session, last_event_id: str | None) -> StreamPosition:
         return StreamPosition([None] * len(session.histories))
     limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
     return parse_event_id(last_event_id, session.request_id, limits)
-
-
-async def _send_whole(connection: Connection, generation: Generation, reply: Reply) -> None:
-    async for step in generation.steps():
-        for sequence, delta in step:
-            reply.collect(sequence, delta)
-    if not generation.cancelled:
-        await connection.send(200, reply.body())
 
 
 async def _send_stream(connection: Connection, generation: Generation, reply: Reply) -> None:

@@ -74,8 +74,8 @@ class Journal:
 
         `notify` runs a function in the owner's thread, as `call_soon_threadsafe` does. `on_written`
         is called when `num_written` has grown, `on_failed` when writing has ended. `sync` is called
-        after each write; without it the operating system's cache survives the process only.
-        The other arguments replace functions of the system in tests.
+        after each write; without it a record survives the process, but not a loss of power. The
+        other arguments replace functions of the system in tests.
         """
         self._segments = Segments(Path(directory), open_file, write, sync)
         self._notify, self._on_written, self._on_failed = notify, on_written, on_failed
