@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import sys
 
 import uvloop
@@ -12,7 +13,7 @@ import uvloop
 from api_proc.app import openai_app, start_sessions
 from api_proc.commands import Commands
 from api_proc.http.acceptor import raise_fd_limit
-from api_proc.http.server import HttpServer, adopt, listen, url_of
+from api_proc.http.server import HttpServer, listen, url_of
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from protocol.client.async_client import MAX_OPEN_TOKENS, AsyncEngineClient
@@ -26,7 +27,6 @@ _PROGRESS_INTERVAL_S = 10.0
 
 
 def main() -> None:
-    """Serve until the supervisor or a signal ends the process."""
     # The tokenizer's own thread pool would slow down the event loop; one thread is enough.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     child = ChildProcess.from_argv("api_proc", Role.API, sys.argv[1:])
@@ -42,13 +42,13 @@ def main() -> None:
 async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     api = child.config.api
     try:
-        listening = (
-            listen(api.host, api.port) if child.listen_fd is None else adopt(child.listen_fd)
-        )
+        if child.listen_fd is None:
+            listening = listen(api.host, api.port)
+            child.log.info("listening at %s", url_of(listening))
+        else:
+            listening = socket.socket(fileno=child.listen_fd)
     except OSError as error:
         child.fatal(f"listening on {api.host}:{api.port}", error, retry=False)
-    if child.listen_fd is None:
-        child.log.info("listening at %s", url_of(listening))
     raise_fd_limit()
     async with _engine_client(child) as client:
         state = ApiState(client, child.config, text)

@@ -1,6 +1,8 @@
 """The application: all routes over one engine client. A host may mount it at any path."""
 
-from functools import partial
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -8,17 +10,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from api_proc.errors import ApiError
-from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S
-from api_proc.http.endpoint import Endpoint
+from api_proc.errors import ApiError, internal
+from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
 from api_proc.http.middleware import AuthMiddleware, RequestIdMiddleware
 from api_proc.openai import admin_routes, info_routes, token_routes
 from api_proc.openai.chat import CHAT
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
+
+log = logging.getLogger("troika.api")
 
 _ROUTES = (
     ("POST", COMPLETIONS.path, COMPLETIONS.serve),
@@ -48,23 +52,11 @@ _ADMIN_ROUTES = (
 def openai_app(
     state: ApiState, *, keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S
 ) -> Starlette:
-    """Build the application.
-
-    Args:
-        state: holds the client, which the host starts and closes.
-        keep_alive_interval_s: silence of a stream after which a comment is sent.
-    """
+    """Build the application; the host starts and closes the state's client."""
     config = state.config.api
-    routes: list[BaseRoute] = [
-        Route(
-            path,
-            Endpoint(partial(handler, state), state.budget, keep_alive_interval_s),
-            methods=[method],
-        )
-        for method, path, handler in (
-            *_ROUTES,
-            *(_ADMIN_ROUTES if config.enable_admin_routes else ()),
-        )
+    routes = [
+        Route(path, _Endpoint(handler, state, keep_alive_interval_s), methods=[method])
+        for method, path, handler in _ROUTES + _ADMIN_ROUTES * config.enable_admin_routes
     ]
     middleware = [Middleware(RequestIdMiddleware)]
     if config.api_key is not None:
@@ -76,6 +68,30 @@ def openai_app(
     )
     app.router.redirect_slashes = False
     return app
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    """Handles the requests of one route; every exception becomes a response in OpenAI's shape."""
+
+    handler: Callable[[ApiState, Connection], Awaitable[None]]
+    state: ApiState
+    keep_alive_interval_s: float
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        interval_s, budget = self.keep_alive_interval_s, self.state.budget
+        connection = Connection(scope, receive, send, interval_s, budget)
+        try:
+            await self.handler(self.state, connection)
+        except ApiError as error:
+            await connection.send_error(error)
+        except Exception:
+            log.exception("request %s failed", connection.request_id)
+            if connection.response_started:
+                raise
+            await connection.send_error(internal())
+        finally:
+            connection.close()
 
 
 async def start_sessions(state: ApiState) -> None:

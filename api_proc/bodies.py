@@ -11,27 +11,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from api_proc.errors import invalid, unsupported
+from protocol import sampling
 from protocol.api_core import Tenant
 from protocol.message import TokenId
-from protocol.sampling import (
-    CacheSalt,
-    LogitBias,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    NumLogprobs,
-    NumSequences,
-    Penalty,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    StopString,
-    StopStrings,
-    StopTokenIds,
-    Temperature,
-    TopK,
-    TopP,
-)
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
@@ -48,8 +30,6 @@ Unsupported = Raw | UnsetType
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """`stream_options`."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -75,31 +55,31 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Without a bound in the body; None: as many as fit."""
 
     model: str | None = None
-    n: NumSequences | None = None
+    n: sampling.NumSequences | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    stop: StopString | StopStrings | None = None
-    stop_token_ids: StopTokenIds | None = None
+    max_tokens: sampling.MaxTokens | None = None
+    temperature: sampling.Temperature | None = None
+    top_p: sampling.TopP | None = None
+    top_k: sampling.TopK | None = None
+    min_p: sampling.MinP | None = None
+    seed: sampling.Seed | None = None
+    presence_penalty: sampling.Penalty | None = None
+    frequency_penalty: sampling.Penalty | None = None
+    repetition_penalty: sampling.RepetitionPenalty | None = None
+    logit_bias: sampling.LogitBias | None = None
+    stop: sampling.StopString | sampling.StopStrings | None = None
+    stop_token_ids: sampling.StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: MinTokens | None = None
+    min_tokens: sampling.MinTokens | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    prompt_logprobs: sampling.NumLogprobs | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
     add_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    priority: sampling.Priority | None = None
+    cache_salt: sampling.CacheSalt | None = None
     user: Tenant | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Unsupported = UNSET
@@ -114,7 +94,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -144,11 +123,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         return self.prompt_logprobs
 
     def check(self) -> None:
-        """Reject contradictory and unsupported fields.
-
-        Raises:
-            ApiError: 400 with the field's name.
-        """
+        """Reject contradictory and unsupported fields with a 400 that names the field."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is allowed only with stream")
         if self.stream and self.prompt_logprobs is not None:
@@ -171,7 +146,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: PromptText | PromptItems
     best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
-    logprobs: NumLogprobs | None = None
+    logprobs: sampling.NumLogprobs | None = None
     suffix: Unsupported = UNSET
     prompt_embeds: Unsupported = UNSET
 
@@ -198,8 +173,6 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message of a chat."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -229,9 +202,9 @@ class ChatBody(SamplingBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: sampling.MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: sampling.NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Unsupported = UNSET
@@ -293,11 +266,7 @@ _NO_EFFECT = frozenset({b"null", b"[]", b"{}", b'""', b"false", b'"none"', b'"au
 
 
 def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:
-    """Reject content other than text, and template variables that the server sets.
-
-    Raises:
-        ApiError: 400 with the field's name.
-    """
+    """Reject content other than text, and template variables that the server sets."""
     for i, message in enumerate(messages):
         _reject_unsupported(message, f"messages[{i}].")
         if message.content is None and message.role != "assistant":

@@ -13,11 +13,7 @@ class Budget:
         self.num_bytes = 0
 
     def open(self, num_bytes: int = 0) -> "Lease":
-        """Admit one request that holds `num_bytes` so far.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Admit one request that holds `num_bytes` so far, or raise a 429."""
         if self.num_requests >= self._max_requests:
             raise overloaded(f"max_open_requests: {self._max_requests} requests are open")
         if self.num_bytes >= self._max_bytes:
@@ -27,11 +23,7 @@ class Budget:
         return Lease(self, num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` more; a single request is admitted whatever its size.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Reserve `num_bytes` more, or raise a 429; a single request may have any size."""
         if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
             raise self._out_of_bytes()
         self.num_bytes += num_bytes
@@ -52,11 +44,7 @@ class Lease:
         self._num_bytes = num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` more.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Reserve `num_bytes` more, or raise a 429."""
         assert self._budget is not None
         self._budget.reserve(num_bytes)
         self._num_bytes += num_bytes

@@ -22,15 +22,15 @@ class Commands:
         self._leaving: asyncio.Task[None] | None = None
 
     def execute(self, message: Drain | Stop | Health) -> None:
-        """Execute one command; draining continues in a task."""
         if isinstance(message, Health):
             self._state.set_health(message)
         elif isinstance(message, Stop):
             self._stop()
         elif self._leaving is None:
-            self._leaving = asyncio.create_task(
-                self._retire() if message.is_replaced else self._drain()
-            )
+            timeout_s = self._child.config.recovery.shutdown_timeout_s
+            retire = message.is_replaced  # a successor serves the same socket
+            work = self._server.retire(timeout_s) if retire else self._drain()
+            self._leaving = asyncio.create_task(work)
 
     def on_sigterm(self) -> None:
         """Ask the supervisor for a successor; without a supervisor, finish and exit."""
@@ -43,15 +43,10 @@ class Commands:
         sys.stderr.flush()
         os._exit(0)
 
-    async def _retire(self) -> None:
-        """Finish open requests and exit, while a successor serves the same socket."""
-        await self._server.retire(self._child.config.recovery.shutdown_timeout_s)
-
     async def _drain(self) -> None:
         """Reject new requests, and report when none is open; the supervisor has the deadline.
 
-        Accepted requests must be finished, and the core drains only after this process, so this
-        process ends a pause.
+        The core drains after this process, which ends a pause so that accepted requests finish.
         """
         self._state.drain()
         resuming = asyncio.create_task(self._end_pause())

@@ -10,22 +10,6 @@ RETRY_AFTER_S = 1
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
-_WILDCARD = re.compile(r"\[\.\.\.\]")
-
-
-class ErrorDetail(msgspec.Struct, frozen=True):
-    """The object under `error`."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """The whole body of an error."""
-
-    error: ErrorDetail
 
 
 class ApiError(Exception):
@@ -57,9 +41,8 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self) -> bytes:
-        """Return the JSON text."""
-        detail = ErrorDetail(self.message, self.type, self.param, self.code)
-        return msgspec.json.encode(ErrorBody(detail))
+        fields = {name: getattr(self, name) for name in ("message", "type", "param", "code")}
+        return msgspec.json.encode({"error": fields})
 
 
 def invalid(param: str, message: str, code: str = ErrorCode.INVALID) -> ApiError:
@@ -88,11 +71,7 @@ def internal() -> ApiError:
 
 
 def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
-    """Translate an error of the engine.
-
-    Args:
-        prompt_param: name of the field that holds the prompt.
-    """
+    """Translate an error of the engine; `prompt_param` is the field that holds the prompt."""
     if error.code is ErrorCode.OVERLOADED:
         return overloaded(error.message)
     if error.code in (ErrorCode.DRAINING, ErrorCode.ENGINE_FAILED):
@@ -112,7 +91,7 @@ def from_decoding(error: Exception) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {text}", code="invalid_json")
     found = _PATH.search(text)
     reason = text[: found.start()] if found else text
-    param = _WILDCARD.sub("", found["path"]) if found else ""
+    param = found["path"].replace("[...]", "") if found else ""
     if missing := _MISSING.search(reason):
         param = f"{param}.{missing['field']}" if param else missing["field"]
         reason, code = "the field is missing", "missing_required_parameter"

@@ -6,7 +6,6 @@ The core's counters arrive with its status messages; the rest is measured here.
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,6 +20,7 @@ from protocol.api_core import LOOP_BUCKETS_S, EngineStats
 from protocol.sampling import FinishReason
 
 PREFIX = "troika:"
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 _SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 _E2E_S = (*_SECONDS, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
@@ -61,155 +61,134 @@ _ENGINE_COUNTERS = (
 )
 
 
-class Measurements(NamedTuple):
-    """The present sizes and totals of the API process."""
-
-    num_http_requests: int
-    num_http_bytes: int
-    num_open_requests: int
-    num_sessions: int
-    num_resumed: int
-    num_journal_bytes: int
-    num_journal_failures: int
-    is_journal_failed: bool
-
-
+# Of this process: name and help text.
 _API_GAUGES = (
-    ("http_requests_open", "HTTP requests being read or answered.", "num_http_requests"),
-    ("http_request_bytes", "Bytes of their bodies.", "num_http_bytes"),
-    ("ledger_requests", "Sequences accepted and not ended.", "num_open_requests"),
-    ("sessions", "Requests whose clients may come back for the rest.", "num_sessions"),
-    ("journal_failed", "1 while the journal cannot be written.", "is_journal_failed"),
+    ("http_requests_open", "HTTP requests being read or answered."),
+    ("http_request_bytes", "Bytes of their bodies."),
+    ("ledger_requests", "Sequences accepted and not ended."),
+    ("sessions", "Requests whose clients may come back for the rest."),
+    ("journal_failed", "1 while the journal cannot be written."),
 )
 _API_COUNTERS = (
-    ("requests_resumed", "Requests whose clients have come back.", "num_resumed"),
-    ("journal_bytes", "Bytes handed to the journal.", "num_journal_bytes"),
-    ("journal_failures", "Failures to write the journal.", "num_journal_failures"),
+    ("requests_resumed", "Requests whose clients have come back."),
+    ("journal_bytes", "Bytes handed to the journal."),
+    ("journal_failures", "Failures to write the journal."),
 )
 
 
 class Histogram:
     """Counts of observations by upper bound; cheap enough to observe every token."""
 
-    __slots__ = ("_bounds", "_counts", "sum")
+    __slots__ = ("_bounds", "counts", "name", "sum", "text")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self.name = name
+        self.text = text
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return cumulative counts by upper bound, as Prometheus expects them."""
-        return _cumulative(self._bounds, self._counts)
-
-
-def _cumulative(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
-    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-    return list(zip(names, accumulate(counts), strict=True))
+        names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
 
 
 class Metrics:
     """The API's histograms and counters."""
 
     def __init__(self) -> None:
-        self.time_to_first_token = Histogram(_FIRST_TOKEN_S)
-        self.inter_token_latency = Histogram(_PER_TOKEN_S)
-        self.time_per_output_token = Histogram(_PER_TOKEN_S)
-        self.e2e_request_latency = Histogram(_E2E_S)
-        self.prompt_tokens = Histogram(_TOKENS)
-        self.generation_tokens = Histogram(_TOKENS)
-        self.params_n = Histogram(_SEQUENCES)
-        self.params_max_tokens = Histogram(_TOKENS)
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
+        )
+        self.inter_token_latency = Histogram(
+            "inter_token_latency_seconds", "Between two outputs.", _PER_TOKEN_S
+        )
+        self.time_per_output_token = Histogram(
+            "request_time_per_output_token_seconds",
+            "Mean over a request after its first token.",
+            _PER_TOKEN_S,
+        )
+        self.e2e_request_latency = Histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", _E2E_S
+        )
+        self.prompt_tokens = Histogram(
+            "request_prompt_tokens", "Prompt tokens per request.", _TOKENS
+        )
+        self.generation_tokens = Histogram(
+            "request_generation_tokens", "Output tokens per request.", _TOKENS
+        )
+        self.params_n = Histogram("request_params_n", "Parameter n.", _SEQUENCES)
+        self.params_max_tokens = Histogram(
+            "request_params_max_tokens", "Parameter max_tokens.", _TOKENS
+        )
         self.num_finished = dict.fromkeys(map(str, FinishReason), 0)
         """Sequences by finish reason."""
         self.num_slow_readers = 0
-        """Connections closed because their clients did not read."""
 
     def count_end(self, reason: str) -> None:
-        """Count the end of a sequence."""
         self.num_finished[reason] += 1
 
     def count_slow_reader(self) -> None:
         """Count a connection that was closed because its client did not read."""
         self.num_slow_readers += 1
 
-    def histograms(self) -> Iterator[tuple[str, str, Histogram]]:
-        """Yield name, help text and values of each histogram."""
-        yield "time_to_first_token_seconds", "Arrival to first token.", self.time_to_first_token
-        yield "inter_token_latency_seconds", "Between two outputs.", self.inter_token_latency
-        yield (
-            "request_time_per_output_token_seconds",
-            "Mean over a request after its first token.",
-            self.time_per_output_token,
-        )
-        yield "e2e_request_latency_seconds", "Arrival to last token.", self.e2e_request_latency
-        yield "request_prompt_tokens", "Prompt tokens per request.", self.prompt_tokens
-        yield "request_generation_tokens", "Output tokens per request.", self.generation_tokens
-        yield "request_params_n", "Parameter n.", self.params_n
-        yield "request_params_max_tokens", "Parameter max_tokens.", self.params_max_tokens
-
 
 class MetricsCollector(Collector):
-    """Exposes `Metrics`, present measurements and the core's last statistics."""
+    """Exposes `Metrics`, present measurements by name, and the core's last statistics."""
 
     def __init__(
         self,
         model_name: str,
         metrics: Metrics,
         engine_stats: Callable[[], EngineStats],
-        measure: Callable[[], Measurements],
+        measure: Callable[[], dict[str, int]],
     ) -> None:
-        self._labels = {"model_name": model_name}
+        self._model_name = model_name
         self._metrics = metrics
         self._engine_stats = engine_stats
         self._measure = measure
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metric families."""
-        stats, measured = self._engine_stats(), self._measure()
-        rows = ((_ENGINE_GAUGES, _ENGINE_COUNTERS, stats), (_API_GAUGES, _API_COUNTERS, measured))
-        for gauges, counters, source in rows:
-            for name, text, field in gauges:
-                gauge = GaugeMetricFamily(PREFIX + name, text, labels=[*self._labels])
-                gauge.add_metric([*self._labels.values()], getattr(source, field))
-                yield gauge
-            for name, text, field in counters:
-                yield self._counter(name, text, {"": getattr(source, field)})
-        text = "Sequences that ended, by reason."
-        yield self._counter("request_success", text, self._metrics.num_finished, "finished_reason")
-        text = "Connections dropped because their clients did not read."
-        yield self._counter("slow_readers_dropped", text, {"": self._metrics.num_slow_readers})
-        counts = stats.loop_seconds_buckets or [0] * (len(LOOP_BUCKETS_S) + 1)
-        buckets = _cumulative(LOOP_BUCKETS_S, counts)
-        text = "Iterations of the core's loop."
-        yield self._histogram("core_loop_seconds", text, buckets, stats.loop_seconds_sum)
-        for name, text, histogram in self._metrics.histograms():
-            yield self._histogram(name, text, histogram.buckets(), histogram.sum)
+        stats, measured, metrics = self._engine_stats(), self._measure(), self._metrics
+        for name, text, field in _ENGINE_GAUGES:
+            yield self._family(GaugeMetricFamily, name, text, getattr(stats, field))
+        for name, text, field in _ENGINE_COUNTERS:
+            yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+        for name, text in _API_GAUGES:
+            yield self._family(GaugeMetricFamily, name, text, measured.get(name, 0))
+        for name, text in _API_COUNTERS:
+            yield self._family(CounterMetricFamily, name, text, measured.get(name, 0))
+        name, text = PREFIX + "request_success", "Sequences that ended, by reason."
+        ended = CounterMetricFamily(name, text, labels=["model_name", "finished_reason"])
+        for reason, count in metrics.num_finished.items():
+            ended.add_metric([self._model_name, reason], count)
+        yield ended
+        name, text = (
+            "slow_readers_dropped",
+            "Connections dropped because their clients did not read.",
+        )
+        yield self._family(CounterMetricFamily, name, text, metrics.num_slow_readers)
+        core_loop = Histogram("core_loop_seconds", "Iterations of the core's loop.", LOOP_BUCKETS_S)
+        core_loop.counts = stats.loop_seconds_buckets or core_loop.counts
+        core_loop.sum = stats.loop_seconds_sum
+        own = (value for value in vars(metrics).values() if isinstance(value, Histogram))
+        for histogram in (core_loop, *own):
+            name, text = PREFIX + histogram.name, histogram.text
+            family = HistogramMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
+            yield family
 
-    def _counter(self, name: str, text: str, values: dict[str, int], label: str = "") -> Metric:
-        """Return a family with one value, or one for each value of `label`."""
-        labels = [*self._labels, label] if label else [*self._labels]
-        family = CounterMetricFamily(PREFIX + name, text, labels=labels)
-        for key, value in values.items():
-            keys = [*self._labels.values(), key] if label else [*self._labels.values()]
-            family.add_metric(keys, value)
+    def _family(self, kind: _Family, name: str, text: str, value: float) -> Metric:
+        family = kind(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
         return family
-
-    def _histogram(
-        self, name: str, text: str, buckets: list[tuple[str, float]], total: float
-    ) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, text, labels=[*self._labels])
-        family.add_metric([*self._labels.values()], buckets, total)
-        return family
-
-
-def make_exposition(collector: Collector) -> Callable[[], bytes]:
-    """Return a function that renders the metrics page."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    return lambda: generate_latest(registry)

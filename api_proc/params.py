@@ -46,11 +46,7 @@ def room_for_output(facts: ModelFacts, num_prompt_tokens: int) -> int:
 
 
 def resolve_max_tokens(body: SamplingBody, facts: ModelFacts, num_prompt_tokens: int) -> int:
-    """Return the bound on output tokens; by default all that fit, or the route's default.
-
-    Raises:
-        ApiError: 400 where prompt and output together exceed the context.
-    """
+    """Return the bound on output tokens; by default all that fit, or the route's default."""
     param, asked = body.output_limit
     if asked is None:
         room = max(1, room_for_output(facts, num_prompt_tokens))
@@ -67,10 +63,7 @@ def resolve_max_tokens(body: SamplingBody, facts: ModelFacts, num_prompt_tokens:
 
 
 def truncated_length(body: SamplingBody, facts: ModelFacts) -> int | None:
-    """Return the length to which `truncate_prompt_tokens` cuts a prompt; None: it is not cut.
-
-    -1 stands for the longest prompt that leaves room for the output.
-    """
+    """Return the length to which a prompt is cut, if at all; -1 leaves just room for the output."""
     if body.truncate_prompt_tokens != -1:
         return body.truncate_prompt_tokens
     return max(1, facts.max_model_len - (body.output_limit[1] or 1))

@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from api_proc.budget import Budget
 from api_proc.errors import ApiError, overloaded, unavailable
-from api_proc.metrics import Measurements, Metrics, MetricsCollector, make_exposition
+from api_proc.metrics import Metrics, MetricsCollector
 from api_proc.resumption.sessions import Sessions
 from api_proc.text.processor import TextProcessor
 from protocol.api_core import EngineState, EngineStats, ErrorCode
@@ -38,9 +38,9 @@ class ApiState:
         self.model_name = config.model.served_model_name or PurePath(config.model.model).name
         self.created = int(time.time())
         self.metrics = Metrics()
-        self.exposition = make_exposition(
-            MetricsCollector(self.model_name, self.metrics, self._engine_stats, self._measurements)
-        )
+        self.exposition = MetricsCollector(
+            self.model_name, self.metrics, self._engine_stats, self._measurements
+        ).exposition
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
         self.sessions: Sessions | None = None
@@ -55,11 +55,9 @@ class ApiState:
         self._random = random.Random(base) if base else secrets.SystemRandom()
 
     def draw_seed(self) -> int:
-        """Return a seed for a request without one."""
         return self._random.getrandbits(63)
 
     def drain(self) -> None:
-        """Reject new requests from now on."""
         self.is_draining = True
 
     async def wait_idle(self) -> None:
@@ -67,23 +65,16 @@ class ApiState:
         await self._idle.wait()
 
     def opened(self) -> None:
-        """Count a request that begins."""
         self._num_open += 1
         self._idle.clear()
 
     def closed(self) -> None:
-        """Count a request that has ended."""
         self._num_open -= 1
         if self._num_open == 0:
             self._idle.set()
 
     async def accepting(self) -> ModelFacts:
-        """Return the model's facts if new requests are accepted.
-
-        Raises:
-            ApiError: 503 while the engine starts, fails or drains; 429 where too many requests wait
-                for a lost engine.
-        """
+        """Return the model's facts if new requests are accepted, or raise a 503 or 429."""
         while self._may_learn_facts():
             await asyncio.sleep(_POLL_S)
         facts = self.require_facts()
@@ -103,11 +94,7 @@ class ApiState:
         return is_new and not is_known
 
     def require_facts(self) -> ModelFacts:
-        """Return the model's facts.
-
-        Raises:
-            ApiError: 503 while the engine starts, fails or drains.
-        """
+        """Return the model's facts, or raise a 503 while the engine starts, fails or drains."""
         if self.is_draining:
             raise unavailable("the server is shutting down", ErrorCode.DRAINING)
         if self.is_degraded:
@@ -119,11 +106,7 @@ class ApiState:
         return facts
 
     def require_model(self, name: str | None) -> None:
-        """Check the name of a model.
-
-        Raises:
-            ApiError: 404 for another model.
-        """
+        """Raise a 404 for the name of another model."""
         if name is not None and name not in (self.model_name, self.config.model.model):
             raise ApiError(
                 404,
@@ -133,7 +116,6 @@ class ApiState:
             )
 
     def set_health(self, health: Health) -> None:
-        """Store the supervisor's report on the engine."""
         self._health = health
         self._health_time = time.monotonic()
 
@@ -144,7 +126,6 @@ class ApiState:
         return self._health.is_degraded and not is_old
 
     def is_fresh(self) -> bool:
-        """Whether the core's last status message is recent."""
         return time.monotonic() - self.client.last_status_time < STATUS_FRESH_S
 
     def engine_state(self) -> EngineState:
@@ -155,16 +136,6 @@ class ApiState:
         if status.state is EngineState.READY and not (self.client.connected and self.is_fresh()):
             return EngineState.RECOVERING
         return status.state
-
-    def readiness(self) -> str:
-        """Return the engine's state for /readyz."""
-        return DEGRADED if self.is_degraded else str(self.engine_state())
-
-    def journal_state(self) -> str:
-        """Return the journal's state for /readyz."""
-        if self.sessions is None:
-            return "off"
-        return "failed" if self.sessions.journaling.is_failed else "writing"
 
     def is_serving(self) -> bool:
         """Whether requests make progress, or will as soon as a lost worker is replaced."""
@@ -187,15 +158,19 @@ class ApiState:
         status = self.client.status
         return EngineStats() if status is None else status.stats
 
-    def _measurements(self) -> Measurements:
-        sessions = self.sessions
-        return Measurements(
-            num_http_requests=self.budget.num_requests,
-            num_http_bytes=self.budget.num_bytes,
-            num_open_requests=self.client.num_open_requests,
-            num_sessions=0 if sessions is None else len(sessions),
-            num_resumed=0 if sessions is None else sessions.num_resumed,
-            num_journal_bytes=0 if sessions is None else sessions.journaling.num_bytes,
-            num_journal_failures=0 if sessions is None else sessions.journaling.num_failures,
-            is_journal_failed=sessions is not None and sessions.journaling.is_failed,
-        )
+    def _measurements(self) -> dict[str, int]:
+        measured = {
+            "http_requests_open": self.budget.num_requests,
+            "http_request_bytes": self.budget.num_bytes,
+            "ledger_requests": self.client.num_open_requests,
+        }
+        if self.sessions is not None:
+            journaling = self.sessions.journaling
+            measured |= {
+                "sessions": len(self.sessions),
+                "requests_resumed": self.sessions.num_resumed,
+                "journal_bytes": journaling.num_bytes,
+                "journal_failures": journaling.num_failures,
+                "journal_failed": journaling.is_failed,
+            }
+        return measured

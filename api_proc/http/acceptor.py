@@ -43,14 +43,7 @@ class Acceptor:
         num_open: Callable[[], int],
         limit: int,
     ) -> None:
-        """Prepare; nothing is accepted before `resume`.
-
-        Args:
-            listening: the socket, which the caller closes.
-            make_protocol: called for each connection.
-            num_open: returns the number of open connections.
-            limit: the maximal number of open connections.
-        """
+        """Prepare; nothing is accepted before `resume`. The caller closes the socket."""
         listening.setblocking(False)
         self._socket = listening
         self._make_protocol = make_protocol
@@ -64,7 +57,6 @@ class Acceptor:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further connection can be accepted."""
         return self._num_open() + len(self._beginning) >= self._limit
 
     def resume(self) -> None:
@@ -74,7 +66,6 @@ class Acceptor:
             self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stop accepting."""
         self._pause()
         self._is_closed = True
         if self._retry is not None:

@@ -21,10 +21,10 @@ UNREAD_KEY = "troika.num_unread"
 """A function that counts the tokens that wait to be sent, for the server."""
 
 Headers = Iterable[tuple[bytes, bytes]]
+JSON = b"application/json"
 
 _CLOSED = "the handler is closed"
 """uvloop's error for a write to a closed transport."""
-_JSON_HEADERS = ((b"content-type", b"application/json"),)
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -69,12 +69,7 @@ class Connection:
         return bool(self.scope.get(HAS_CLIENT_ID_KEY))
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Read the whole body, but at most one chunk more than `max_bytes`.
-
-        Raises:
-            ApiError: 413 where it is too large, 415 where it is compressed, 408 where it takes
-                too long, 400 where the client disconnects, 429 where too much is open.
-        """
+        """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`."""
         if self._budget is not None:
             self._lease = self._budget.open()
         headers = dict(self.scope["headers"])
@@ -83,16 +78,15 @@ class Connection:
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > max_bytes:
             raise _too_large(max_bytes)
-        chunks: list[bytes] = []
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                await self._read_chunks(chunks, max_bytes)
+                return await self._read_chunks(max_bytes)
         except TimeoutError:
             message = f"the body was not complete within {BODY_TIMEOUT_S:.0f} s"
             raise _closing(408, message, "timeout") from None
-        return b"".join(chunks)
 
-    async def _read_chunks(self, chunks: list[bytes], max_bytes: int) -> None:
+    async def _read_chunks(self, max_bytes: int) -> bytes:
+        chunks: list[bytes] = []
         num_bytes = 0
         more = True
         while more:
@@ -107,20 +101,20 @@ class Connection:
             more = message.get("more_body", False)
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
+        return b"".join(chunks)
 
     @property
     def last_event_id(self) -> str | None:
         """The last event that a reconnecting client has received."""
-        value = dict(self.scope["headers"]).get(b"last-event-id")
-        return None if value is None else value.decode("latin-1")
+        value: bytes = dict(self.scope["headers"]).get(b"last-event-id", b"")
+        return value.decode("latin-1") or None
 
     def watch(
         self, on_disconnect: Callable[[], None], num_unread: Callable[[], int] | None = None
     ) -> None:
         """Call `on_disconnect` when the client disconnects. The body must have been read.
 
-        Args:
-            num_unread: counts the tokens that wait to be sent; too many end the connection.
+        The server ends a connection where `num_unread` counts too many tokens that wait to be sent.
         """
         self.scope[UNREAD_KEY] = num_unread
         self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
@@ -136,22 +130,18 @@ class Connection:
         for task in self._tasks:
             task.cancel()
 
-    async def send_json(self, status: int, body: bytes, headers: Headers = ()) -> None:
+    async def send(
+        self, status: int, body: bytes, headers: Headers = (), content_type: bytes = JSON
+    ) -> None:
         """Send a whole response."""
-        await self.send_body(status, body, (*_JSON_HEADERS, *headers))
-
-    async def send_body(self, status: int, body: bytes, headers: Headers) -> None:
-        """Send a whole response; `headers` include its content type."""
         length = (b"content-length", str(len(body)).encode())
+        fields = [length, (b"content-type", content_type), *headers]
         self.response_started = True
-        await self._write(
-            {"type": "http.response.start", "status": status, "headers": [length, *headers]}
-        )
+        await self._write({"type": "http.response.start", "status": status, "headers": fields})
         await self._write({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
-        """Send an error as a whole response."""
-        await self.send_json(error.status, error.body(), error.headers)
+        await self.send(error.status, error.body(), error.headers)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
         """Send server-sent events; waits while the client reads too slowly."""

@@ -20,11 +20,7 @@ class BodyDecoder(Generic[Body]):
         self._decoder = msgspec.json.Decoder(kind)
 
     def __call__(self, raw: bytes) -> Body:
-        """Decode and validate one body.
-
-        Raises:
-            ApiError: 400; `param` names the field, if one is wrong.
-        """
+        """Decode and validate one body; raises a 400 that names the field, if one is wrong."""
         try:
             body = self._decoder.decode(raw)
             _reject_duplicate_names(raw)
@@ -36,8 +32,7 @@ class BodyDecoder(Generic[Body]):
 def _reject_duplicate_names(raw: bytes) -> None:
     """Reject duplicate names, because JSON parsers differ in which of the two values they use.
 
-    A second parse is needed only if a name occurs twice in the text, as it always does in a list of
-    messages and almost never beside a long prompt.
+    The second parse is rare: names occur twice in a list of messages, hardly beside a long prompt.
     """
     names = _NAMES.findall(raw)
     if len(names) != len(set(names)):

@@ -33,28 +33,20 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
-
-    last_active = 0.0
-    """When a part of a request was received or a response ended."""
-    head_since: float | None = None
-    """When the first bytes of an incomplete head, or of trailers, were received."""
+    last_active = 0.0  # when a part of a request was received or a response ended
+    head_since: float | None = None  # when an incomplete head, or trailers, began
     num_head_bytes = 0
     """Size of that head in reads, without the first read, which may contain other parts."""
-    num_field_bytes = 0
-    """Size of that head as parsed so far."""
+    num_field_bytes = 0  # size of that head as parsed so far
     running: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the last one that was parsed."""
-    waits_since: float | None = None
-    """Since when the client has not read any of the unsent bytes."""
+    waits_since: float | None = None  # when the client stopped reading unsent bytes
     unsent = 0
-    has_taken = False
-    """Whether the write buffer has emptied since the last check."""
+    has_taken = False  # whether the write buffer has emptied since the last check
     on_lost: Callable[[], None] | None = None
     _num_fed = 0
     """Bytes of the present read that count for the head; 0 where the head begins in it."""
-    _is_in_body = False
-    """Between the end of a head and the end of its message."""
+    _is_in_body = False  # between the end of a head and the end of its message
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -150,11 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.num_head_bytes = self.num_field_bytes = 0
 
     def _count(self, num_bytes: int) -> None:
-        """Count a part of a head.
-
-        Raises:
-            ValueError: it is too long; this ends the parsing.
-        """
+        """Count a part of a head; an error, where it is too long, ends the parsing."""
         self.num_field_bytes += num_bytes
         if self.num_field_bytes > MAX_HEAD_BYTES:
             raise ValueError(self.num_field_bytes)
@@ -215,11 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
         return now - self.head_since > HEAD_TIMEOUT_S
 
     def is_quiet(self, now: float, is_full: bool) -> bool:
-        """Whether the client has not sent a request for too long.
-
-        Args:
-            is_full: whether other clients wait for a connection.
-        """
+        """Whether no request has come for too long; `is_full`: other clients wait."""
         limit = IDLE_WHEN_FULL_S if is_full else QUIET_TIMEOUT_S
         return self.is_idle and now - self.last_active > limit
 

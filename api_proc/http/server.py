@@ -1,8 +1,4 @@
-"""Runs the application under uvicorn, without uvicorn's signal handlers.
-
-The server also closes connections whose clients do not read, or do not send a request, for too
-long. Each connection measures these times itself (protocol.py).
-"""
+"""Runs the application under uvicorn, and closes connections whose clients do not read or send."""
 
 import asyncio
 import contextlib
@@ -33,13 +29,10 @@ class HttpServer(uvicorn.Server):
         app: Starlette,
         *,
         slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
-        on_slow_reader: Callable[[], None] | None = None,
+        on_slow_reader: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve `app`.
-
-        Args:
-            slow_reader_timeout_s: connections whose client reads nothing for this long are dropped.
-            on_slow_reader: called for each of them.
+        """Serve `app`. A connection whose client reads nothing for `slow_reader_timeout_s` is
+        dropped, and `on_slow_reader` is called.
         """
         super().__init__(
             uvicorn.Config(
@@ -67,7 +60,6 @@ class HttpServer(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """Stop accepting, finish open requests, and return from `serve`."""
         self.should_exit = True
 
     async def retire(self, timeout_s: float) -> None:
@@ -75,9 +67,6 @@ class HttpServer(uvicorn.Server):
 
         Idle connections stay open for a moment, and responses carry `Connection: close`: to a
         client that is sending a request, a connection that closes at once looks like an error.
-
-        Args:
-            timeout_s: `serve` returns after this time at the latest.
         """
         for acceptor in self._acceptors:
             acceptor.close()
@@ -133,8 +122,7 @@ class HttpServer(uvicorn.Server):
         for protocol in connections:
             if protocol.is_stuck(now, self._slow_reader_timeout_s):
                 protocol.transport.abort()
-                if self._on_slow_reader is not None:
-                    self._on_slow_reader()
+                self._on_slow_reader()
             elif protocol.is_head_late(now):
                 protocol.refuse(
                     408, f"the request's head was not complete within {HEAD_TIMEOUT_S:.0f} s"
@@ -144,23 +132,11 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen; port 0 is any free port.
-
-    Raises:
-        OSError: the address is not available.
-    """
+    """Bind and listen; port 0 is any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
-def adopt(listen_fd: int) -> socket.socket:
-    """Return the socket of an inherited descriptor."""
-    listening = socket.socket(fileno=listen_fd)
-    listening.setblocking(False)
-    return listening
-
-
 def url_of(listening: socket.socket) -> str:
-    """Return the server's URL."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -15,38 +15,29 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 async def pause(state: ApiState, connection: Connection) -> None:
-    """POST /pause?mode=new|all: admit no new requests, or compute nothing, the default.
-
-    Raises:
-        ApiError: 400 for another mode or parameter; 409 if the engine has begun to drain; 503 while
-            it starts or does not respond, or this server drains; 500 if this server is closing.
-    """
+    """POST /pause?mode=new|all: admit no new requests, or compute nothing, the default."""
     state.require_facts()
     name = _query(connection, "mode", "all")
     if name not in _MODES:
         raise invalid("mode", f"must be one of {', '.join(_MODES)}")
     await _require(state.client.pause(_MODES[name]), "the engine is shutting down")
-    await connection.send_json(200, encode({"status": "paused", "mode": name}))
+    await connection.send(200, encode({"status": "paused", "mode": name}))
 
 
 async def resume(state: ApiState, connection: Connection) -> None:
-    """POST /resume and /wake_up; raises as `pause`."""
+    """POST /resume and /wake_up."""
     state.require_facts()
     _query(connection)
     await _require(state.client.resume(), "the engine cannot resume now")
-    await connection.send_json(200, encode({"status": "resumed"}))
+    await connection.send(200, encode({"status": "resumed"}))
 
 
 async def sleep(state: ApiState, connection: Connection) -> None:
-    """POST /sleep: compute nothing, and release the memory of the KV cache.
-
-    Raises:
-        ApiError: 409 if it was resumed meanwhile, drains, or loads KV; others as `pause`.
-    """
+    """POST /sleep: compute nothing, and release the memory of the KV cache."""
     state.require_facts()
     _query(connection)
     await _require(state.client.sleep(), "the engine cannot sleep now")
-    await connection.send_json(200, encode({"status": "sleeping"}))
+    await connection.send(200, encode({"status": "sleeping"}))
 
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
@@ -54,40 +45,30 @@ async def is_sleeping(state: ApiState, connection: Connection) -> None:
     _query(connection)
     status = state.client.status
     asleep = status is not None and status.is_sleeping
-    await connection.send_json(200, encode({"is_sleeping": asleep}))
+    await connection.send(200, encode({"is_sleeping": asleep}))
 
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
-    """GET /is_paused."""
     _query(connection)
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode
     body = {"is_paused": mode is not PauseMode.RUNNING, "pause_mode": mode}
-    await connection.send_json(200, encode(body))
+    await connection.send(200, encode(body))
 
 
 async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
-    """POST /reset_prefix_cache?reset_running_requests=true|false.
-
-    Raises:
-        ApiError: 409 while blocks are in use and `reset_running_requests` is false, or while KV is
-            being loaded; others as `pause`.
-    """
+    """POST /reset_prefix_cache?reset_running_requests=true|false."""
     state.require_facts()
     text = _query(connection, "reset_running_requests", "false")
     if text.lower() not in _FLAGS:
         raise invalid("reset_running_requests", "must be true or false")
     work = state.client.reset_prefix_cache(_FLAGS[text.lower()])
     await _require(work, "blocks of the KV cache are in use; see reset_running_requests")
-    await connection.send_json(200, encode({"status": "reset"}))
+    await connection.send(200, encode({"status": "reset"}))
 
 
 def _query(connection: Connection, name: str = "", default: str = "") -> str:
-    """Return the one parameter that the route has, if any.
-
-    Raises:
-        ApiError: 400 for any other parameter.
-    """
+    """Return the one parameter that the route has, if any; any other is rejected."""
     query: bytes = connection.scope["query_string"]
     pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     for given, _ in pairs:
@@ -98,11 +79,7 @@ def _query(connection: Connection, name: str = "", default: str = "") -> str:
 
 
 async def _require(work: Awaitable[bool], reason: str) -> None:
-    """Wait for the engine's response.
-
-    Raises:
-        ApiError: 409 with `reason` where it rejects the command, 503 where it does not respond.
-    """
+    """Wait for the engine's response; a 409 with `reason` where it rejects the command."""
     try:
         is_done = await work
     except TimeoutError as error:

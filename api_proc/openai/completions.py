@@ -1,6 +1,7 @@
 """POST /v1/completions: prompts as text or token ids, answers as text."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -14,7 +15,7 @@ from api_proc.params import truncated_length
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.processor import too_long
-from api_proc.text.tokenizer import EncodeOptions
+from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
 from protocol.core_worker import ModelFacts, TokenLogprobs
 
 MAX_SEQUENCES = 2048
@@ -29,32 +30,18 @@ class _PromptItems(NamedTuple):
 
 
 def _prompt_items(body: CompletionBody) -> _PromptItems:
-    """Distinguish the four forms of `prompt`.
-
-    Raises:
-        ApiError: 400 where a list mixes them, or the request has too many sequences.
-    """
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        items = _PromptItems([prompt], [])
-    elif isinstance(prompt[0], int):
-        items = _PromptItems([], [[i for i in prompt if isinstance(i, int)]])
-        _require_uniform(len(items.ids[0]), len(prompt))
-    else:
-        texts = [item for item in prompt if isinstance(item, str)]
-        items = _PromptItems(texts, [item for item in prompt if isinstance(item, list)])
-        _require_uniform(max(len(texts), len(items.ids)), len(prompt))
-    num_sequences = (len(items.texts) + len(items.ids)) * (body.n or 1)
+    """Distinguish the four forms of `prompt`."""
+    items: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if len(set(map(type, items))) > 1:
+        message = "a list must hold texts only, token ids only, or lists of token ids only"
+        raise invalid("prompt", message)
+    if isinstance(items[0], int):
+        items = [items]
+    num_sequences = len(items) * (body.n or 1)
     if num_sequences > MAX_SEQUENCES:
         message = f"prompts times n are {num_sequences} sequences, more than {MAX_SEQUENCES}"
         raise invalid("prompt", message)
-    return items
-
-
-def _require_uniform(num_of_one_kind: int, num_items: int) -> None:
-    if num_of_one_kind != num_items:
-        message = "a list must hold texts only, token ids only, or lists of token ids only"
-        raise invalid("prompt", message)
+    return _PromptItems(items, []) if isinstance(items[0], str) else _PromptItems([], items)
 
 
 async def _tokenize(state: ApiState, body: CompletionBody, facts: ModelFacts) -> list[Prompt]:
@@ -76,29 +63,23 @@ def _restore_prompts(body: CompletionBody, token_ids: list[list[int]]) -> list[P
     return [Prompt(ids, text) for ids, text in zip(token_ids, texts, strict=True)]
 
 
+@dataclass(frozen=True)
 class CompletionFormat:
     """Chunks of text; the first may begin with the prompt."""
 
-    plain_choice = (b'"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null')
+    plain_choice: ClassVar = (
+        b'"text":',
+        b',"logprobs":null,"finish_reason":null,"stop_reason":null',
+    )
 
-    def __init__(
-        self,
-        state: ApiState,
-        request_id: str,
-        body: CompletionBody,
-        prompts: list[Prompt],
-        created: int,
-    ) -> None:
-        self._tokenizer = state.text.tokenizer
-        self._body = body
-        self._prompts = prompts
-        self.echoes_prompt = bool(body.echo)
-        self.head = Completion(
-            id=f"cmpl-{request_id}",
-            created=created,
-            model=state.model_name,
-            choices=[],
-        )
+    tokenizer: TextTokenizer
+    body: CompletionBody
+    prompts: list[Prompt]
+    head: Completion
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return bool(self.body.echo)
 
     def opening(self, sequence: OutputSequence) -> None:
         return None
@@ -108,8 +89,8 @@ class CompletionFormat:
         return msgspec.structs.replace(self.head, choices=choices, usage=usage)
 
     def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
-        body = self._body
-        prompt = self._prompts[sequence.index // (body.n or 1)]
+        body = self.body
+        prompt = self.prompts[sequence.index // (body.n or 1)]
         echoed = self._echoed(prompt) if is_first and body.echo else ""
         choice = CompletionChoice(
             index=sequence.index,
@@ -125,34 +106,33 @@ class CompletionFormat:
                 choice.prompt_token_ids = prompt.token_ids
         if body.prompt_logprobs is not None and is_first:
             choice.prompt_logprobs = prompt_logprobs(
-                self._tokenizer, sequence.prompt_logprobs, body.prompt_logprobs
+                self.tokenizer, sequence.prompt_logprobs, body.prompt_logprobs
             )
         return choice
 
     def _logprobs(
         self, sequence: OutputSequence, delta: Delta, prompt: Prompt, *, is_first: bool
     ) -> CompletionLogprobs:
-        """Return the logprobs of the output, after those of an echoed prompt."""
         token_ids = delta.token_ids
         entries: list[TokenLogprobs | None] = list(delta.logprobs or [])
         offsets = list(delta.text_offsets)
-        if self._body.echo:
+        if self.body.echo:
             num_echoed = len(self._echoed(prompt))
             offsets = [num_echoed + offset for offset in offsets]
-        if self._body.echo and is_first:
+        if self.body.echo and is_first:
             token_ids = prompt.token_ids + token_ids
             known = sequence.prompt_logprobs or [None]
             assert len(known) == len(prompt.token_ids), "prompt logprobs are incomplete"
             entries = known + entries
-            offsets = prompt_offsets(self._tokenizer, prompt.token_ids) + offsets
-        num_top = self._body.logprobs or 0
-        return completion_logprobs(self._tokenizer, token_ids, entries, offsets, num_top)
+            offsets = prompt_offsets(self.tokenizer, prompt.token_ids) + offsets
+        num_top = self.body.logprobs or 0
+        return completion_logprobs(self.tokenizer, token_ids, entries, offsets, num_top)
 
     def _echoed(self, prompt: Prompt) -> str:
-        if prompt.text is not None and self._body.truncate_prompt_tokens is None:
+        if prompt.text is not None and self.body.truncate_prompt_tokens is None:
             return prompt.text
-        skip = self._body.skip_special_tokens is not False
-        return self._tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+        skip = self.body.skip_special_tokens is not False
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
 
 
 COMPLETIONS = GenerationApi(
@@ -162,4 +142,6 @@ COMPLETIONS = GenerationApi(
     _tokenize,
     _restore_prompts,
     CompletionFormat,
+    "cmpl-",
+    Completion,
 )

@@ -31,8 +31,7 @@ _PIECE_LOGPROBS = 16
 class Generation:
     """All sequences of one HTTP request, or one connection's readers of a session.
 
-    A context manager: at its exit all sequences end, except those of a session whose client may
-    come back.
+    At its exit all sequences end, except those of a session whose client may come back.
     """
 
     def __init__(
@@ -42,6 +41,7 @@ class Generation:
         connection: Connection,
         session: Session | None = None,
     ) -> None:
+        self.prompts: list[Prompt] = [] if session is None else session.prompts
         self.sequences: list[OutputSequence] = []
         self.cancelled = False
         self.created = int(time.time()) if session is None else session.accepted.created
@@ -87,11 +87,8 @@ class Generation:
         return sum(sequence.stream.num_unread for sequence in self.sequences)
 
     def begin_session(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
-        """Begin a session, if there is a journal and the client can come back.
-
-        Raises:
-            ApiError: 429, as `Sessions.begin`.
-        """
+        """Take the prompts; begin a session, if there is a journal and the client can return."""
+        self.prompts = prompts
         knows_id = bool(self._body.stream) or self._connection.has_client_id
         if self._state.sessions is not None and knows_id:
             request_id = self._connection.request_id
@@ -107,25 +104,21 @@ class Generation:
             await self._sessions.accept(self._session)
 
     def submit(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
-        """Send one prompt to the core, `n` times.
-
-        Raises:
-            RequestFailed: the engine rejects it.
-        """
+        """Send one prompt to the core, `n` times."""
         num_sequences = self._body.n or 1
         for i in range(num_sequences):
             nth = msgspec.structs.replace(params, seed=nth_seed(params.seed, i)) if i else params
-            self._add(self._submit_one(prompt_token_ids, nth), prompt_token_ids, nth)
+            stream: TokenStream
+            if self._session is None:
+                options = self._body.request_options
+                stream = self._state.client.submit(prompt_token_ids, nth, **options)
+            else:
+                stream = self._sessions.submit(self._session, prompt_token_ids, nth)
+                self._readers.append(stream)
+            self._add(stream, prompt_token_ids, nth)
         self._metrics.params_n.observe(num_sequences)
         self._metrics.params_max_tokens.observe(params.max_tokens)
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
-
-    def _submit_one(self, prompt_token_ids: TokenIds, params: SamplingParams) -> TokenStream:
-        if self._session is not None:
-            reader = self._sessions.submit(self._session, prompt_token_ids, params)
-            self._readers.append(reader)
-            return reader
-        return self._state.client.submit(prompt_token_ids, params, **self._body.request_options)
 
     def resume(self, position: StreamPosition) -> None:
         """Read the session's sequences from a position on instead of submitting new ones."""
@@ -135,7 +128,7 @@ class Generation:
         for index, history in enumerate(self._session.histories):
             reader = self._sessions.reader(self._session, history)
             self._readers.append(reader)
-            prompt = self._session.prompts[index // num_each]
+            prompt = self.prompts[index // num_each]
             params = self._session.accepted.adds[index].sampling_params
             self._add(reader, prompt.token_ids, params)
 
@@ -168,11 +161,7 @@ class Generation:
                     sequence.stream.cancel()
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Iterate over deltas until all sequences have ended or the generation is cancelled.
-
-        Raises:
-            RequestFailed: a sequence has failed.
-        """
+        """Iterate over deltas until all sequences have ended or the generation is cancelled."""
         if len(self.sequences) == 1:
             sequence = self.sequences[0]
             async for delta in self._deltas(sequence):
@@ -232,7 +221,9 @@ class Generation:
                 delta = sequence.push(piece)
                 if skip and sequence.num_output_tokens <= skip:  # an earlier answer contained it
                     if delta.finish_reason is not None:
-                        self._check_length(sequence, skip)
+                        if sequence.num_output_tokens < skip:  # the client has different tokens
+                            text = f"the answer ends before token {skip}, which was sent before"
+                            raise RequestFailed(RequestError(ErrorCode.INTERNAL, text))
                         return
                     await asyncio.sleep(0)  # let other requests run while many tokens are skipped
                 elif delta.finish_reason is not None:
@@ -241,13 +232,6 @@ class Generation:
                     return
                 elif piece.token_ids:
                     yield delta
-
-    @staticmethod
-    def _check_length(sequence: OutputSequence, num_sent: int) -> None:
-        """Fail if the client has received more tokens than exist: they were different ones."""
-        if sequence.num_output_tokens < num_sent:
-            message = f"the answer ends before token {num_sent}, which was sent before"
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
 
     def _finish(self, sequence: OutputSequence, first: float, last: float) -> None:
         assert sequence.finish_reason is not None

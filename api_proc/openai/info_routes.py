@@ -6,26 +6,25 @@ from importlib import metadata
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_proc.http.connection import Connection
-from api_proc.openai.responses import ModelCard, ModelList, Readiness, encode
-from api_proc.state import ApiState
+from api_proc.openai.responses import encode
+from api_proc.state import DEGRADED, ApiState
 
 PACKAGE = "troika"
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
-    """GET /v1/models."""
-    await connection.send_json(200, encode(ModelList(data=[_model_card(state)])))
+    await connection.send(200, encode({"object": "list", "data": [_model_card(state)]}))
 
 
 async def show_model(state: ApiState, connection: Connection) -> None:
     """GET /v1/models/{name}; raises a 404 for another model."""
     state.require_model(connection.scope["path_params"]["name"])
-    await connection.send_json(200, encode(_model_card(state)))
+    await connection.send(200, encode(_model_card(state)))
 
 
 async def livez(state: ApiState, connection: Connection) -> None:
     """GET /livez: the event loop of this process runs."""
-    await connection.send_json(200, b'{"alive":true}')
+    await connection.send(200, b'{"alive":true}')
 
 
 async def readyz(state: ApiState, connection: Connection) -> None:
@@ -39,14 +38,12 @@ async def health(state: ApiState, connection: Connection) -> None:
 
 
 async def metrics(state: ApiState, connection: Connection) -> None:
-    """GET /metrics."""
-    content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
-    await connection.send_body(200, state.exposition(), [content_type])
+    content_type = CONTENT_TYPE_LATEST.encode()
+    await connection.send(200, state.exposition(), content_type=content_type)
 
 
 async def version(state: ApiState, connection: Connection) -> None:
-    """GET /version."""
-    await connection.send_json(200, encode({"version": installed_version()}))
+    await connection.send(200, encode({"version": installed_version()}))
 
 
 def installed_version() -> str:
@@ -57,27 +54,32 @@ def installed_version() -> str:
         return "0+checkout"
 
 
-def _model_card(state: ApiState) -> ModelCard:
+def _model_card(state: ApiState) -> dict[str, object]:
     facts = state.client.facts
-    return ModelCard(
-        id=state.model_name,
-        created=state.created,
-        max_model_len=None if facts is None else facts.max_model_len,
-    )
+    return {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "troika",
+        "max_model_len": None if facts is None else facts.max_model_len,
+    }
 
 
 async def _send_readiness(state: ApiState, connection: Connection, *, is_good: bool) -> None:
     has_status = state.client.status is not None
     age_s = time.monotonic() - state.client.last_status_time
     facts = state.client.facts
-    body = Readiness(
-        ready=state.is_ready(),
-        state=state.readiness(),
-        draining=state.is_draining,
-        status_age_s=round(age_s, 3) if has_status else None,
-        journal=state.journal_state(),
-        exact_resume=None if facts is None else facts.exact_resume,
-        exact_resume_reason=None if facts is None else facts.exact_resume_reason,
-    )
+    journal = "off"
+    if state.sessions is not None:  # "failed": requests are kept in memory only
+        journal = "failed" if state.sessions.journaling.is_failed else "writing"
+    body = {
+        "ready": state.is_ready(),
+        "state": DEGRADED if state.is_degraded else state.engine_state(),
+        "draining": state.is_draining,
+        "status_age_s": round(age_s, 3) if has_status else None,
+        "journal": journal,
+        "exact_resume": None if facts is None else facts.exact_resume,
+        "exact_resume_reason": None if facts is None else facts.exact_resume_reason,
+    }
     headers = [] if is_good else [(b"retry-after", b"1")]
-    await connection.send_json(200 if is_good else 503, encode(body), headers)
+    await connection.send(200 if is_good else 503, encode(body), headers)

@@ -2,14 +2,7 @@
 
 from collections.abc import Iterator
 
-from api_proc.openai.responses import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    ChatTopLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobList,
-)
+from api_proc.openai import responses
 from api_proc.text.tokenizer import TextTokenizer
 from protocol.core_worker import TokenLogprobs
 
@@ -37,15 +30,12 @@ def completion_logprobs(
     entries: list[TokenLogprobs | None],
     offsets: list[int],
     num_top: int,
-) -> CompletionLogprobs:
-    """Return the lists for consecutive tokens.
+) -> responses.CompletionLogprobs:
+    """Return the lists for consecutive tokens, the token itself among its candidates.
 
-    Args:
-        entries: one per token; None for a token without logprob, such as the first of a prompt.
-        offsets: number of characters before each token.
-        num_top: candidates per token, to which the token itself is added.
+    The entry of a token without logprob is None, as for the first token of a prompt.
     """
-    result = CompletionLogprobs(offsets, [], [], [])
+    result = responses.CompletionLogprobs(offsets, [], [], [])
     for token_id, entry in zip(token_ids, entries, strict=True):
         text = token_text(tokenizer, token_id)
         result.tokens.append(text)
@@ -65,36 +55,40 @@ def completion_logprobs(
 
 def chat_logprobs(
     tokenizer: TextTokenizer, entries: list[TokenLogprobs], num_top: int
-) -> ChatLogprobs:
+) -> responses.ChatLogprobs:
     """Return the items for consecutive tokens, each with exactly `num_top` candidates."""
     content = []
     for entry in entries:
         data = tokenizer.token_bytes(entry.token_id)
         top = [
-            ChatTopLogprob(token_text(tokenizer, i), value, list(tokenizer.token_bytes(i)))
+            responses.ChatTopLogprob(
+                token_text(tokenizer, i), value, list(tokenizer.token_bytes(i))
+            )
             for i, value in candidates(entry, num_top)
         ]
         text = data.decode("utf-8", "replace")
-        content.append(ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
-    return ChatLogprobs(content)
+        content.append(responses.ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
+    return responses.ChatLogprobs(content)
 
 
 def prompt_logprobs(
     tokenizer: TextTokenizer, entries: list[TokenLogprobs | None], num_top: int
-) -> PromptLogprobList:
+) -> responses.PromptLogprobList:
     """Return a mapping by token id for each position of the prompt; None for the first."""
-    result: PromptLogprobList = []
+    result: responses.PromptLogprobList = []
     for entry in entries:
         if entry is None:
             result.append(None)
             continue
         row = {
-            str(token_id): PromptLogprob(value, rank, token_text(tokenizer, token_id))
+            str(token_id): responses.PromptLogprob(value, rank, token_text(tokenizer, token_id))
             for rank, (token_id, value) in enumerate(candidates(entry, num_top), start=1)
         }
         row.setdefault(
             str(entry.token_id),
-            PromptLogprob(clamp(entry.logprob), entry.rank, token_text(tokenizer, entry.token_id)),
+            responses.PromptLogprob(
+                clamp(entry.logprob), entry.rank, token_text(tokenizer, entry.token_id)
+            ),
         )
         result.append(row)
     return result

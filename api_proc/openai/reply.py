@@ -1,7 +1,4 @@
-"""Renders the answer of a generation: whole bodies and server-sent events.
-
-A chat and a completion differ in the choices of their chunks; see `Format`.
-"""
+"""Renders the answer of a generation: whole bodies and server-sent events."""
 
 from typing import Any, Protocol
 
@@ -16,7 +13,7 @@ from api_proc.text.output_sequence import Delta, OutputSequence, join
 
 
 class Format(Protocol):
-    """The shape of one route's answers."""
+    """The shape of one route's answers; chats and completions differ in their choices."""
 
     @property
     def head(self) -> msgspec.Struct:
@@ -41,8 +38,6 @@ class Format(Protocol):
 
 
 class Reply:
-    """Renders the answer to one request."""
-
     def __init__(self, form: Format, body: SamplingBody, generation: Generation) -> None:
         self._form = form
         self._generation = generation
@@ -51,7 +46,8 @@ class Reply:
         self._with_usage = bool(options and options.include_usage)
         self._with_running_usage = bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._with_running_usage or body.return_token_ids)
-        self._begun: set[int] = set()
+        self.begun: set[int] = set()
+        """Sequences that have begun, in this answer or an earlier one."""
         self._deltas: dict[int, list[Delta]] = {}
         head = responses.encode(form.head)
         assert head.endswith(b"]}")
@@ -61,10 +57,6 @@ class Reply:
         self._plain_text = b"," + before
         self._plain_end = after + b"}]" + usage + b"}\n\n"
 
-    def start_after(self, begun: set[int]) -> None:
-        """Set the sequences that have begun in an earlier answer."""
-        self._begun = begun
-
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         """Return the events for a delta; only the last one contains its tokens.
 
@@ -72,9 +64,9 @@ class Reply:
         """
         form = self._form
         events = []
-        is_first = sequence.index not in self._begun
+        is_first = sequence.index not in self.begun
         if is_first:
-            self._begun.add(sequence.index)
+            self.begun.add(sequence.index)
             if opening := form.opening(sequence):
                 events.append(self._frame(**opening))
         is_plain = self._is_plain and delta.finish_reason is None and delta.logprobs is None
@@ -91,11 +83,9 @@ class Reply:
         return self._frame(with_usage=True, choices=[]) if self._with_usage else b""
 
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Keep a delta for the whole answer."""
         self._deltas.setdefault(sequence.index, []).append(delta)
 
     def body(self) -> bytes:
-        """Return the whole answer."""
         sequences = self._generation.sequences
         answers = [(sequence, join(self._deltas[sequence.index])) for sequence in sequences]
         return responses.encode(self._form.whole(answers, self._usage()))

@@ -5,8 +5,6 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Prompt tokens by source."""
-
     cached_tokens: int
 
 
@@ -64,16 +62,12 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
-    """One candidate for a position."""
-
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """One token and the candidates for its position."""
-
     token: str
     logprob: float
     bytes: list[int]
@@ -81,15 +75,11 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """One item per token of the content."""
-
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """The message of a chat answer."""
-
     content: str
     role: str = "assistant"
     refusal: None = None
@@ -103,8 +93,6 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One sequence of a whole chat answer."""
-
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
@@ -114,8 +102,6 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """A piece of one sequence of a chat."""
-
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -147,54 +133,6 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class ModelCard(msgspec.Struct, kw_only=True):
-    """One entry of /v1/models."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "troika"
-    max_model_len: int | None
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """Answer of /v1/models."""
-
-    object: str = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(msgspec.Struct, kw_only=True):
-    """Answer of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(msgspec.Struct):
-    """Answer of /detokenize."""
-
-    prompt: str
-
-
-class Readiness(msgspec.Struct, kw_only=True):
-    """Answer of /readyz and /health."""
-
-    ready: bool
-    state: str
-    draining: bool
-    status_age_s: float | None
-    """Time since the core's last status message."""
-    journal: str
-    """"off", "writing", or "failed": requests are kept in memory only."""
-    exact_resume: bool | None
-    """Whether a request that is computed again gets the same tokens; None without a worker."""
-    exact_resume_reason: str | None
-    """The reason for False, else empty."""
 
 
 encode = msgspec.json.Encoder().encode

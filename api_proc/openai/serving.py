@@ -6,7 +6,7 @@ Chats and completions share it; a `GenerationApi` holds what differs between the
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from api_proc.bodies import SamplingBody
 from api_proc.errors import ApiError, from_request_error, internal
@@ -20,6 +20,7 @@ from api_proc.resumption.event_ids import EventIds, StreamPosition, parse_event_
 from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt
+from api_proc.text.tokenizer import TextTokenizer
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
@@ -44,15 +45,13 @@ class GenerationApi(Generic[Body]):
     tokenize: Callable[[ApiState, Body, ModelFacts], Awaitable[list[Prompt]]]
     restore_prompts: Callable[[Body, list[list[int]]], list[Prompt]]
     """Returns the prompts of a body in the journal, given their token ids."""
-    make_format: Callable[[ApiState, str, Body, list[Prompt], int], Format]
-    """Gets the request's id and its time of creation, too."""
+    make_format: Callable[[TextTokenizer, Body, list[Prompt], Any], Format]
+    id_prefix: str
+    make_head: Callable[..., Any]
+    """Creates a chunk, which `make_format` gets without choices."""
 
     async def serve(self, state: ApiState, connection: Connection) -> None:
-        """Handle one request.
-
-        Raises:
-            ApiError: it is rejected, or fails before anything was sent.
-        """
+        """Handle one request; raises `ApiError` only before anything was sent."""
         raw = await connection.read_body(state.config.api.max_body_bytes)
         if await self._resume(state, connection, raw):
             return
@@ -67,28 +66,19 @@ class GenerationApi(Generic[Body]):
             if await self._resume(state, connection, raw):  # a duplicate was accepted meanwhile
                 return
             generation.begin_session(self.path, raw, prompts)
-            self._submit(state, generation, body, prompts, facts)
+            self._submit(state, generation, body, facts)
             await generation.accepted()
-            await self._answer(state, connection, body, prompts, generation)
+            await self._answer(state, connection, body, generation)
 
     def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
-        """Decode a request of the journal.
-
-        Raises:
-            ApiError: the body does not match this route's schema.
-        """
+        """Decode a request of the journal."""
         body = self.decode(raw)
         token_ids = [add.prompt_token_ids for add in adds[:: body.n or 1]]
         return DecodedRequest(body, self.restore_prompts(body, token_ids))
 
     async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
-        """Continue the answer to a request that was accepted before; returns False if it was not.
-
-        Raises:
-            ApiError: 409 where its id belongs to another request, 404 or 503 where the client wants
-                the rest of an unknown one, 400 for an invalid `Last-Event-ID`; as `_answer`.
-        """
-        last_event_id = connection.last_event_id or None
+        """Continue the answer to a request that was accepted before; False: it was not."""
+        last_event_id = connection.last_event_id
         if state.sessions is None:
             if last_event_id is not None:
                 raise request_not_found(connection.request_id)
@@ -98,25 +88,14 @@ class GenerationApi(Generic[Body]):
             return False
         with Generation(state, session.body, connection, session) as generation:
             generation.resume(_position(session, last_event_id))
-            body = cast(Body, session.body)
-            await self._answer(state, connection, body, session.prompts, generation)
+            await self._answer(state, connection, cast(Body, session.body), generation)
         return True
 
     def _submit(
-        self,
-        state: ApiState,
-        generation: Generation,
-        body: Body,
-        prompts: list[Prompt],
-        facts: ModelFacts,
+        self, state: ApiState, generation: Generation, body: Body, facts: ModelFacts
     ) -> None:
-        """Send all prompts to the core.
-
-        Raises:
-            ApiError: the engine rejects one of them.
-        """
         try:
-            for prompt in prompts:
+            for prompt in generation.prompts:
                 params = sampling_params(
                     body,
                     state.text.defaults,
@@ -128,27 +107,26 @@ class GenerationApi(Generic[Body]):
             raise from_request_error(failure.error, self.prompt_param) from failure
 
     async def _answer(
-        self,
-        state: ApiState,
-        connection: Connection,
-        body: Body,
-        prompts: list[Prompt],
-        generation: Generation,
+        self, state: ApiState, connection: Connection, body: Body, generation: Generation
     ) -> None:
-        """Send the answer.
-
-        Raises:
-            ApiError: the generation fails before anything was sent.
-        """
-        request_id = connection.request_id
-        form = self.make_format(state, request_id, body, prompts, generation.created)
+        head = self.make_head(
+            id=self.id_prefix + connection.request_id,
+            created=generation.created,
+            model=state.model_name,
+            choices=[],
+        )
+        form = self.make_format(state.text.tokenizer, body, generation.prompts, head)
         reply = Reply(form, body, generation)
         failpoint("api.after_accept")
         try:
             if body.stream:
                 await _send_stream(connection, generation, reply)
             else:
-                await _send_whole(connection, generation, reply)
+                async for step in generation.steps():
+                    for sequence, delta in step:
+                        reply.collect(sequence, delta)
+                if not generation.cancelled:
+                    await connection.send(200, reply.body())
         except RequestFailed as failure:
             await _fail(connection, from_request_error(failure.error, self.prompt_param))
         except Exception:
@@ -159,24 +137,11 @@ class GenerationApi(Generic[Body]):
 
 
 def _position(session: Session, last_event_id: str | None) -> StreamPosition:
-    """Return the place where the answer continues.
-
-    Raises:
-        ApiError: 400 where `last_event_id` is not an id of this request.
-    """
+    """Return the place where the answer continues."""
     if not session.body.stream or last_event_id is None:
         return StreamPosition([None] * len(session.histories))
     limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
     return parse_event_id(last_event_id, session.request_id, limits)
-
-
-async def _send_whole(connection: Connection, generation: Generation, reply: Reply) -> None:
-    """Wait for all sequences and send one JSON body."""
-    async for step in generation.steps():
-        for sequence, delta in step:
-            reply.collect(sequence, delta)
-    if not generation.cancelled:
-        await connection.send_json(200, reply.body())
 
 
 async def _send_stream(connection: Connection, generation: Generation, reply: Reply) -> None:
@@ -184,7 +149,7 @@ async def _send_stream(connection: Connection, generation: Generation, reply: Re
     connection.keep_alive()
     position = generation.position or StreamPosition([None] * len(generation.sequences))
     ids = EventIds(connection.request_id, list(position.num_sent))
-    reply.start_after({i for i, count in enumerate(position.num_sent) if count is not None})
+    reply.begun = {i for i, count in enumerate(position.num_sent) if count is not None}
     async for step in generation.steps():
         await _send_step(connection, reply, ids, step)
     if not generation.cancelled:

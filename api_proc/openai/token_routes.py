@@ -5,7 +5,7 @@ from api_proc.errors import invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai.logprobs import token_text
-from api_proc.openai.responses import Detokenized, Tokenized, encode
+from api_proc.openai.responses import encode
 from api_proc.state import ApiState
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.api_core import ErrorCode
@@ -15,7 +15,6 @@ _decode_detokenize = BodyDecoder(DetokenizeBody)
 
 
 async def tokenize(state: ApiState, connection: Connection) -> None:
-    """POST /tokenize."""
     max_bytes = state.config.api.max_body_bytes
     raw = await connection.read_body(max_bytes)
     facts = state.require_facts()
@@ -40,17 +39,16 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
     token_strs = None
     if body.return_token_strs:
         token_strs = [token_text(state.text.tokenizer, token_id) for token_id in token_ids]
-    answer = Tokenized(
-        count=len(token_ids),
-        max_model_len=facts.max_model_len,
-        tokens=token_ids,
-        token_strs=token_strs,
-    )
-    await connection.send_json(200, encode(answer))
+    answer = {
+        "count": len(token_ids),
+        "max_model_len": facts.max_model_len,
+        "tokens": token_ids,
+        "token_strs": token_strs,
+    }
+    await connection.send(200, encode(answer))
 
 
 async def detokenize(state: ApiState, connection: Connection) -> None:
-    """POST /detokenize."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
     body = _decode_detokenize(raw)
@@ -63,7 +61,7 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
         message = f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens"
         raise invalid("tokens", message, "token_out_of_range")
     text = state.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    await connection.send_json(200, encode(Detokenized(text)))
+    await connection.send(200, encode({"prompt": text}))
 
 
 async def tokenizer_info(state: ApiState, connection: Connection) -> None:
@@ -71,4 +69,4 @@ async def tokenizer_info(state: ApiState, connection: Connection) -> None:
     template = state.text.template
     info = dict(state.text.tokenizer_config) | dict(state.text.tokenizer.special_tokens)
     info["chat_template"] = None if template is None else template.source
-    await connection.send_json(200, encode(info))
+    await connection.send(200, encode(info))

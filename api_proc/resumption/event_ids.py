@@ -41,14 +41,10 @@ class EventIds:
         if len(num_sent) == 1 and len(events) == 1:  # the common case
             num_sent[0] = count = before + num_tokens
             return [b"%b%b%d\n\n" % (events[0][:-2], self._prefix, count)]
-        if not events:
-            num_sent[index] = before + num_tokens
-            return events
         num_sent[index] = before
         tagged = [self._tagged(event) for event in events[:-1]]
         num_sent[index] = before + num_tokens
-        tagged.append(self._tagged(events[-1]))
-        return tagged
+        return tagged + [self._tagged(event) for event in events[-1:]]
 
     def tag_usage(self, event: bytes) -> bytes:
         """Add the last id of the stream."""
@@ -62,14 +58,7 @@ class EventIds:
 
 
 def parse_event_id(text: str, request_id: str, limits: list[int]) -> StreamPosition:
-    """Parse the `Last-Event-ID` of a client.
-
-    Args:
-        limits: the maximal number of tokens of each sequence.
-
-    Raises:
-        ApiError: 400 where it is not an id of this request.
-    """
+    """Parse a `Last-Event-ID`; `limits` are the maximal numbers of tokens of the sequences."""
     name, _, position = text.rpartition(".")
     found = _POSITION.fullmatch(position)
     counts = [] if found is None else found[1].split("-")

@@ -20,20 +20,16 @@ class History:
 
     def __init__(self, on_output: Callable[["History", RequestOutput | None], None]) -> None:
         """`on_output` gets each new output; None: the request has failed or was stopped."""
-        self.request_id = 0
-        """The engine client's number."""
+        self.request_id = 0  # the engine client's number
         self.token_ids = array("i")
-        self.logprobs: list[TokenLogprobs] = []
-        """One for each token, or empty."""
+        self.logprobs: list[TokenLogprobs] = []  # one for each token, or empty
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.error: RequestFailed | None = None
-        self.is_stopped = False
-        """The API ended it at a stop string: later tokens are not needed."""
-        self.is_counted = False
-        """The metrics include its end."""
+        self.is_stopped = False  # the API ended it at a stop string
+        self.is_counted = False  # the metrics include its end
         self._on_output = on_output
         self._waiters: set[asyncio.Future[None]] = set()
 
@@ -97,14 +93,12 @@ class History:
 
     def parts(self) -> Iterator[RequestOutput]:
         """Yield outputs of bounded size for a snapshot; outputs may be added in between."""
-        for prompt_part in self._prompt_parts():
-            yield RequestOutput(
-                self.request_id,
-                0,
-                [],
-                num_cached_tokens=self.num_cached_tokens,
-                prompt_logprobs=[prompt_part],
-            )
+        for known in self.prompt_logprobs:  # parts may be appended in between
+            for start in range(0, len(known.entries), _PART_LOGPROBS):
+                entries = known.entries[start : start + _PART_LOGPROBS]
+                piece = PromptLogprobs(known.req_id, known.first_position + start, entries)
+                cached = self.num_cached_tokens
+                yield RequestOutput(self.request_id, 0, [], None, None, cached, None, [piece])
         first = 0
         while True:
             size = _PART_LOGPROBS if self.logprobs else _PART_TOKENS
@@ -115,12 +109,6 @@ class History:
             first += len(part.token_ids)
             if first >= len(self.token_ids):
                 return
-
-    def _prompt_parts(self) -> Iterator[PromptLogprobs]:
-        for part in self.prompt_logprobs:  # parts may be appended in between
-            for start in range(0, len(part.entries), _PART_LOGPROBS):
-                entries = part.entries[start : start + _PART_LOGPROBS]
-                yield PromptLogprobs(part.req_id, part.first_position + start, entries)
 
     def _part(self, first: int, end: int, *, with_prompt: bool = True) -> RequestOutput:
         is_last = end == len(self.token_ids)
@@ -136,7 +124,6 @@ class History:
         )
 
     async def changed(self) -> None:
-        """Wait for the next output or the end."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -145,7 +132,6 @@ class History:
             self._waiters.discard(waiter)
 
     def wake(self) -> None:
-        """Wake all readers."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

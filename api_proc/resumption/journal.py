@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from api_proc.resumption.journal_segments import (
     FRAME_BYTES,
@@ -50,23 +50,8 @@ class Threads(Protocol):
     ) -> threading.Thread: ...
 
 
-class _Recover(NamedTuple):
-    """Command: lock the directory and read it."""
-
-    on_done: Callable[[Recovered], None]
-
-
-class _BeginSegment(NamedTuple):
-    """Command: continue in a new file."""
-
-    number: int
-
-
-class _CompleteSegment(NamedTuple):
-    """Command: the snapshot ends here, so older files can be deleted."""
-
-
-_Command = bytes | _Recover | _BeginSegment | _CompleteSegment
+_Command = bytes | Callable[[], None]
+"""A record, or a function that the thread calls after writing the records before it."""
 
 
 class Journal:
@@ -85,19 +70,12 @@ class Journal:
         clock: Clock = time,
         threads: Threads = threading,
     ) -> None:
-        """Name the directory; nothing is opened yet.
+        """Name the directory, which gets mode 0700 if it does not exist; nothing is opened yet.
 
-        Args:
-            directory: created with mode 0700 if it does not exist.
-            notify: runs a function in the owner's thread, as `call_soon_threadsafe` does.
-            on_written: called when `num_written` has grown.
-            on_failed: called when writing has ended; it resumes with `begin_segment`.
-            open_file: replaces `os.open`.
-            write: replaces `os.write`.
-            sync: `os.fsync` or a replacement, called after each write; None: the operating system
-                decides, whose cache survives the death of the process.
-            clock: measures the duration of a write.
-            threads: creates the thread that writes.
+        `notify` runs a function in the owner's thread, as `call_soon_threadsafe` does. `on_written`
+        is called when `num_written` has grown, `on_failed` when writing has ended. `sync` is called
+        after each write; without it a record survives the process, but not a loss of power. The
+        other arguments replace functions of the system in tests.
         """
         self._segments = Segments(Path(directory), open_file, write, sync)
         self._notify, self._on_written, self._on_failed = notify, on_written, on_failed
@@ -113,15 +91,11 @@ class Journal:
         self._taken_since: float | None = None
         self._last_position = 0
         self._is_closing = False
-        self.is_recovered = False
-        """Whether the directory is locked and its records have been read."""
+        self.is_recovered = False  # the directory is locked and its records have been read
         self.is_writing = False
-        self.num_appended = 0
-        """Records so far, lost ones included."""
-        self.num_written = 0
-        """Records that are written, or lost with an error."""
-        self.num_segment_bytes = 0
-        """Size of the newest segment."""
+        # Records so far: all, and those that are written or lost with an error.
+        self.num_appended = self.num_written = 0
+        self.num_segment_bytes = 0  # of the newest segment
 
     # The owner's side ---------------------------------------------------------------------------
 
@@ -131,21 +105,18 @@ class Journal:
         return self._num_waiting_bytes + self._num_taken_bytes
 
     def recover(self, on_done: Callable[[Recovered], None]) -> None:
-        """Lock the directory, read it, and pass the result to `on_done`, unless closed before.
-
-        After an error it can be called again.
-        """
+        """Lock the directory, read it, and pass the result to `on_done`, unless closed before."""
         if self._thread is None:
             self._thread = self._threads.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
-        self._enqueue(_Recover(on_done))
+        self._enqueue(partial(self._recover, on_done))
 
     def begin_segment(self) -> None:
         """Continue in a new file; the caller appends a snapshot and calls `complete_segment`."""
         assert self.is_recovered  # else completing it would delete records that were not read
         self.is_writing = True
         self.num_segment_bytes = 0
-        self._enqueue(_BeginSegment(self._next_number))
+        self._enqueue(partial(self._segments.begin, self._next_number))
         self._next_number += 1
 
     def append(self, record: bytes) -> int:
@@ -155,7 +126,9 @@ class Journal:
         if not self.is_writing:
             self.num_written = self.num_appended
             return self.num_appended
-        if self.num_queued_bytes > MAX_QUEUED_BYTES or self._is_stalled():
+        since = self._taken_since
+        is_stalled = since is not None and self._clock.monotonic() - since > STALL_TIMEOUT_S
+        if self.num_queued_bytes > MAX_QUEUED_BYTES or is_stalled:
             self._fail(OSError("the disk does not keep up"))
             return self.num_appended
         self.num_segment_bytes += FRAME_BYTES + len(record)
@@ -165,23 +138,16 @@ class Journal:
     def complete_segment(self) -> None:
         """End the snapshot: the records of older segments are obsolete."""
         if self.is_writing:  # else the segment has failed before
-            self._enqueue(_CompleteSegment())
+            self._enqueue(self._segments.complete)
 
     def close(self) -> None:
-        """Write the queued records and unlock the directory, for at most `_CLOSE_TIMEOUT_S`.
-
-        If the disk blocks for longer, the directory stays locked until the process ends.
-        """
+        """Write the queued records and unlock the directory, for at most `_CLOSE_TIMEOUT_S`."""
         self.is_writing = False
         with self._wakes:
             self._is_closing = True
             self._wakes.notify()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _is_stalled(self) -> bool:
-        since = self._taken_since
-        return since is not None and self._clock.monotonic() - since > STALL_TIMEOUT_S
 
     def _enqueue(self, command: _Command) -> None:
         with self._wakes:
@@ -201,15 +167,17 @@ class Journal:
         self.num_written = self.num_appended
         self._on_failed(error)
 
-    def _on_read(self, command: _Recover, outcome: tuple[list[bytes], int] | OSError) -> None:
+    def _on_read(
+        self, on_done: Callable[[Recovered], None], outcome: tuple[list[bytes], int] | OSError
+    ) -> None:
         if self._is_closing:
             return
         if isinstance(outcome, OSError):
-            command.on_done(outcome)
+            on_done(outcome)
         else:
             records, self._next_number = outcome
             self.is_recovered = True
-            command.on_done(records)
+            on_done(records)
 
     def _settle(self, position: int) -> None:
         self.num_written = max(self.num_written, position)
@@ -253,28 +221,23 @@ class Journal:
         for command in commands:
             if isinstance(command, bytes):
                 frames += frame(command)
-                continue
-            if isinstance(command, _Recover):
-                outcome = self._recover()
-                with self._wakes:
-                    self._taken_since = self._clock.monotonic()  # reading is not a slow write
-                self._call_owner(partial(self._on_read, command, outcome))
-                continue
-            self._segments.append(b"".join(frames))
-            frames.clear()
-            if isinstance(command, _BeginSegment):
-                self._segments.begin(command.number)
             else:
-                self._segments.complete()
+                self._segments.append(b"".join(frames))
+                frames.clear()
+                command()
         self._segments.append(b"".join(frames))
         self._segments.sync()
 
-    def _recover(self) -> tuple[list[bytes], int] | OSError:
+    def _recover(self, on_done: Callable[[Recovered], None]) -> None:
+        outcome: tuple[list[bytes], int] | OSError
         try:
             self._segments.lock()
-            return self._segments.read()
+            outcome = self._segments.read()
         except Exception as error:
-            return _os_error(error)
+            outcome = _os_error(error)
+        with self._wakes:
+            self._taken_since = self._clock.monotonic()  # reading is not a slow write
+        self._call_owner(partial(self._on_read, on_done, outcome))
 
     def _call_owner(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the owner's loop is closed

@@ -25,12 +25,10 @@ _END = _FRAME.pack(0, zlib.crc32(b"the snapshot is whole"))
 """The mark after a snapshot. A file system may restore a lost tail as zeros, never as this."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
+# The types of `os.open`, `os.write` and `os.fsync`, which tests replace.
 OpenFile = Callable[[str, int, int], int]
-"""`os.open`, or a test's replacement."""
 Write = Callable[[int, memoryview], int]
-"""`os.write`, or a test's replacement."""
 Sync = Callable[[int], None]
-"""`os.fsync`, or a test's replacement."""
 
 
 def frame(record: bytes) -> tuple[bytes, bytes]:
@@ -42,7 +40,6 @@ class Segments:
     """One directory, which one thread locks, reads and writes."""
 
     def __init__(self, directory: Path, open_file: OpenFile, write: Write, sync: Sync | None):
-        """Name the directory; with `sync` None nothing is synced."""
         self._directory = directory
         self._open_file, self._write, self._sync = open_file, write, sync
         self._lock_fd: int | None = None
@@ -53,11 +50,7 @@ class Segments:
     # Reading ------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Lock the directory for this process; a second call has no effect.
-
-        Raises:
-            OSError: it cannot be used; BlockingIOError: another process has locked it.
-        """
+        """Lock the directory for this process; BlockingIOError: another process has locked it."""
         if self._lock_fd is not None:
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,27 +60,21 @@ class Segments:
         fd = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
             os.close(fd)
+            if not isinstance(error, BlockingIOError):
+                raise
             text = f"{self._directory} is in use by another process"
             raise BlockingIOError(error.errno, text) from error
-        except OSError:
-            os.close(fd)
-            raise
         self._lock_fd = fd
 
     def unlock(self) -> None:
-        """Unlock the directory; a second call has no effect."""
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
             os.close(fd)
 
     def read(self) -> tuple[list[bytes], int]:
-        """Return all valid records in their order, and a number for the next segment.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
+        """Return all valid records in their order, and a number for the next segment."""
         numbers = self._numbers()
         parts: list[list[bytes]] = []
         for number in sorted(numbers, reverse=True):
@@ -105,9 +92,6 @@ class Segments:
 
         If the disk is full, older segments are deleted first: otherwise a disk that only they have
         filled would stay full forever.
-
-        Raises:
-            OSError: the file cannot be created.
         """
         unfinished = None if self._is_complete else self._number
         self.sync()  # its last records are settled together with the first of the new file
@@ -123,11 +107,7 @@ class Segments:
             self._path(unfinished).unlink(missing_ok=True)
 
     def append(self, data: bytes) -> None:
-        """Write all of `data`; without an open file this does nothing.
-
-        Raises:
-            OSError: some of it could not be written.
-        """
+        """Write all of `data`; without an open file this does nothing."""
         rest = memoryview(data)
         while rest and self._fd is not None:
             num_bytes = self._write(self._fd, rest)
@@ -150,7 +130,6 @@ class Segments:
             self._sync(self._fd)
 
     def close(self) -> None:
-        """Close the file, if one is open."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -194,11 +173,7 @@ class Segments:
 
 
 def read_segment(path: Path) -> tuple[list[bytes], bool]:
-    """Return the records before the first damaged one, and whether the snapshot is complete.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the records before the first damaged one, and whether the snapshot is complete."""
     found = list(_records(path.read_bytes()))
     return [record for record in found if record is not None], None in found
 

@@ -43,17 +43,13 @@ class Journaling:
         directory: str,
         snapshot: Callable[[], Iterator[Message]],
         *,
-        is_synced: bool = False,
-        make_journal: Callable[..., Journal] = Journal,
+        is_synced: bool,
+        make_journal: Callable[..., Journal],
     ) -> None:
-        """Name the directory.
+        """Name the directory; with `is_synced` a record is written only once it is on the medium.
 
-        Args:
-            directory: see `Journal`.
-            snapshot: iterates over records of all open requests; records of new events are
-                written between them.
-            is_synced: whether a record counts as written only once it is on the medium.
-            make_journal: takes the arguments of `Journal`.
+        `snapshot` iterates over records of all open requests; records of new events are written
+        between them.
         """
         self._directory = directory
         self._snapshot = snapshot
@@ -70,13 +66,10 @@ class Journaling:
         self._retry: asyncio.TimerHandle | None = None
         self._restoring: asyncio.Task[None] | None = None
         self._was_read = asyncio.Event()
-        self.is_recovered = False
-        """The requests of the predecessor are restored."""
-        self.is_failed = True
-        """Requests are kept in memory only."""
+        self.is_recovered = False  # the requests of the predecessor are restored
+        self.is_failed = True  # requests are kept in memory only
         self.num_failures = 0
-        self.num_bytes = 0
-        """Bytes handed to the journal."""
+        self.num_bytes = 0  # handed to the journal
 
     def start(self, restore: Callable[[list[bytes]], Coroutine[Any, Any, None]]) -> None:
         """Begin to read, restore and then write the journal, inside the event loop.
@@ -100,14 +93,10 @@ class Journaling:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 await self._was_read.wait()
         except TimeoutError:
-            log.error(
-                "the journal in %s is not restored within %.0f s: its requests continue later",
-                self._directory,
-                READ_TIMEOUT_S,
-            )
+            text = "the journal in %s is not restored within %.0f s: its requests continue later"
+            log.error(text, self._directory, READ_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write the queued records and unlock the directory."""
         self._flush()
         for later in (self._flushing, self._retry, self._restoring):
             if later is not None:
@@ -139,11 +128,8 @@ class Journaling:
         """Hand over one record; returns its size in bytes."""
         body = encode(message)
         if len(body) > MAX_RECORD_BYTES:
-            log.warning(
-                "a record of %d bytes is not written: the journal takes %d",
-                len(body),
-                MAX_RECORD_BYTES,
-            )
+            text = "a record of %d bytes is not written: the journal takes %d"
+            log.warning(text, len(body), MAX_RECORD_BYTES)
             return 0
         self.num_bytes += len(body)
         self._journal.append(body)
@@ -233,18 +219,14 @@ class Journaling:
             return
         self._is_rotating = False
         self._retry_s = _FIRST_RETRY_S
-        if self.is_failed:
-            self.is_failed = False
-            if self.num_failures:
-                log.warning("the journal in %s is written again", self._directory)
+        if self.is_failed and self.num_failures:
+            log.warning("the journal in %s is written again", self._directory)
+        self.is_failed = False
 
     def _on_failed(self, error: OSError) -> None:
         if not self.is_failed or not self.num_failures:
-            log.error(
-                "the journal in %s cannot be used (%s): requests are kept in memory only",
-                self._directory,
-                error,
-            )
+            text = "the journal in %s cannot be used (%s): requests are kept in memory only"
+            log.error(text, self._directory, error)
         self.is_failed = True
         self.num_failures += 1
         self._is_rotating = False

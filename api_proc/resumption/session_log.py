@@ -31,8 +31,6 @@ class AcceptRecord(Message, tag="Accepted"):
 
 
 class Row(Record):
-    """One output of one sequence."""
-
     number: int
     index: int
     output: RequestOutput
@@ -57,9 +55,8 @@ class RemoveRecord(Message, tag="Forgotten"):
     number: int
 
 
-_decode: Decoder[AcceptRecord | OutputRecord | StopRecord | RemoveRecord] = Decoder(
-    AcceptRecord | OutputRecord | StopRecord | RemoveRecord
-)
+_AnyRecord = AcceptRecord | OutputRecord | StopRecord | RemoveRecord
+_decode: Decoder[_AnyRecord] = Decoder(_AnyRecord)
 
 
 class ReplayedRequest:
@@ -97,7 +94,7 @@ def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds) -> AddRequest:
 class Replay:
     """Reconstructs the open requests from the records of a journal.
 
-    A record may occur twice, in a segment and in the snapshot of the next one, so outputs are
+    A record may occur in a segment and again in the snapshot of the next one, so outputs are
     matched by index. Outputs after a gap are dropped and will be computed again.
     """
 
@@ -111,7 +108,7 @@ class Replay:
         except Exception as error:
             log.warning("a record of the journal is invalid and is skipped: %r", error)
 
-    def _apply(self, record: AcceptRecord | OutputRecord | StopRecord | RemoveRecord) -> None:
+    def _apply(self, record: _AnyRecord) -> None:
         if isinstance(record, AcceptRecord):
             if record.number not in self._requests:
                 self._requests[record.number] = ReplayedRequest(unpacked(record))

@@ -48,14 +48,11 @@ log = logging.getLogger("troika.api")
 
 
 def request_not_found(request_id: str) -> ApiError:
-    """Return the error for a client that wants the rest of an unknown request."""
     message = f"request {request_id} does not exist or is over"
     return ApiError(404, message, code="request_not_found")
 
 
 class DecodedRequest(NamedTuple):
-    """The body and prompts of a request."""
-
     body: SamplingBody
     prompts: list[Prompt]
 
@@ -65,19 +62,14 @@ Decoders = Mapping[str, Callable[[bytes, list[AddRequest]], DecodedRequest]]
 
 
 class Session:
-    """One HTTP request."""
-
     def __init__(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> None:
         self.accepted = accepted
         self.body = decoded.body
         self.prompts = decoded.prompts
         self.histories: list[History] = []
-        self.num_attached = 0
-        """Connections that read it."""
-        self.is_known = False
-        """The client knows its id and may come back."""
-        self.is_sent = False
-        """A complete answer was sent; it is kept only in case its end was lost."""
+        self.num_attached = 0  # connections that read it
+        self.is_known = False  # the client knows its id and may come back
+        self.is_sent = False  # a complete answer was sent; it is kept in case its end was lost
         self.lease = lease
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -86,26 +78,21 @@ class Session:
         return self.accepted.request_id
 
     @property
-    def number(self) -> int:
-        return self.accepted.number
-
-    @property
     def is_ended(self) -> bool:
         return all(history.is_ended for history in self.histories)
 
     def records(self) -> Iterator[Message]:
         """Yield the session's records for a snapshot."""
         yield packed(self.accepted)
+        number = self.accepted.number
         for index, history in enumerate(self.histories):
             for part in history.parts():
-                yield OutputRecord([Row(self.number, index, part)])
+                yield OutputRecord([Row(number, index, part)])
             if history.is_stopped:
-                yield StopRecord(self.number, index)
+                yield StopRecord(number, index)
 
 
 class Sessions:
-    """All sessions of one server."""
-
     def __init__(
         self,
         client: AsyncEngineClient,
@@ -149,12 +136,7 @@ class Sessions:
     def find(
         self, request_id: str, path: str, raw: bytes, last_event_id: str | None
     ) -> Session | None:
-        """Return the session of a request, or None for a new request.
-
-        Raises:
-            ApiError: 409 where the id belongs to another request; 404 where the client wants the
-                rest of an unknown one, or 503 where the journal is not read yet.
-        """
+        """Return the session of a request, or None for a new request."""
         session = self._by_id.get(request_id)
         if session is None:
             if last_event_id is None:
@@ -172,11 +154,7 @@ class Sessions:
         return session
 
     def begin(self, request_id: str, path: str, raw: bytes, decoded: DecodedRequest) -> Session:
-        """Add a new request, whose sequences are submitted next.
-
-        Raises:
-            ApiError: 429 where too much is open.
-        """
+        """Add a new request, whose sequences are submitted next."""
         assert request_id not in self._by_id
         lease = self._lease(len(raw))
         now = int(self._clock.time())
@@ -192,11 +170,7 @@ class Sessions:
     def submit(
         self, session: Session, prompt_token_ids: TokenIds, params: SamplingParams
     ) -> HistoryReader:
-        """Send one sequence to the core.
-
-        Raises:
-            RequestFailed: the engine rejects it.
-        """
+        """Send one sequence to the core."""
         history = self._new_history(session)
         add = self._client.submit_to(
             history, prompt_token_ids, params, **session.body.request_options
@@ -207,8 +181,6 @@ class Sessions:
         return self.reader(session, history)
 
     def reader(self, session: Session, history: History) -> HistoryReader:
-        """Return a new reader of a sequence."""
-
         def stop() -> None:
             if not history.is_ended:
                 self._client.cancel(history.request_id)
@@ -229,12 +201,7 @@ class Sessions:
             session.expiry = None
 
     def detach(self, session: Session, *, is_known: bool, is_sent: bool) -> None:
-        """Count a connection that has ended; without another one the session will expire.
-
-        Args:
-            is_known: the client knows the session's id.
-            is_sent: the connection sent the complete answer.
-        """
+        """Count a connection that has ended; without another one the session will expire."""
         session.num_attached -= 1
         session.is_known = session.is_known or is_known
         session.is_sent = session.is_sent or is_sent
@@ -261,7 +228,7 @@ class Sessions:
             if reason is not None and history.count_end():
                 self._on_end(reason)
         session.lease.close()
-        self.journaling.write(RemoveRecord(session.number))
+        self.journaling.write(RemoveRecord(session.accepted.number))
 
     def _is_open(self, session: Session) -> bool:
         """Whether it was not removed; its id may belong to another session by now."""
@@ -284,13 +251,13 @@ class Sessions:
                 self.remove(oldest)
 
     def _new_history(self, session: Session) -> History:
-        index = len(session.histories)
+        number, index = session.accepted.number, len(session.histories)
 
         def on_output(history: History, output: RequestOutput | None) -> None:
             if output is not None:
-                self.journaling.row(Row(session.number, index, output))
+                self.journaling.row(Row(number, index, output))
             elif history.is_stopped:
-                self.journaling.write(StopRecord(session.number, index))
+                self.journaling.write(StopRecord(number, index))
 
         return History(on_output)
 

@@ -21,11 +21,6 @@ class ChatTemplate:
     """The compiled template of one checkpoint."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Compile the template.
-
-        Raises:
-            ConfigError: the source is not valid Jinja.
-        """
         self.source = source
         self._special_tokens = special_tokens
         try:
@@ -40,11 +35,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt.
-
-        Raises:
-            ChatTemplateError: the template raised.
-        """
         variables = self._special_tokens | (extra or {})
         try:
             return self._template.render(
@@ -78,17 +68,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Encode without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:

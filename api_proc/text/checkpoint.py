@@ -26,11 +26,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, or an empty one where the file does not exist.
-
-    Raises:
-        ConfigError: the file does not hold a JSON object.
-    """
+    """Return the object in a file, or an empty one where the file does not exist."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -43,7 +39,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the named special tokens of a tokenizer_config.json."""
     tokens = {}
     for name in (f"{kind}_token" for kind in _SPECIAL_TOKENS):
         value = config.get(name)
@@ -70,15 +65,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 def chat_templates(directory: Path, config: dict[str, Any], override: str | None) -> dict[str, str]:
-    """Return the sources of the chat templates by name; the usual one is "default".
-
-    Args:
-        config: content of tokenizer_config.json.
-        override: a file that replaces them all.
-
-    Raises:
-        ConfigError: `override` cannot be read.
-    """
+    """Return the sources of the chat templates by name; the file `override` replaces them all."""
     if override is not None:
         try:
             return {"default": Path(override).read_text(encoding="utf-8")}

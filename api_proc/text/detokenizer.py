@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Mapping
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -15,16 +14,6 @@ _NUM_UTF8_BYTES_MAX = 4
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Detokenizer(Protocol):
-    """Decodes the output of one sequence."""
-
-    def push(self, token_ids: list[int]) -> str:
-        """Return the text that these tokens complete."""
-
-    def flush(self) -> str:
-        """Return the text of an incomplete character at the end of the sequence."""
-
-
 class ByteDetokenizer:
     """For tokenizers whose tokens are byte strings: exact, also for bytes that are not UTF-8."""
 
@@ -33,23 +22,20 @@ class ByteDetokenizer:
     def __init__(
         self, table: Mapping[int, bytes], prompt_token_ids: list[int], hidden: frozenset[int]
     ) -> None:
-        """Continue after a prompt, which may end within a character.
-
-        Args:
-            table: bytes by token id.
-            hidden: tokens without text.
-        """
+        """Continue after a prompt, which may end in a character; `hidden` tokens have no text."""
         self._table = table
         self._hidden = hidden
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.push(prompt_token_ids[-_NUM_UTF8_BYTES_MAX:])
 
     def push(self, token_ids: list[int]) -> str:
+        """Return the text that these tokens complete."""
         table = self._table
         hidden = self._hidden
         return self._decode(b"".join([table[i] for i in token_ids if i not in hidden]))
 
     def flush(self) -> str:
+        """Return the text of an incomplete character at the end of the sequence."""
         return self._decode(b"", True)
 
 
@@ -77,11 +63,9 @@ class StreamDetokenizer:
     def _start(self, context: list[int]) -> None:
         """Prime the stream with whole characters: it would repeat a context that splits one."""
         shortest = max(0, len(context) - _NUM_UTF8_BYTES_MAX)
-        num_whole = len(context)
-        for n in range(len(context), shortest, -1):
-            if not self._decoded(context[:n]).endswith(_REPLACEMENT):
-                num_whole = n
-                break
+        lengths = range(len(context), shortest, -1)
+        whole = (n for n in lengths if not self._decoded(context[:n]).endswith(_REPLACEMENT))
+        num_whole = next(whole, len(context))
         self._context = context[:num_whole]
         self._pending = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
@@ -107,3 +91,6 @@ class StreamDetokenizer:
 
     def _decoded(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip))
+
+
+Detokenizer = ByteDetokenizer | StreamDetokenizer

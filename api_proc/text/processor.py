@@ -1,7 +1,4 @@
-"""Turns prompts into token ids without holding up the event loop.
-
-Short texts are processed in place; longer ones are handed to a single thread.
-"""
+"""Turns prompts into token ids: short texts in place, longer ones in a single thread."""
 
 import asyncio
 import os
@@ -56,11 +53,7 @@ class TextProcessor:
 
     @classmethod
     def load(cls, model: ModelConfig) -> "TextProcessor":
-        """Read the files of a checkpoint; the model "null" has none.
-
-        Raises:
-            ConfigError: a file is missing or cannot be read.
-        """
+        """Read the files of a checkpoint; the model "null" has none."""
         if model.model == NULL_MODEL and model.tokenizer is None:
             return cls(ByteTokenizer(), ChatTemplate(_NULL_CHAT_TEMPLATE, {}))
         directory = Path(model.tokenizer or model.model)
@@ -73,20 +66,12 @@ class TextProcessor:
         return cls(tokenizer, template, sampling_defaults(Path(model.model)), config)
 
     def close(self) -> None:
-        """Stop the thread and drop the texts that wait for it."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
         self, texts: list[str], options: EncodeOptions, *, param: str
     ) -> list[list[int]]:
-        """Return the ids of several texts.
-
-        Args:
-            param: the field to name in errors.
-
-        Raises:
-            ApiError: 400 where a text is too long, 429 where too many long texts wait.
-        """
+        """Return the ids of several texts; `param` is the field to name in errors."""
         max_tokens = options.max_tokens
         if options.keep_last is None:  # reject early what is too long however it is split
             longest = max(map(len, texts), default=0)
@@ -108,11 +93,7 @@ class TextProcessor:
         add_generation_prompt: bool,
         extra: dict[str, object] | None,
     ) -> str:
-        """Return the prompt of a chat.
-
-        Raises:
-            ApiError: 400 where the model has no template or the template rejects the messages.
-        """
+        """Return the prompt of a chat."""
         template = self.template
         if template is None:
             message = "the model has no chat template; set one with --chat-template"
@@ -141,7 +122,6 @@ class TextProcessor:
 
 
 def too_long(num_tokens: int, max_tokens: int, param: str) -> ApiError:
-    """Return the error for a prompt of more than `max_tokens` tokens."""
     return invalid(
         param,
         f"the prompt has at least {num_tokens} tokens; the model's context of {max_tokens + 1} "

@@ -6,7 +6,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -35,31 +35,6 @@ class TooManyTokens(Exception):
         self.num_tokens = num_tokens
 
 
-class TextTokenizer(Protocol):
-    """The interface of a tokenizer. All methods block."""
-
-    special_tokens: dict[str, str]
-    """Named special tokens, for chat templates."""
-    longest_token_chars: int
-    """A text of n characters has at least n / longest_token_chars tokens."""
-
-    def encode(self, text: str, options: EncodeOptions) -> list[int]:
-        """Return the ids of `text`.
-
-        Raises:
-            TooManyTokens: there are more than `max_tokens`.
-        """
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a whole sequence."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which need not be valid UTF-8."""
-
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a decoder for the tokens that follow a prompt."""
-
-
 class _TokenTable(dict[int, bytes]):
     """The bytes of each token by id, computed on first use."""
 
@@ -76,14 +51,7 @@ class HfTokenizer:
     """A checkpoint's tokenizer."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        """Load `directory`/tokenizer.json.
-
-        Args:
-            config: content of tokenizer_config.json.
-
-        Raises:
-            ConfigError: the file is missing or cannot be read.
-        """
+        """Load `directory`/tokenizer.json; `config` is the content of tokenizer_config.json."""
         file = directory / "tokenizer.json"
         try:
             source = file.read_text(encoding="utf-8")
@@ -94,6 +62,7 @@ class HfTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
         self.special_tokens = special_tokens(config)
+        # A text of n characters has at least n / longest_token_chars tokens.
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._special_ids = _special_ids(self._tokenizer, self.special_tokens)
         decoder = json.loads(source).get("decoder") or {}
@@ -104,6 +73,7 @@ class HfTokenizer:
         )
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
+        """Return the ids, or raise `TooManyTokens`."""
         # Of the library's methods this one releases the GIL.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=options.add_special_tokens
@@ -118,9 +88,11 @@ class HfTokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which need not be valid UTF-8."""
         return self._table[token_id]
 
     def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """Return a decoder for the tokens that follow a prompt."""
         if self._is_byte_level:
             hidden = self._special_ids if skip_special_tokens else frozenset[int]()
             return ByteDetokenizer(self._table, prompt_token_ids, hidden)
@@ -145,10 +117,7 @@ class HfTokenizer:
 
 
 class ByteTokenizer:
-    """For a model without checkpoint: one token per byte of UTF-8.
-
-    Other ids are shown as `<id>`, so that every output of the null worker is visible.
-    """
+    """For a model without checkpoint: one token per byte of UTF-8; other ids become `<id>`."""
 
     longest_token_chars = 1
 
@@ -172,6 +141,9 @@ class ByteTokenizer:
 
     def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
         return ByteDetokenizer(self._table, prompt_token_ids, frozenset())
+
+
+TextTokenizer = HfTokenizer | ByteTokenizer
 
 
 def _byte_of_id(token_id: int) -> bytes:

@@ -88,7 +88,7 @@ def test_a_closed_transport_is_a_disconnect() -> None:
         )
 
     connection = Connection({"type": "http"}, receive, send)
-    asyncio.run(connection.send_json(200, b"{}"))
+    asyncio.run(connection.send(200, b"{}"))
     assert connection.disconnected
 
 

@@ -213,7 +213,7 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
 
 
 def test_histogram_counts_by_upper_bound() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = Histogram("seconds", "Duration.", (1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
     assert histogram.buckets() == [("1", 2), ("2", 3), ("+Inf", 4)]
