@@ -38,7 +38,6 @@ class WorkerShim:
 
     def hello(self) -> WorkerHello:
         """Return the message that is sent repeatedly until a core adopts this worker."""
-        assert self.link_epoch is None
         runner = self._runner
         return WorkerHello(self._rank, self._pid, runner.facts, runner.swap_cost_tokens)
 
@@ -55,10 +54,13 @@ class WorkerShim:
         if epoch != self.link_epoch:
             self.num_fenced_frames += 1
             return None
-        if isinstance(message, Sleep):
-            self._sleep()
-            return None
-        return self._step(message)
+        if not isinstance(message, Sleep):
+            return self._step(message)
+        try:
+            self._runner.sleep()
+        except Exception as error:
+            self.failure = error
+        return None
 
     def _adopt(self, epoch: int, message: Adopt) -> None:
         if epoch < self._own_epoch or (self.link_epoch is not None and epoch <= self.link_epoch):
@@ -67,12 +69,6 @@ class WorkerShim:
         self.link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._runner.reset()
-
-    def _sleep(self) -> None:
-        try:
-            self._runner.sleep()
-        except Exception as error:
-            self.failure = error
 
     def _step(self, step: SchedulerOutput) -> WorkerToCore | None:
         try:

@@ -26,11 +26,10 @@ MAX_PRODUCTS = 2**28
 
 
 class Exactness(NamedTuple):
-    """Whether a request that is computed again gets the same tokens, and why not."""
+    """Whether a request that is computed again gets the same tokens, else the reason."""
 
     holds: bool
     reason: str
-    """Empty if it holds."""
 
 
 def check_exactness(
@@ -38,11 +37,7 @@ def check_exactness(
 ) -> Exactness:
     """Check a model whose cache is attached; overwrites the first blocks.
 
-    Args:
-        loaded: after its modules were fused and packed.
-        backend: its attention.
-        layout: of the attached cache.
-        stepwise: what `self_check.check_forward` returned.
+    `stepwise` is what `self_check.check_forward` returned.
     """
     reason = _obstacle(loaded, backend) or _difference(loaded, backend, layout, stepwise)
     return Exactness(not reason, reason)
@@ -133,9 +128,8 @@ def _parts_without_attention(name: str, module: nn.Module) -> Iterator[tuple[str
         yield name, module
         return
     for child_name, child in module.named_children():
-        if isinstance(child, nn.Embedding):
-            continue  # it computes nothing
-        yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
+        if not isinstance(child, nn.Embedding):  # which computes nothing
+            yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
 
 
 def _num_weights(module: nn.Module) -> int:
