@@ -6,6 +6,7 @@ that disagree stop at the first step that shows it. It holds no tensors: both ru
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from protocol.core_worker import (
@@ -120,23 +121,15 @@ class Mirror:
         Raises:
             MirrorError: the numbers do not match `scheduled`.
         """
-        if num_sampled_tokens:
-            self._advance_over_drafts(scheduled, sampled_token_ids, num_sampled_tokens)
-            return
         tokens = iter(sampled_token_ids)
         for request, start, num_tokens, samples in scheduled:
             request.num_computed_tokens = start + num_tokens
-            if samples:
+            if samples and not num_sampled_tokens:
                 request.token_ids.append(next(tokens))
-        if next(tokens, None) is not None:
-            raise MirrorError("more tokens were sampled than requests sample")
-
-    @staticmethod
-    def _advance_over_drafts(
-        scheduled: list[ScheduledRequest],
-        sampled_token_ids: list[int],
-        num_sampled_tokens: Sequence[int],
-    ) -> None:
+        if not num_sampled_tokens:
+            if next(tokens, None) is not None:
+                raise MirrorError("more tokens were sampled than requests sample")
+            return
         sampling = [part for part in scheduled if part.samples]
         if len(num_sampled_tokens) != len(sampling):
             raise MirrorError(
@@ -147,7 +140,6 @@ class Mirror:
                 f"{len(sampled_token_ids)} tokens were sampled, in parts that add up to"
                 f" {sum(num_sampled_tokens)}"
             )
-        first = 0
         for part, num_sampled in zip(sampling, num_sampled_tokens, strict=True):
             request, num_drafts = part.request, part.num_drafts
             if not 1 <= num_sampled <= num_drafts + 1:
@@ -155,12 +147,8 @@ class Mirror:
                     f"request {request.req_id} sampled {num_sampled} tokens"
                     f" over {num_drafts} drafts"
                 )
-            request.num_computed_tokens = part.end - num_drafts + num_sampled - 1
-            request.token_ids += sampled_token_ids[first : first + num_sampled]
-            first += num_sampled
-        for request, start, num_tokens, samples in scheduled:
-            if not samples:
-                request.num_computed_tokens = start + num_tokens
+            request.num_computed_tokens -= num_drafts + 1 - num_sampled
+            request.token_ids += islice(tokens, num_sampled)
 
     def check_empty(self) -> None:
         """Raise a MirrorError if a request is mirrored, which would lose its KV by a sleep."""

@@ -87,7 +87,6 @@ class NullRunner:
         num_speculative_tokens: int = 0,
         clock: Clock = time,
     ) -> None:
-        """Take what to announce, the duration of a step and of each token, and the most drafts."""
         self.facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s

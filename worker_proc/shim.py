@@ -27,8 +27,7 @@ class WorkerShim:
         self._next_step_id = 0
         self.link_epoch: int | None = None
         """Epoch of the link since the last adoption; None while no core has adopted this worker."""
-        self.num_fenced_frames = 0
-        """Messages of another epoch, which were dropped."""
+        self.num_fenced_frames = 0  # of another epoch, which were dropped
         self.failure: Exception | None = None
         """Error of a step or a sleep; the process must exit once the reply, if any, is sent."""
 

@@ -42,7 +42,6 @@ class NativeBackend:
         dtype: torch.dtype,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        """`windows`: of each KV group."""
         self._library = library
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
@@ -100,30 +99,21 @@ class NativeBackend:
         return offsets, tables
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
-        known = self._layers.get(layer)
-        if known is None:
-            known = self._layers[layer] = self._describe(layer)
+        if layer not in self._layers:
+            self._layers[layer] = self._describe(layer)
         spec, step = layer.spec, self._steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
         numbers = (scoring.scale, scoring.softcap or 0.0)
-        self._library.attend(known, step, Rows(*map(_dense, rows)), numbers, out)
+        self._library.attend(self._layers[layer], step, Rows(*map(_dense, rows)), numbers, out)
         return out
 
     def _describe(self, layer: PagedLayer) -> LayerArgs:
         spec, kv = layer.spec, layer.kv
         assert kv.keys.is_contiguous()
         assert kv.values.is_contiguous()
-        return LayerArgs(
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.value_head_dim,
-            self._block_size,
-            spec.window or 0,
-            self._is_bf16,
-        )
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
+        settings = (self._block_size, spec.window or 0, self._is_bf16)
+        return LayerArgs(kv.keys.data_ptr(), kv.values.data_ptr(), *shape, *settings)
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

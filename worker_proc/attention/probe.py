@@ -208,11 +208,7 @@ class _Probe:
 
 
 def observed_window(mask_function: MaskFunction) -> int | None:
-    """Return the sliding window of a mask, None for a plain causal one.
-
-    Raises:
-        UnsupportedModel: it is neither (bidirectional, chunked, with gaps).
-    """
+    """Return the sliding window of a mask, None for a plain causal one; others are rejected."""
     windows = {_window_at(mask_function, FAR_POSITION + offset) for offset in (0, 1, 77_777)}
     if len(windows) != 1:
         raise UnsupportedModel("its mask moves with the position (chunked attention)")
@@ -244,12 +240,12 @@ def _window_at(mask_function: MaskFunction, position: int) -> int | None:
 
 @contextmanager
 def _registered(probe: _Probe) -> Iterator[None]:
-    functions = {
-        ALL_ATTENTION_FUNCTIONS: probe.attention,
-        ALL_MASK_ATTENTION_FUNCTIONS: probe.mask,
-        ALL_EXPERTS_FUNCTIONS: probe.experts,
-    }
-    for registry, function in functions.items():
+    functions = (
+        (ALL_ATTENTION_FUNCTIONS, probe.attention),
+        (ALL_MASK_ATTENTION_FUNCTIONS, probe.mask),
+        (ALL_EXPERTS_FUNCTIONS, probe.experts),
+    )
+    for registry, function in functions:
         registry.register(PROBE, function)
     # Where a mask is built, transformers looks for packed texts in the values of the positions. It
     # does not where models are served, since no mask is registered there.
@@ -259,7 +255,7 @@ def _registered(probe: _Probe) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
-        for registry in functions:
+        for registry, _ in functions:
             registry._global_mapping.pop(PROBE, None)
 
 

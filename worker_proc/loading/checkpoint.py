@@ -46,13 +46,10 @@ def check_config_files(directory: str) -> None:
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no config.json")
     config = _read_object(path)
-    sections = [("", config)]
-    text_config = config.get("text_config")
-    if text_config is not None:
+    _check_section(path, "", config)
+    if (text_config := config.get("text_config")) is not None:
         _require(isinstance(text_config, dict), path, "text_config", text_config, "an object")
-        sections.append(("text_config.", text_config))
-    for prefix, section in sections:
-        _check_section(path, prefix, section)
+        _check_section(path, "text_config.", text_config)
     generation = Path(directory) / "generation_config.json"
     if generation.is_file():
         _check_eos(generation, "", _read_object(generation))
@@ -98,8 +95,7 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
         if section.get(key) is not None:
             require(isinstance(section[key], dict), key, "an object")
             _check_rope(path, prefix + key, section[key])
-    layer_types = section.get("layer_types")
-    if layer_types is not None:
+    if (layer_types := section.get("layer_types")) is not None:
         is_list = isinstance(layer_types, list) and all(isinstance(x, str) for x in layer_types)
         require(is_list, "layer_types", "a list of names")
     _check_eos(path, prefix, section)

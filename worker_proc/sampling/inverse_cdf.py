@@ -87,8 +87,7 @@ class _Histogram:
         self._weights = _weigh(distance, filters)
         sums = self._weights.new_zeros(scores.shape[0], _NUM_BUCKETS)
         sums.scatter_add_(1, self._buckets, self._weights)
-        self.sums = sums.cumsum_(dim=-1)
-        """int64 [n, buckets]: the running sum of weights up to the end of each bucket."""
+        self.sums = sums.cumsum_(dim=-1)  # int64 [n, buckets]: up to the end of each bucket
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Find the first token where the running sum of sorted weights exceeds the target.

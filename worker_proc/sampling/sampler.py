@@ -44,8 +44,7 @@ class SampledTokens:
     """One entry per row, in row order."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-    """None for rows without the parameter."""
+    logprobs: list[TokenLogprobs | None]  # None for rows without the parameter
     not_finite: list[int]
     """Rows whose logits hold NaN or +inf, or nothing but -inf: their tokens mean nothing."""
 
