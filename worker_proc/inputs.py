@@ -8,8 +8,7 @@ import torch
 
 from worker_proc.mirror import ScheduledRequest
 
-NULL_SLOT = 0
-"""First slot of the null block, for KV that is not kept."""
+NULL_SLOT = 0  # of the null block, for KV that is not kept
 
 
 class LogitsRange(NamedTuple):
@@ -18,8 +17,7 @@ class LogitsRange(NamedTuple):
     part: ScheduledRequest
     first_row: int
     num_prompt_rows: int
-    """Rows that predict prompt tokens."""
-    num_drafts: int = 0
+    num_drafts: int
     """A request that samples has a row for its last known token, and one for each draft."""
 
 
@@ -30,14 +28,11 @@ class StepInputs:
     parts: Sequence[ScheduledRequest]
     first_rows: list[int]
     """Row of each part's first token."""
-    input_ids: torch.Tensor
-    """`[1, T]`"""
-    position_ids: torch.Tensor
-    """`[1, T]`"""
+    input_ids: torch.Tensor  # [1, T]
+    position_ids: torch.Tensor  # [1, T]
     slot_mappings: list[torch.Tensor]
     """For each KV group, `[T]`: block · block_size + offset of each token's KV."""
-    logits_indices: torch.Tensor
-    """`[N]`: rows that get logits."""
+    logits_indices: torch.Tensor  # [N]
     logits_ranges: list[LogitsRange]
     """In mirror order; requests without logits are left out."""
 
@@ -92,9 +87,8 @@ def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> li
         request, position, num_tokens, _ = part
         end, table = position + num_tokens, request.block_tables[group]
         num_unwritten = min(max(request.num_cached_tokens - position, 0), num_tokens)
-        if num_unwritten:
-            slots += [NULL_SLOT] * num_unwritten
-            position += num_unwritten
+        slots += [NULL_SLOT] * num_unwritten
+        position += num_unwritten
         while position < end:
             index, offset = divmod(position, block_size)
             count = min(block_size - offset, end - position)
@@ -115,10 +109,7 @@ def _add_logits_rows(
         return
     num_drafts = 0 if part.num_tokens == 1 else part.num_drafts
     ranges.append(LogitsRange(part, len(rows), num_prompt_rows, num_drafts))
-    if num_prompt_rows:
-        rows += range(first_row, first_row + num_prompt_rows)
+    rows += range(first_row, first_row + num_prompt_rows)
     if part.samples:
-        last_row = first_row + part.num_tokens - 1
-        if num_drafts:
-            rows += range(last_row - num_drafts, last_row)
-        rows.append(last_row)
+        end_row = first_row + part.num_tokens
+        rows += range(end_row - 1 - num_drafts, end_row)

@@ -27,7 +27,6 @@ from worker_proc.shim import WorkerShim
 from worker_proc.step_timer import StepTimer
 
 HELLO_INTERVAL_S = 1.0
-"""Interval of WorkerHello."""
 SILENCE_S = 5.0
 """A core sends a frame every second; after this silence it does not know the worker any more."""
 _LONGEST_SLEEP_S = 1.0
@@ -74,10 +73,7 @@ class WorkerLoop:
             pass
 
     def turn(self, timeout_ms: int | None) -> bool:
-        """Wait for an event and handle it; returns False on Stop.
-
-        Without a timeout the parent's death ends the wait, and the process.
-        """
+        """Wait for an event and handle it; returns False on Stop."""
         self._reporter.idle()
         self._poller.poll(timeout_ms)
         self._reporter.turn()
@@ -120,16 +116,27 @@ class WorkerLoop:
                 raise
             reply = self._handle(received.header.epoch, message)
             if isinstance(message, Adopt) and received.header.epoch == self._shim.link_epoch:
-                self._log_adoption()
+                log.info(
+                    "adopted, link epoch %s; %d frames of other epochs dropped so far",
+                    self._shim.link_epoch,
+                    self._shim.num_fenced_frames,
+                )
                 failpoint("worker.after_adopt")
             if reply is not None:
-                self._send(encode(reply))
+                body = encode(reply)
+                # A reply that does not fit is lost with its core; the next core asks again.
+                sent = self._core.send(self._shim.epoch, body)
+                if not sent and self._core.socket.poll(_FLUSH_MS, zmq.POLLOUT):
+                    self._core.send(self._shim.epoch, body)
             if self._shim.failure is not None:
                 raise self._shim.failure
         if self._core.take_loss() and self._shim.link_epoch is not None:
-            log.warning("frames of the link to the core were lost; asking to be adopted again")
-            self._shim.end_adoption()
-            self._next_hello = 0.0
+            self._end_adoption("frames of the link to the core were lost")
+
+    def _end_adoption(self, reason: str) -> None:
+        log.warning("%s; asking to be adopted again", reason)
+        self._shim.end_adoption()
+        self._next_hello = 0.0
 
     def _check_silence(self) -> None:
         """Request adoption again after a silence of the core."""
@@ -141,9 +148,7 @@ class WorkerLoop:
             return
         self._silent_s += min(slept_s, _LONGEST_SLEEP_S)
         if self._silent_s >= SILENCE_S:
-            log.warning("the core is silent; asking to be adopted again")
-            self._shim.end_adoption()
-            self._next_hello = 0.0
+            self._end_adoption("the core is silent")
 
     def _handle(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
         """Pass a message to the shim; before a step, record its deadline."""
@@ -159,16 +164,3 @@ class WorkerLoop:
             self._reporter.step_completed()
         failpoint("worker.after_step")
         return reply
-
-    def _log_adoption(self) -> None:
-        log.info(
-            "adopted, link epoch %s; %d frames of other epochs dropped so far",
-            self._shim.link_epoch,
-            self._shim.num_fenced_frames,
-        )
-
-    def _send(self, body: bytes) -> None:
-        """Send a reply. One that does not fit is lost with its core; the next core asks again."""
-        sent = self._core.send(self._shim.epoch, body)
-        if not sent and self._core.socket.poll(_FLUSH_MS, zmq.POLLOUT):
-            self._core.send(self._shim.epoch, body)

@@ -6,6 +6,7 @@ that disagree stop at the first step that shows it. It holds no tensors: both ru
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from protocol.core_worker import (
@@ -33,15 +34,13 @@ class MirroredRequest:
     """Prompt and outputs so far; grows with every sampled token."""
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_tables: list[list[int]]
-    """One per KV group."""
+    block_tables: list[list[int]]  # one per KV group
     num_computed_tokens: int
     num_cached_tokens: int
     """No KV is written for positions before this one."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
     ngram_index: NgramIndex | None = None
-    """Source of the drafts, with prompt lookup."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,16 +78,12 @@ class Mirror:
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts = facts
-        self._requests: dict[int, MirroredRequest] = {}
+        self.requests: dict[int, MirroredRequest] = {}
         self._next_step_id: int | None = None
-
-    @property
-    def requests(self) -> dict[int, MirroredRequest]:
-        return self._requests
 
     def reset(self) -> None:
         """Forget every request; the next step may have any id."""
-        self._requests.clear()
+        self.requests.clear()
         self._next_step_id = None
 
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
@@ -101,10 +96,10 @@ class Mirror:
         if expected is not None and step.step_id != expected:
             raise MirrorError(f"step_id {step.step_id} came instead of {expected}")
         self._next_step_id = step.step_id + 1
-        for req_id in step.preempted_req_ids:
-            self._remove(req_id, "preempted_req_ids")
-        for req_id in step.finished_req_ids:
-            self._remove(req_id, "finished_req_ids")
+        for field_name in ("preempted_req_ids", "finished_req_ids"):
+            for req_id in getattr(step, field_name):
+                if self.requests.pop(req_id, None) is None:
+                    raise MirrorError(f"{field_name} names {req_id}, which is not mirrored")
         self._check_copies(step.swap_out, "swap_out")
         self._check_copies(step.swap_in, "swap_in")
         for new in step.scheduled_new_reqs:
@@ -120,32 +115,21 @@ class Mirror:
     ) -> None:
         """Count the tokens that `scheduled` computed, and append those that were sampled.
 
-        Args:
-            scheduled: the step's parts.
-            sampled_token_ids: of each part that samples, in order.
-            num_sampled_tokens: for each of these parts, its number of tokens: one, and one more for
-                each draft that was right. Empty: one each.
+        `num_sampled_tokens` holds, for each part that samples, the number of its tokens: one, and
+        one more for each draft that was right. Empty: one each.
 
         Raises:
             MirrorError: the numbers do not match `scheduled`.
         """
-        if num_sampled_tokens:
-            self._advance_over_drafts(scheduled, sampled_token_ids, num_sampled_tokens)
-            return
         tokens = iter(sampled_token_ids)
         for request, start, num_tokens, samples in scheduled:
             request.num_computed_tokens = start + num_tokens
-            if samples:
+            if samples and not num_sampled_tokens:
                 request.token_ids.append(next(tokens))
-        if next(tokens, None) is not None:
-            raise MirrorError("more tokens were sampled than requests sample")
-
-    @staticmethod
-    def _advance_over_drafts(
-        scheduled: list[ScheduledRequest],
-        sampled_token_ids: list[int],
-        num_sampled_tokens: Sequence[int],
-    ) -> None:
+        if not num_sampled_tokens:
+            if next(tokens, None) is not None:
+                raise MirrorError("more tokens were sampled than requests sample")
+            return
         sampling = [part for part in scheduled if part.samples]
         if len(num_sampled_tokens) != len(sampling):
             raise MirrorError(
@@ -156,7 +140,6 @@ class Mirror:
                 f"{len(sampled_token_ids)} tokens were sampled, in parts that add up to"
                 f" {sum(num_sampled_tokens)}"
             )
-        first = 0
         for part, num_sampled in zip(sampling, num_sampled_tokens, strict=True):
             request, num_drafts = part.request, part.num_drafts
             if not 1 <= num_sampled <= num_drafts + 1:
@@ -164,29 +147,17 @@ class Mirror:
                     f"request {request.req_id} sampled {num_sampled} tokens"
                     f" over {num_drafts} drafts"
                 )
-            request.num_computed_tokens = part.end - num_drafts + num_sampled - 1
-            request.token_ids += sampled_token_ids[first : first + num_sampled]
-            first += num_sampled
-        for request, start, num_tokens, samples in scheduled:
-            if not samples:
-                request.num_computed_tokens = start + num_tokens
+            request.num_computed_tokens -= num_drafts + 1 - num_sampled
+            request.token_ids += islice(tokens, num_sampled)
 
     def check_empty(self) -> None:
-        """Check that no request would lose its KV by a sleep.
-
-        Raises:
-            MirrorError: a request is mirrored.
-        """
-        if self._requests:
-            raise MirrorError(f"{len(self._requests)} requests are mirrored during a sleep")
-
-    def _remove(self, req_id: int, field: str) -> None:
-        if self._requests.pop(req_id, None) is None:
-            raise MirrorError(f"{field} names {req_id}, which is not mirrored")
+        """Raise a MirrorError if a request is mirrored, which would lose its KV by a sleep."""
+        if self.requests:
+            raise MirrorError(f"{len(self.requests)} requests are mirrored during a sleep")
 
     def _append(self, new: NewRequestData) -> None:
         name = f"new request {new.req_id}"
-        if new.req_id in self._requests:
+        if new.req_id in self.requests:
             raise MirrorError(f"{name} is mirrored already")
         token_ids = unpack_token_ids(new.token_ids)
         known = len(token_ids)
@@ -205,7 +176,7 @@ class Mirror:
         if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
-        self._requests[new.req_id] = MirroredRequest(
+        self.requests[new.req_id] = MirroredRequest(
             req_id=new.req_id,
             token_ids=token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
@@ -220,7 +191,7 @@ class Mirror:
         if len(cached.req_ids) != len(cached.new_block_ids):
             raise MirrorError("columns of scheduled_cached_reqs differ in length")
         for req_id, columns in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            request = self._requests.get(req_id)
+            request = self.requests.get(req_id)
             if request is None:
                 raise MirrorError(f"scheduled_cached_reqs names {req_id}, which is not mirrored")
             self._check_tables(req_id, columns, None)
@@ -264,11 +235,11 @@ class Mirror:
 
     def _schedule(self, step: SchedulerOutput) -> list[ScheduledRequest]:
         counts = step.num_scheduled_tokens
-        if not counts.keys() <= self._requests.keys():
-            unknown = min(counts.keys() - self._requests.keys())
+        if not counts.keys() <= self.requests.keys():
+            unknown = min(counts.keys() - self.requests.keys())
             raise MirrorError(f"num_scheduled_tokens names {unknown}, which is not mirrored")
         scheduled, total = [], 0
-        for req_id, request in self._requests.items():
+        for req_id, request in self.requests.items():
             num_tokens = counts.get(req_id, 1)
             if num_tokens == 0:
                 continue
@@ -284,27 +255,17 @@ class Mirror:
     def _part(self, request: MirroredRequest, num_tokens: int) -> ScheduledRequest:
         start = request.num_computed_tokens
         end, known = start + num_tokens, len(request.token_ids)
-        if end > known:
-            self._check_drafts(request, end)
         num_blocks, block_size = len(request.block_tables[0]), self._facts.block_size
-        if end > num_blocks * block_size:
-            raise MirrorError(
-                f"request {request.req_id} is scheduled to position {end}"
-                f" with {num_blocks} blocks of {block_size} tokens"
-            )
+        problem = ""
+        if end > known:  # the part reaches over drafts
+            num_drafts = len(request.draft_token_ids)
+            if end > known + num_drafts:
+                drafts = f" and {num_drafts} drafts" if num_drafts else ""
+                problem = f" of {known} known tokens{drafts}"
+            elif end > self._facts.max_model_len:
+                problem = f", past max_model_len {self._facts.max_model_len}"
+        if not problem and end > num_blocks * block_size:
+            problem = f" with {num_blocks} blocks of {block_size} tokens"
+        if problem:
+            raise MirrorError(f"request {request.req_id} is scheduled to position {end}{problem}")
         return ScheduledRequest(request, start, num_tokens, end >= known)
-
-    def _check_drafts(self, request: MirroredRequest, end: int) -> None:
-        """Check a part that reaches past the known tokens."""
-        known, num_drafts = len(request.token_ids), len(request.draft_token_ids)
-        if end > known + num_drafts:
-            drafts = f" and {num_drafts} drafts" if num_drafts else ""
-            raise MirrorError(
-                f"request {request.req_id} is scheduled to position {end}"
-                f" of {known} known tokens{drafts}"
-            )
-        if end > self._facts.max_model_len:
-            raise MirrorError(
-                f"request {request.req_id} is scheduled to position {end},"
-                f" past max_model_len {self._facts.max_model_len}"
-            )

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from worker_proc.calibration.self_check import check_forward, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.errors import CheckpointError, InsufficientMemory
 from worker_proc.forward import attach_cache, compute_logits
-from worker_proc.inputs import LogitsRange, StepInputs, pack_step
+from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.kv.kv_pool import KVPool
@@ -33,13 +34,13 @@ from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import can_pack, pack_linears
-from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.drafter import NgramIndex
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.sampling.verification import count_sampled, sampling_rows
+from worker_proc.sampling.verification import DraftedRow, count_valid
 
 NOT_FINITE = "the model's logits for this request are not finite"
 
@@ -47,15 +48,12 @@ _log = logging.getLogger(__name__)
 
 
 class _Sampled(NamedTuple):
-    """Tokens and logprobs that a step sampled."""
+    """Tokens that a step sampled; logprobs and errors by request id."""
 
     token_ids: list[int]
-    num_tokens: list[int]
-    """Number of tokens of each request that sampled; empty: one each."""
+    num_tokens: list[int]  # of each request that sampled; empty: one each
     logprobs: dict[int, list[TokenLogprobs]]
-    """By request id."""
     errors: dict[int, str]
-    """By request id: why it failed."""
 
 
 class ModelRunner:
@@ -71,10 +69,7 @@ class ModelRunner:
         *,
         num_speculative_tokens: int = 0,
     ) -> None:
-        """Take a model whose attention modules are attached to `backend` and `pool`.
-
-        With `num_speculative_tokens` it makes up to that many drafts per request; see `drafter`.
-        """
+        """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
         self._device = loaded.device
         self.facts = facts
@@ -86,11 +81,9 @@ class ModelRunner:
         self._num_speculative_tokens = num_speculative_tokens
 
     def reset(self) -> None:
-        """Forget every request; the pool's content stays and is undefined."""
         self._mirror.reset()
 
     def sleep(self) -> None:
-        """Release the memory of the KV cache until the next step; see `Runner`."""
         self._mirror.check_empty()
         self._pool.sleep()
 
@@ -125,53 +118,36 @@ class ModelRunner:
         ranges = [entry for entry in inputs.logits_ranges if entry.part.samples]
         if not ranges:
             return _Sampled([], [], {}, {})
-        if self._num_speculative_tokens and any(entry.num_drafts for entry in ranges):
-            return self._verify(ranges, logits)
-        if len(ranges) != len(logits):
-            rows = [entry.first_row + entry.num_prompt_rows for entry in ranges]
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        requests = [entry.part.request for entry in ranges]
-        sampled = self._sampler.sample(logits, requests)
-        pairs = zip(requests, sampled.logprobs, strict=True)
-        logprobs = {request.req_id: [entry] for request, entry in pairs if entry is not None}
-        errors = {requests[row].req_id: NOT_FINITE for row in sampled.not_finite}
-        return _Sampled(sampled.token_ids, [], logprobs, errors)
-
-    def _verify(self, ranges: list[LogitsRange], logits: torch.Tensor) -> _Sampled:
-        """Sample all rows at once, and keep those of each request up to its first wrong draft."""
         indices: list[int] = []
-        rows = []
+        rows: list[MirroredRequest | DraftedRow] = []
         for part, first_row, num_prompt_rows, num_drafts in ranges:
             first = first_row + num_prompt_rows
-            indices += range(first, first + 1 + num_drafts)
-            rows += sampling_rows(part.request, num_drafts)
-        if len(indices) != len(logits):
+            indices.append(first)
+            rows.append(part.request)
+            if num_drafts:
+                indices += range(first + 1, first + 1 + num_drafts)
+                rows += [DraftedRow(part.request, 1 + place) for place in range(num_drafts)]
+        if len(rows) != len(logits):
             logits = logits[torch.tensor(indices, device=logits.device)]
         sampled = self._sampler.sample(logits, rows)
-        token_ids, logprobs = sampled.token_ids, sampled.logprobs
-        kept = _Sampled([], [], {}, {})
-        first = 0
-        for part, _, _, num_drafts in ranges:
-            request, own = part.request, token_ids[first : first + 1 + num_drafts]
-            count = count_sampled(own, request.draft_token_ids)
-            kept.token_ids.extend(own[:count])
-            kept.num_tokens.append(count)
-            entries = [entry for entry in logprobs[first : first + count] if entry is not None]
-            if entries:
-                kept.logprobs[request.req_id] = entries
-            if any(first <= row < first + count for row in sampled.not_finite):
-                kept.errors[request.req_id] = NOT_FINITE
-            first += 1 + num_drafts
-        return kept
+        token_ids, counts = sampled.token_ids, list[int]()
+        valid: Sequence[int] = range(len(rows))
+        if len(rows) != len(ranges):
+            counts, valid = count_valid([entry.part for entry in ranges], token_ids)
+            token_ids = [token_ids[row] for row in valid]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for row in valid:
+            if (entry := sampled.logprobs[row]) is not None:
+                logprobs.setdefault(rows[row].req_id, []).append(entry)
+        lost = set(sampled.not_finite).intersection(valid)
+        return _Sampled(token_ids, counts, logprobs, {rows[row].req_id: NOT_FINITE for row in lost})
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
         """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
         counts = []
         for part in scheduled:
             request = part.request
-            index = request.ngram_index
-            if index is None:
-                index = request.ngram_index = NgramIndex()
+            index = request.ngram_index = request.ngram_index or NgramIndex()
             if part.samples:
                 index.extend(request.token_ids, len(request.token_ids))
                 drafts = index.propose(request.token_ids, self._num_speculative_tokens)
@@ -208,27 +184,15 @@ class PreparedModel:
 def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
     """Load the configured checkpoint and size its KV cache.
 
-    Args:
-        config: of the engine.
-        progress: called with (phase, done, total) in the phases "inspect", "load_weights",
-            "pack_weights" and "allocate_cache".
-
     Raises:
-        CheckpointError: a file or tensor is missing, or max_model_len is beyond the model's.
-        UnsupportedModel: the model cannot be computed correctly here.
-        InsufficientMemory: the KV cache cannot hold max_model_len.
+        ValueError: one of worker_proc/errors.py.
     """
     torch.set_num_threads(config.worker.num_threads or available_cpus())
     return build_runner(prepare_model(config, progress), config, progress)
 
 
 def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedModel:
-    """Load the configured checkpoint, and fuse and pack its modules where possible.
-
-    Raises:
-        CheckpointError: a file or tensor is missing, or max_model_len is beyond the model's.
-        UnsupportedModel: the model cannot be computed correctly here.
-    """
+    """Load the configured checkpoint, and fuse and pack its modules where possible."""
     device = resolve_device(config.model.device)
     if device.type == "cpu":
         start_building()
@@ -251,12 +215,7 @@ def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedMod
 def build_runner(
     prepared: PreparedModel, config: EngineConfig, progress: ReportProgress
 ) -> ModelRunner:
-    """Size and allocate the KV cache of a loaded model, connect the two, and check them.
-
-    Raises:
-        UnsupportedModel: the model cannot be computed correctly here.
-        InsufficientMemory: the KV cache cannot hold max_model_len.
-    """
+    """Size and allocate the KV cache of a loaded model, connect the two, and check them."""
     loaded = prepared.loaded
     progress("allocate_cache", 0, 1)
     layout = make_layout(loaded, config)
@@ -309,11 +268,7 @@ def build_runner(
 
 
 def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
-    """Return the number of blocks that the swap space holds.
-
-    Raises:
-        InsufficientMemory: less memory is free; names the setting and the free bytes.
-    """
+    """Return the number of blocks that the swap space holds; it must fit in free memory."""
     free = available_memory()
     if swap_space_bytes > free:
         raise InsufficientMemory(

@@ -26,16 +26,11 @@ from worker_proc.mirror import (
     ScheduledRequest,
     first_visible,
 )
-from worker_proc.sampling.verification import count_sampled
+from worker_proc.sampling.verification import count_valid
 
-CONTEXT_TOKENS = 4
-"""Tokens before the next one that it depends on, besides its position."""
+CONTEXT_TOKENS = 4  # tokens before the next one that it depends on, besides its position
 ONE_DRAFT_WRONG_IN = 4
-"""Makes every number of right drafts occur."""
-ONE_STEP_SHORT_IN = 8
-"""Such a step has fewer drafts than configured, down to none."""
-SWAP_COST_TOKENS = 1.0
-"""Announced by default."""
+ONE_STEP_SHORT_IN = 8  # such a step has fewer drafts than configured, down to none
 
 
 def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequence[int]) -> int:
@@ -53,10 +48,7 @@ def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequ
 def draft_token_ids(
     token_ids: list[int], max_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> list[int]:
-    """Return drafts for the tokens after `token_ids`, some of them wrong; a pure function of these.
-
-    With a vocabulary of one token all are right.
-    """
+    """Return drafts for the tokens after `token_ids`, a pure function of these; some are wrong."""
     known = len(token_ids)
     digest = crc32(b"drafts", next_token_id(token_ids, 2**31, ()))
     if digest % ONE_STEP_SHORT_IN == 0:
@@ -75,12 +67,11 @@ _POISON = pack_token_ids([POISON_TOKEN_ID])
 
 
 class BlockOwner(NamedTuple):
-    """An entry of a request's block table."""
+    """An entry of a request's block table in one KV group."""
 
     request: MirroredRequest
     group: int
     entry: int
-    """Index in the group's block table."""
 
 
 class NullRunner:
@@ -91,12 +82,11 @@ class NullRunner:
         facts: ModelFacts,
         step_delay_s: float = 0.0,
         token_delay_s: float = 0.0,
-        swap_cost_tokens: float = SWAP_COST_TOKENS,
+        swap_cost_tokens: float = 1.0,
         *,
         num_speculative_tokens: int = 0,
         clock: Clock = time,
     ) -> None:
-        """Take what to announce, the duration of a step and of each token, and the most drafts."""
         self.facts = facts
         self._step_delay_s = step_delay_s
         self._token_delay_s = token_delay_s
@@ -110,23 +100,18 @@ class NullRunner:
 
     def reset(self) -> None:
         self._mirror.reset()
-        self._forget_kv()
+        self.sleep()
 
     def sleep(self) -> None:
-        """Forget which blocks were written; see `Runner`."""
         self._mirror.check_empty()
-        self._forget_kv()
-
-    def _forget_kv(self) -> None:
         self._writers.clear()
         self._host_blocks.clear()
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Check the step and return its tokens.
+        """Check the step and return its tokens; see `Runner`.
 
-        Raises:
-            MirrorError: the step contradicts those before it, writes to a block that another
-                request reads, or copies from a host block that was never written.
+        Besides the mirror's rules, no step may write to a block that another request reads, or copy
+        from a host block that was never written.
         """
         began_ns = self._clock.monotonic_ns()
         scheduled = self._mirror.apply(step)
@@ -137,19 +122,26 @@ class NullRunner:
             self._swap_in(step)
         for part in scheduled:
             self._claim_blocks(part)
-        self._wait(step.total_num_scheduled_tokens)
+        delay_s = self._step_delay_s + self._token_delay_s * step.total_num_scheduled_tokens
+        if delay_s > 0:
+            self._clock.sleep(delay_s)
         failpoint("worker.mid_step")
+        sampling = [part for part in scheduled if part.samples]
+        requests = [part.request for part in sampling]
         num_sampled: list[int] = []
         if self._num_speculative_tokens:
-            sampled, num_sampled, logprobs = self._verify(scheduled)
+            rows = [token_id for part in sampling for token_id in self._sample_rows(part)]
+            num_sampled, valid = count_valid(sampling, rows)
+            sampled = [rows[row] for row in valid]
+            pairs = zip(requests, num_sampled, strict=True)
+            requests = [request for request, count in pairs for _ in range(count)]
         else:
-            sampling = [part.request for part in scheduled if part.samples]
-            sampled = [self._next_token_id(request) for request in sampling]
-            logprobs = {
-                request.req_id: [self._logprobs(token_id, request.sampling_params.logprobs)]
-                for request, token_id in zip(sampling, sampled, strict=True)
-                if request.sampling_params.logprobs is not None
-            }
+            sampled = [self._next_token_id(request) for request in requests]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for request, token_id in zip(requests, sampled, strict=True):
+            if (num_top := request.sampling_params.logprobs) is not None:
+                entries = logprobs.setdefault(request.req_id, [])
+                entries.append(self._logprobs(token_id, num_top))
         prompt_logprobs = [
             self._prompt_logprobs(part, num_top)
             for part in scheduled
@@ -163,34 +155,15 @@ class NullRunner:
             step.step_id, sampled, num_sampled, num_drafts, logprobs, prompt_logprobs, forward_ns
         )
 
-    def _verify(
-        self, scheduled: list[ScheduledRequest]
-    ) -> tuple[list[int], list[int], dict[int, list[TokenLogprobs]]]:
-        """Sample a row for each scheduled draft, as a model would."""
-        sampled: list[int] = []
-        num_sampled: list[int] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for part in scheduled:
-            if not part.samples:
-                continue
-            request = part.request
-            rows = self._sample_rows(request, part.num_drafts)
-            count = count_sampled(rows, request.draft_token_ids)
-            sampled += rows[:count]
-            num_sampled.append(count)
-            num_top = request.sampling_params.logprobs
-            if num_top is not None:
-                logprobs[request.req_id] = [self._logprobs(i, num_top) for i in rows[:count]]
-        return sampled, num_sampled, logprobs
-
-    def _sample_rows(self, request: MirroredRequest, num_drafts: int) -> list[int]:
-        token_ids = request.token_ids
-        known = len(token_ids)
+    def _sample_rows(self, part: ScheduledRequest) -> list[int]:
+        """Sample a row for the last known token and one for each draft, as a model would."""
+        request, num_drafts = part.request, part.num_drafts
+        known = request.num_tokens
         rows = [self._next_token_id(request)]
         for draft in request.draft_token_ids[:num_drafts]:
-            token_ids.append(draft)
+            request.token_ids.append(draft)
             rows.append(self._next_token_id(request))
-        del token_ids[known:]
+        del request.token_ids[known:]
         return rows
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
@@ -207,11 +180,6 @@ class NullRunner:
                 )
                 counts.append(len(request.draft_token_ids))
         return counts if any(counts) else []
-
-    def _wait(self, num_tokens: int) -> None:
-        delay_s = self._step_delay_s + self._token_delay_s * num_tokens
-        if delay_s > 0:
-            self._clock.sleep(delay_s)
 
     def _next_token_id(self, request: MirroredRequest) -> int:
         return next_token_id(request.token_ids, self.facts.vocab_size, self.facts.eos_token_ids)
@@ -260,9 +228,7 @@ class NullRunner:
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         others = [i for i in range(min(num_top + 1, self.facts.vocab_size)) if i != token_id]
         top_ids = [token_id, *others][:num_top]
-        return TokenLogprobs(
-            token_id, 0.0, 1, top_ids, [-float(rank) for rank in range(len(top_ids))]
-        )
+        return TokenLogprobs(token_id, 0.0, 1, top_ids, [-float(i) for i in range(len(top_ids))])
 
     def _prompt_logprobs(self, part: ScheduledRequest, num_top: int) -> PromptLogprobs:
         end = min(part.end + 1, part.request.num_prompt_tokens)

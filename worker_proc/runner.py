@@ -23,15 +23,13 @@ class Runner(Protocol):
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step and return the sampled tokens, in mirror order.
 
-        Raises:
-            MirrorError: the step contradicts those before it.
+        Raises a MirrorError if the step contradicts those before it.
         """
 
     def sleep(self) -> None:
         """Release the memory of the KV cache until the next step; its content is lost.
 
-        Raises:
-            MirrorError: a request is still mirrored.
+        Raises a MirrorError if a request is still mirrored.
         """
 
 

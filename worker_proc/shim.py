@@ -27,8 +27,7 @@ class WorkerShim:
         self._next_step_id = 0
         self.link_epoch: int | None = None
         """Epoch of the link since the last adoption; None while no core has adopted this worker."""
-        self.num_fenced_frames = 0
-        """Messages of another epoch, which were dropped."""
+        self.num_fenced_frames = 0  # of another epoch, which were dropped
         self.failure: Exception | None = None
         """Error of a step or a sleep; the process must exit once the reply, if any, is sent."""
 
@@ -38,7 +37,6 @@ class WorkerShim:
 
     def hello(self) -> WorkerHello:
         """Return the message that is sent repeatedly until a core adopts this worker."""
-        assert self.link_epoch is None
         runner = self._runner
         return WorkerHello(self._rank, self._pid, runner.facts, runner.swap_cost_tokens)
 
@@ -55,10 +53,13 @@ class WorkerShim:
         if epoch != self.link_epoch:
             self.num_fenced_frames += 1
             return None
-        if isinstance(message, Sleep):
-            self._sleep()
-            return None
-        return self._step(message)
+        if not isinstance(message, Sleep):
+            return self._step(message)
+        try:
+            self._runner.sleep()
+        except Exception as error:
+            self.failure = error
+        return None
 
     def _adopt(self, epoch: int, message: Adopt) -> None:
         if epoch < self._own_epoch or (self.link_epoch is not None and epoch <= self.link_epoch):
@@ -67,12 +68,6 @@ class WorkerShim:
         self.link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._runner.reset()
-
-    def _sleep(self) -> None:
-        try:
-            self._runner.sleep()
-        except Exception as error:
-            self.failure = error
 
     def _step(self, step: SchedulerOutput) -> WorkerToCore | None:
         try:

@@ -32,11 +32,7 @@ class StepTimer:
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
         """Record a step that has ended."""
-        size = num_tokens.bit_length()
-        known = self._classes.get(size)
-        if known is None:
-            known = self._classes[size] = _SizeClass()
-        known.observe(duration_s)
+        self._classes.setdefault(num_tokens.bit_length(), _SizeClass()).observe(duration_s)
 
     def _guess_s(self, size: int) -> float:
         """Return the duration of the next larger class, or a smaller one's scaled to this size."""
@@ -50,8 +46,6 @@ class StepTimer:
 
 
 class _SizeClass:
-    __slots__ = ("_durations", "_num_seen", "p99_s")
-
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=_HISTORY)
         self._num_seen = 0
@@ -61,8 +55,8 @@ class _SizeClass:
     def observe(self, duration_s: float) -> None:
         self._durations.append(duration_s)
         self._num_seen += 1
-        if self._num_seen % _RECOUNT:
-            self.p99_s = max(self.p99_s, duration_s) if self._num_seen < _RECOUNT else self.p99_s
-            return
-        ordered = sorted(self._durations)
-        self.p99_s = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+        if self._num_seen % _RECOUNT == 0:
+            ordered = sorted(self._durations)
+            self.p99_s = ordered[len(ordered) * 99 // 100]
+        elif self._num_seen < _RECOUNT:
+            self.p99_s = max(self.p99_s, duration_s)

@@ -54,7 +54,7 @@ def test_guesses_are_the_same_however_the_text_came() -> None:
         end = min(end + rng.randrange(0, 20), len(token_ids))
         index.extend(token_ids, end)
         index.extend(token_ids, max(end - 3, 0))
-    assert index.num_tokens == len(token_ids)
+    assert len(index._before) == len(token_ids)
     assert index.propose(token_ids, NUM_DRAFTS) == propose(token_ids)
 
 

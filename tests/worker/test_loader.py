@@ -24,9 +24,8 @@ from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, Work
 from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
 from worker_proc.attention.probe import observed_window
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
-from worker_proc.kv.kv_groups import lay_out
+from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
-from worker_proc.kv.layer_spec import LayerSpec
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.model_runner import load_model_runner
 

@@ -11,8 +11,8 @@ from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, 
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.inputs import pack_step
+from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.kv.layer_spec import LayerSpec
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler, library_path
 from worker_proc.native.kernels import load_library

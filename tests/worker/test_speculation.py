@@ -149,6 +149,6 @@ def test_indices_grow_with_the_chunks_of_a_prompt(guessing: ModelRunner) -> None
     guessing.execute(step(0, 4, [new(1)], counts={1: 4}))
     index = guessing._mirror.requests[1].ngram_index
     assert index is not None
-    assert index.num_tokens == 4
+    assert len(index._before) == 4
     guessing.execute(step(1, 2, counts={1: 2}))
-    assert index.num_tokens == 7
+    assert len(index._before) == 7

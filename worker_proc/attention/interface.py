@@ -4,6 +4,7 @@
 so transformers builds none: the positions that a token attends to follow from the step's inputs.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker_proc.inputs import StepInputs
+from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.kv.layer_spec import LayerSpec
 
 IMPLEMENTATION = "troika_paged"
 
@@ -20,21 +21,16 @@ IMPLEMENTATION = "troika_paged"
 class Rows(NamedTuple):
     """Queries, keys and values of T packed tokens in one layer."""
 
-    query: torch.Tensor
-    """`[T, num_heads, head_dim]`"""
-    key: torch.Tensor
-    """`[T, num_kv_heads, head_dim]`"""
-    value: torch.Tensor
-    """`[T, num_kv_heads, value_head_dim]`"""
+    query: torch.Tensor  # [T, num_heads, head_dim]
+    key: torch.Tensor  # [T, num_kv_heads, head_dim]
+    value: torch.Tensor  # [T, num_kv_heads, value_head_dim]
 
 
 class Scoring(NamedTuple):
     """Parameters of the score of a query and a key."""
 
     scale: float
-    """Factor on the dot product."""
-    softcap: float | None
-    """Bound that scores approach by tanh, if any."""
+    softcap: float | None  # bound that scores approach by tanh
 
 
 class AttentionBackend(Protocol):
@@ -51,31 +47,22 @@ class AttentionBackend(Protocol):
     def attend(self, layer: "PagedLayer", rows: Rows, scoring: Scoring) -> torch.Tensor:
         """Store the packed row's keys and values, and attend.
 
-        Args:
-            layer: pool and window.
-            rows: of the T packed tokens.
-            scoring: scale and soft cap.
-
-        Returns:
-            `[T, num_heads, value_head_dim]`, contiguous.
+        Returns `[T, num_heads, value_head_dim]`, contiguous.
         """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PagedLayer:
-    """One attention module's shape, pool, KV group and backend."""
+    """One attention module's shape, pool, backend and index of its KV group."""
 
-    def __init__(
-        self, spec: LayerSpec, kv: KVTensors, backend: AttentionBackend, group: int = 0
-    ) -> None:
-        self.spec = spec
-        self.kv = kv
-        self.backend = backend
-        self.group = group
-        """Index of the KV group of this layer."""
+    spec: LayerSpec
+    kv: KVTensors
+    backend: AttentionBackend
+    group: int = 0
 
 
 def register() -> None:
-    """Make `IMPLEMENTATION` known to transformers."""
+    """Register `paged_attention` with transformers."""
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
 
 
@@ -95,20 +82,10 @@ def paged_attention(  # noqa: PLR0917 (the signature is transformers')
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for one module: the function that transformers calls.
+    """Attend for one module with a `paged_layer`: the function that transformers calls.
 
-    Args:
-        module: with a `paged_layer`.
-        query: `[1, num_heads, T, head_dim]`.
-        key: `[1, num_kv_heads, T, head_dim]`.
-        value: `[1, num_kv_heads, T, value_head_dim]`.
-        attention_mask: always None.
-        scaling: factor on the scores; None: 1 / sqrt(head_dim).
-        softcap: bound that scores approach by tanh, if any.
-        kwargs: checked by the probe when the model was loaded.
-
-    Returns:
-        `[1, T, num_heads, value_head_dim]` and no weights.
+    Takes `[1, heads, T, dim]`; returns `[1, T, num_heads, value_head_dim]` and no weights. The
+    probe checked `kwargs` when the model was loaded.
     """
     layer = cast(PagedLayer, module.paged_layer)
     scale = layer.spec.head_dim**-0.5 if scaling is None else scaling

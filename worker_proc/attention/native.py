@@ -10,14 +10,13 @@ import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.inputs import StepInputs
-from worker_proc.kv.layer_spec import LayerSpec
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.mirror import ScheduledRequest, first_visible
 from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
-ITEM_TOKENS = 64
-"""Tokens of one chunk that a thread computes at a time."""
+ITEM_TOKENS = 64  # of one chunk that a thread computes at a time
 
 
 def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
@@ -43,7 +42,6 @@ class NativeBackend:
         dtype: torch.dtype,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        """Take the kernels, the shape of the pool, and the window of each KV group."""
         self._library = library
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
@@ -56,14 +54,10 @@ class NativeBackend:
         self, spec: LayerSpec, num_blocks: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`."""
-        heads, size = spec.num_kv_heads, self._block_size
-        return (
-            (num_blocks, heads, spec.head_dim, size),
-            (num_blocks, heads, size, spec.value_head_dim),
-        )
+        heads, size = (num_blocks, spec.num_kv_heads), self._block_size
+        return (*heads, spec.head_dim, size), (*heads, size, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Describe the step's segments, and divide its work into items."""
         parts = inputs.parts
         items = [
             (segment, token)
@@ -72,16 +66,11 @@ class NativeBackend:
         ]
         items.sort(key=lambda item: parts[item[0]].num_tokens)
         self._arrays = []
-        rows, counts, starts, segments, tokens = map(
-            self._pointer,
-            (
-                inputs.first_rows,
-                [part.num_tokens for part in parts],
-                [part.start for part in parts],
-                [segment for segment, _ in items],
-                [token for _, token in items],
-            ),
-        )
+        rows = self._pointer(inputs.first_rows)
+        counts = self._pointer([part.num_tokens for part in parts])
+        starts = self._pointer([part.start for part in parts])
+        segments = self._pointer([segment for segment, _ in items])
+        tokens = self._pointer([token for _, token in items])
         self._steps = []
         for group, slots in enumerate(inputs.slot_mappings):
             offsets, tables = map(self._pointer, self._tables(parts, group))
@@ -104,37 +93,27 @@ class NativeBackend:
         offsets: list[int] = []
         tables: list[int] = []
         for part in parts:
-            first = 0 if window is None else max(part.start - window + 1, 0) // size
+            first = first_visible(window, part.start) // size
             offsets.append(len(tables) - first)
             tables += part.request.block_tables[group][first : (part.end - 1) // size + 1]
         return offsets, tables
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
-        """Store the row's keys and values, and attend; see `AttentionBackend`."""
-        known = self._layers.get(layer)
-        if known is None:
-            known = self._layers[layer] = self._describe(layer)
+        if layer not in self._layers:
+            self._layers[layer] = self._describe(layer)
         spec, step = layer.spec, self._steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
         numbers = (scoring.scale, scoring.softcap or 0.0)
-        self._library.attend(known, step, Rows(*map(_dense, rows)), numbers, out)
+        self._library.attend(self._layers[layer], step, Rows(*map(_dense, rows)), numbers, out)
         return out
 
     def _describe(self, layer: PagedLayer) -> LayerArgs:
         spec, kv = layer.spec, layer.kv
         assert kv.keys.is_contiguous()
         assert kv.values.is_contiguous()
-        return LayerArgs(
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.value_head_dim,
-            self._block_size,
-            spec.window or 0,
-            self._is_bf16,
-        )
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
+        settings = (self._block_size, spec.window or 0, self._is_bf16)
+        return LayerArgs(kv.keys.data_ptr(), kv.values.data_ptr(), *shape, *settings)
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from worker_proc.errors import UnsupportedModel
-from worker_proc.kv.layer_spec import LayerSpec
+from worker_proc.kv.kv_groups import LayerSpec
 
 PROBE = "troika_probe"
 NUM_PROBE_TOKENS = 8
@@ -31,24 +31,10 @@ FAR_POSITION = 2**24
 
 _HARMLESS_ARGUMENTS = frozenset(
     {
-        "cache_position",
-        "cos",
-        "deterministic",
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "scaling",
-        "sin",
-        "sliding_window",
-        "softcap",
-        "target_dtype",
-        "use_cache",
-        "use_top_left_mask",
+        *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
+        *("output_hidden_states", "output_router_logits", "position_embeddings", "position_ids"),
+        *("return_dict", "scaling", "sin", "sliding_window", "softcap", "target_dtype"),
+        *("use_cache", "use_top_left_mask"),
     }
 )
 
@@ -60,8 +46,7 @@ class ProbedMask:
     """Takes the place of a mask, with its window."""
 
     window: int | None
-    problem: str = ""
-    """Why no layer can be served with it; models also make masks that no layer uses."""
+    problem: str = ""  # raised only if a layer uses the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +64,6 @@ class ProbedModel:
     layers: list[ProbedLayer]
     """In the order in which the forward calls them."""
     parameters: frozenset[str]
-    """Names; the others belong to parts that text does not reach."""
 
 
 def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
@@ -102,25 +86,23 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
                 f"{config.model_type}: its forward over one row of tokens with positions fails"
                 f" ({type(error).__name__}: {error})"
             ) from error
-    _check_calls(probe.layers, num_layers, config.model_type)
+    layers = probe.layers
+    if len({layer.module_name for layer in layers}) != len(layers):
+        raise UnsupportedModel(
+            f"{config.model_type}: one attention module is used by several layers"
+        )
+    if len(layers) != num_layers:
+        raise UnsupportedModel(
+            f"{config.model_type}: {len(layers)} of {num_layers} layers call the attention"
+            " interface; the others mix tokens in another way (recurrent, convolutional, linear or"
+            " their own attention)"
+        )
     names = (
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if probe.storages.holds(parameter)
     )
-    return ProbedModel(probe.layers, frozenset(names))
-
-
-def _check_calls(layers: list[ProbedLayer], num_layers: int, model_type: str) -> None:
-    names = {layer.module_name for layer in layers}
-    if len(names) != len(layers):
-        raise UnsupportedModel(f"{model_type}: one attention module is used by several layers")
-    if len(layers) != num_layers:
-        raise UnsupportedModel(
-            f"{model_type}: {len(layers)} of {num_layers} layers call the attention interface;"
-            " the others mix tokens in another way (recurrent, convolutional, linear or their own"
-            " attention)"
-        )
+    return ProbedModel(layers, frozenset(names))
 
 
 class _UsedStorages(TorchDispatchMode):
@@ -163,44 +145,40 @@ class _Probe:
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
-        """Take the place of attention: record the call, return an output of the right shape."""
+        """Record the call, and return an output of the right shape."""
         name = self._module_names.get(module, type(module).__name__)
-        self._check_arguments(name, module, attention_mask, args, kwargs)
-        if not query.shape[2] == key.shape[2] == value.shape[2] == NUM_PROBE_TOKENS:
+        window = self._window(name, module, attention_mask, args, kwargs)
+        batch, num_heads, length, _ = query.shape
+        _, num_kv_heads, key_length, head_dim = key.shape
+        _, num_value_heads, value_length, value_head_dim = value.shape
+        if not length == key_length == value_length == NUM_PROBE_TOKENS:
             raise UnsupportedModel(f"{name} attends to other tokens than its own row's")
-        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        if num_heads % num_kv_heads or num_kv_heads != num_value_heads:
             raise UnsupportedModel(
-                f"{name} has {query.shape[1]} query, {key.shape[1]} key"
-                f" and {value.shape[1]} value heads"
+                f"{name} has {num_heads} query, {num_kv_heads} key"
+                f" and {num_value_heads} value heads"
             )
-        assert isinstance(attention_mask, ProbedMask)
-        spec = LayerSpec(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_dim=key.shape[3],
-            value_head_dim=value.shape[3],
-            window=attention_mask.window,
-        )
+        spec = LayerSpec(num_heads, num_kv_heads, head_dim, value_head_dim, window)
         self.layers.append(ProbedLayer(name, spec))
-        batch, heads, length, _ = query.shape
-        return query.new_empty(batch, length, heads, value.shape[3]), None
+        return query.new_empty(batch, length, num_heads, value_head_dim), None
 
-    def _check_arguments(
-        self,
+    @staticmethod
+    def _window(
         name: str,
         module: nn.Module,
         mask: object,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-    ) -> None:
+    ) -> int | None:
+        """Return the window of a call of plain causal attention; other calls are rejected."""
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
             raise UnsupportedModel(f"{name} is not causal")
         if not isinstance(mask, ProbedMask):
             raise UnsupportedModel(f"{name} does not attend under a causal mask of its own row")
         if mask.problem:
             raise UnsupportedModel(f"{name}: {mask.problem}")
-        strange = [key for key, v in kwargs.items() if v is not None]
-        strange = [key for key in strange if key not in _HARMLESS_ARGUMENTS]
+        given = {key for key, value in kwargs.items() if value is not None}
+        strange = given - _HARMLESS_ARGUMENTS
         if args or strange:
             described = ", ".join(sorted(strange)) or "positional arguments"
             if "s_aux" in strange:
@@ -209,10 +187,11 @@ class _Probe:
         window = kwargs.get("sliding_window")
         if window is not None and mask.window is None:
             raise UnsupportedModel(f"{name} has a sliding window of {window} and a mask without")
+        return mask.window
 
     @staticmethod
     def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
-        """Take the place of a mask: return its window."""
+        """Return the window of a mask instead of the mask."""
         try:
             return ProbedMask(observed_window(mask_function))
         except UnsupportedModel as error:
@@ -223,17 +202,13 @@ class _Probe:
     def experts(
         self, module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Take the place of experts, whose code branches on values."""
+        """Record parameters that are computed with; the experts' code branches on values."""
         self.storages.add(module.parameters())
         return torch.empty_like(hidden)
 
 
 def observed_window(mask_function: MaskFunction) -> int | None:
-    """Return the sliding window of a mask, None for a plain causal one.
-
-    Raises:
-        UnsupportedModel: it is neither (bidirectional, chunked, with gaps).
-    """
+    """Return the sliding window of a mask, None for a plain causal one; others are rejected."""
     windows = {_window_at(mask_function, FAR_POSITION + offset) for offset in (0, 1, 77_777)}
     if len(windows) != 1:
         raise UnsupportedModel("its mask moves with the position (chunked attention)")
@@ -265,9 +240,13 @@ def _window_at(mask_function: MaskFunction, position: int) -> int | None:
 
 @contextmanager
 def _registered(probe: _Probe) -> Iterator[None]:
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, probe.attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, probe.mask)
-    ALL_EXPERTS_FUNCTIONS.register(PROBE, probe.experts)
+    functions = (
+        (ALL_ATTENTION_FUNCTIONS, probe.attention),
+        (ALL_MASK_ATTENTION_FUNCTIONS, probe.mask),
+        (ALL_EXPERTS_FUNCTIONS, probe.experts),
+    )
+    for registry, function in functions:
+        registry.register(PROBE, function)
     # Where a mask is built, transformers looks for packed texts in the values of the positions. It
     # does not where models are served, since no mask is registered there.
     find_packed = masking_utils.find_packed_sequence_indices
@@ -276,11 +255,7 @@ def _registered(probe: _Probe) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
-        for registry in (
-            ALL_ATTENTION_FUNCTIONS,
-            ALL_MASK_ATTENTION_FUNCTIONS,
-            ALL_EXPERTS_FUNCTIONS,
-        ):
+        for registry, _ in functions:
             registry._global_mapping.pop(PROBE, None)
 
 

@@ -5,17 +5,17 @@ Requests that compute one token are batched, padded to the longest of their grou
 request is a call of its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from protocol.core_worker import NULL_BLOCK
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.inputs import StepInputs, to_device
-from worker_proc.kv.layer_spec import LayerSpec
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.mirror import ScheduledRequest, first_visible
 
 MAX_GROUP_TOKENS = 2**17
 """Most padded tokens of one group, which bounds its memory."""
@@ -25,28 +25,21 @@ MIN_FILL = 0.6
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """B requests that compute one token each, with contexts of similar length."""
+    """B requests that compute one token each, with contexts of at most W blocks."""
 
-    rows: torch.Tensor
-    """`[B]`: indices in the packed row."""
-    block_ids: torch.Tensor
-    """`[B · W]`: W blocks each, padded with the null block."""
-    hidden: torch.Tensor
-    """`[B, W · block_size, 1, 1]`: whether the token does not attend to a position."""
-    bias: torch.Tensor
-    """`[B, 1, 1, W · block_size]`: the same as 0 and -inf, which is added to scores."""
+    rows: torch.Tensor  # [B]: indices in the packed row
+    block_ids: torch.Tensor  # [B · W]: padded with the null block
+    hidden: torch.Tensor  # [B, W · block_size, 1, 1]: positions that are not attended to
+    bias: torch.Tensor  # [B, 1, 1, W · block_size]: 0, and -inf where hidden; added to scores
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One request that computes T > 1 tokens, over a context of L."""
 
-    first_row: int
-    end_row: int
-    block_ids: torch.Tensor | None
-    """Blocks of the context; None: the context is the chunk itself."""
-    bias: torch.Tensor | None
-    """`[T, L]`; None: causal."""
+    rows: slice
+    block_ids: torch.Tensor | None  # of the context; None: the context is the chunk itself
+    bias: torch.Tensor | None  # [T, L]; None: causal
     context_len: int
 
 
@@ -58,12 +51,8 @@ class Rule(NamedTuple):
     """Window of the layers; that of the group is at least as large."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Indices of one step for the layers of one rule."""
-
-    groups: list[DecodeGroup]
-    chunks: list[Chunk]
+Decodes = list[tuple[int, ScheduledRequest]]
+"""Parts of one token, each with its row."""
 
 
 class SdpaBackend:
@@ -72,12 +61,11 @@ class SdpaBackend:
     def __init__(
         self, rules: set[Rule], block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take the rules of the model's layers, and the shape of the pool."""
         self._rules = rules
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._metadata: dict[tuple[int, int | None], AttentionMetadata] = {}
+        self._metadata: dict[tuple[int, int | None], tuple[list[DecodeGroup], list[Chunk]]] = {}
         self._slots: list[torch.Tensor] = []
 
     def pool_shapes(
@@ -88,31 +76,30 @@ class SdpaBackend:
         return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Build the step's metadata once per rule."""
         self._slots = inputs.slot_mappings
         self._metadata = {rule: self._build_metadata(inputs, rule) for rule in self._rules}
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
-        """Store the row's keys and values, and attend; see `AttentionBackend`."""
         query, key, value = rows
         kv, spec, slots = layer.kv, layer.spec, self._slots[layer.group]
         kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, slots, key)
         kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(0, slots, value)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
-        metadata = self._metadata[layer.group, spec.window]
-        for group in metadata.groups:
+        groups, chunks = self._metadata[layer.group, spec.window]
+        for group in groups:
             out[group.rows] = _attend_group(layer, query, group, scoring)
-        for chunk in metadata.chunks:
-            part = slice(chunk.first_row, chunk.end_row)
-            keys, values = key[part], value[part]
+        for chunk in chunks:
+            keys, values = key[chunk.rows], value[chunk.rows]
             if chunk.block_ids is not None:
                 keys = _gather(kv.keys, chunk.block_ids)[: chunk.context_len]
                 values = _gather(kv.values, chunk.block_ids)[: chunk.context_len]
-            out[part] = _attend_chunk(query[part], keys, values, chunk.bias, scoring)
+            out[chunk.rows] = _attend_chunk(query[chunk.rows], keys, values, chunk.bias, scoring)
         return out
 
-    def _build_metadata(self, inputs: StepInputs, rule: Rule) -> AttentionMetadata:
-        decodes: list[tuple[int, ScheduledRequest]] = []
+    def _build_metadata(
+        self, inputs: StepInputs, rule: Rule
+    ) -> tuple[list[DecodeGroup], list[Chunk]]:
+        decodes: Decodes = []
         chunks: list[Chunk] = []
         for first_row, part in zip(inputs.first_rows, inputs.parts, strict=True):
             if part.num_tokens == 1:
@@ -120,23 +107,19 @@ class SdpaBackend:
             else:
                 chunks.append(self._chunk(first_row, part, rule))
         decodes.sort(key=lambda entry: entry[1].start)
-        groups = [self._group(members, rule) for members in self._grouped(decodes, rule.window)]
-        return AttentionMetadata(groups, chunks)
+        return [self._group(members, rule) for members in self._grouped(decodes, rule)], chunks
 
-    def _first_block(self, position: int, window: int | None) -> int:
-        return 0 if window is None else max(position - window + 1, 0) // self._block_size
+    def _span(self, part: ScheduledRequest, rule: Rule) -> range:
+        """Return the indices in the block table that a part's tokens attend to."""
+        size = self._block_size
+        return range(first_visible(rule.window, part.start) // size, (part.end - 1) // size + 1)
 
-    def _num_blocks(self, part: ScheduledRequest, window: int | None) -> int:
-        return part.start // self._block_size + 1 - self._first_block(part.start, window)
-
-    def _grouped(
-        self, decodes: Sequence[tuple[int, ScheduledRequest]], window: int | None
-    ) -> list[list[tuple[int, ScheduledRequest]]]:
+    def _grouped(self, decodes: Decodes, rule: Rule) -> list[Decodes]:
         """Divide `decodes`, ordered by length, so that no group pads or gathers too much."""
-        groups: list[list[tuple[int, ScheduledRequest]]] = []
+        groups: list[Decodes] = []
         fewest = 0
         for entry in decodes:
-            num_blocks = self._num_blocks(entry[1], window)
+            num_blocks = len(self._span(entry[1], rule))
             fits = groups and num_blocks * MIN_FILL <= fewest + 1
             if fits:
                 fits = (len(groups[-1]) + 1) * num_blocks * self._block_size <= MAX_GROUP_TOKENS
@@ -147,57 +130,49 @@ class SdpaBackend:
                 fewest = num_blocks
         return groups
 
-    def _group(self, members: Sequence[tuple[int, ScheduledRequest]], rule: Rule) -> DecodeGroup:
-        size, window = self._block_size, rule.window
-        width = max(self._num_blocks(part, window) for _, part in members)
+    def _group(self, members: Decodes, rule: Rule) -> DecodeGroup:
+        size, device = self._block_size, self._device
+        spans = [self._span(part, rule) for _, part in members]
+        width = max(map(len, spans))
         block_ids: list[int] = []
-        lasts: list[int] = []
-        firsts: list[int] = []
-        for _, part in members:
-            first_block = self._first_block(part.start, window)
-            table = part.request.block_tables[rule.group]
-            table = table[first_block : part.start // size + 1]
-            block_ids += table + [0] * (width - len(table))
-            lasts.append(part.start - first_block * size)
-            firsts.append(0 if window is None else lasts[-1] - window + 1)
-        offsets = torch.arange(width * size, device=self._device)
-        hidden = offsets > to_device(lasts, self._device).unsqueeze(1)
-        if window is not None:
-            hidden |= offsets < to_device(firsts, self._device).unsqueeze(1)
+        for (_, part), span in zip(members, spans, strict=True):
+            block_ids += part.request.block_tables[rule.group][span.start : span.stop]
+            block_ids += [NULL_BLOCK] * (width - len(span))
+        queries = to_device([part.start for _, part in members], device).unsqueeze(1)
+        firsts = to_device([span.start * size for span in spans], device).unsqueeze(1)
+        hidden = _hidden(queries, firsts + torch.arange(width * size, device=device), rule.window)
         return DecodeGroup(
-            rows=to_device([row for row, _ in members], self._device),
-            block_ids=to_device(block_ids, self._device),
+            rows=to_device([row for row, _ in members], device),
+            block_ids=to_device(block_ids, device),
             hidden=hidden[:, :, None, None],
             bias=self._bias(hidden)[:, None, None, :],
         )
 
     def _chunk(self, first_row: int, part: ScheduledRequest, rule: Rule) -> Chunk:
-        size, window, end_row = self._block_size, rule.window, first_row + part.num_tokens
-        whole = window is None or part.end <= window
-        if part.start == 0 and whole:
-            return Chunk(first_row, end_row, None, None, part.num_tokens)
-        first_block = self._first_block(part.start, window) if part.start else 0
+        window, rows = rule.window, slice(first_row, first_row + part.num_tokens)
+        if part.start == 0 and (window is None or part.end <= window):
+            return Chunk(rows, None, None, part.num_tokens)
+        span = self._span(part, rule)
         block_ids = None
         if part.start:
             table = part.request.block_tables[rule.group]
-            block_ids = table[first_block : (part.end - 1) // size + 1]
-        first = first_block * size
+            block_ids = to_device(table[span.start : span.stop], self._device)
+        first = span.start * self._block_size
         queries = torch.arange(part.start, part.end, device=self._device).unsqueeze(1)
         keys = torch.arange(first, part.end, device=self._device)
-        hidden = keys > queries
-        if window is not None:
-            hidden |= keys <= queries - window
-        return Chunk(
-            first_row,
-            end_row,
-            None if block_ids is None else to_device(block_ids, self._device),
-            self._bias(hidden),
-            part.end - first,
-        )
+        return Chunk(rows, block_ids, self._bias(_hidden(queries, keys, window)), part.end - first)
 
     def _bias(self, hidden: torch.Tensor) -> torch.Tensor:
         bias = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return bias.masked_fill_(hidden, -torch.inf)
+
+
+def _hidden(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return which keys the queries do not attend to, by their positions."""
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return hidden
 
 
 def _gather(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

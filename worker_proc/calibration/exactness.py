@@ -7,11 +7,11 @@ the threads and shapes that they will run with.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend
@@ -20,17 +20,17 @@ from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PackedLinear, can_pack
 
+Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
 MAX_PRODUCTS = 2**28
 """Most multiplications in one trial of a module: some milliseconds."""
 
 
 class Exactness(NamedTuple):
-    """Whether a request that is computed again gets the same tokens, and why not."""
+    """Whether a request that is computed again gets the same tokens, else the reason."""
 
     holds: bool
     reason: str
-    """Empty if it holds."""
 
 
 def check_exactness(
@@ -38,11 +38,7 @@ def check_exactness(
 ) -> Exactness:
     """Check a model whose cache is attached; overwrites the first blocks.
 
-    Args:
-        loaded: after its modules were fused and packed.
-        backend: its attention.
-        layout: of the attached cache.
-        stepwise: what `self_check.check_forward` returned.
+    `stepwise` is what `self_check.check_forward` returned.
     """
     reason = _obstacle(loaded, backend) or _difference(loaded, backend, layout, stepwise)
     return Exactness(not reason, reason)
@@ -79,51 +75,48 @@ def _difference(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
 ) -> str:
     """Compute the self check's texts at once, and each module among other numbers of rows."""
-    calls = _Calls(loaded.model)
-    with calls:
+    with _recorded_calls(loaded.model) as calls:
         whole = compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
-    for name, module, args in calls.distinct():
+    for name, module, args in _distinct(loaded.model, calls):
+        weights = sum(p.weight.numel() for p in module.modules() if isinstance(p, PackedLinear))
         for num_rows in ROW_COUNTS:
-            if num_rows * _num_weights(module) <= MAX_PRODUCTS and not _is_rowwise(
-                module, args, num_rows
-            ):
+            if num_rows * weights <= MAX_PRODUCTS and not _is_rowwise(module, args, num_rows):
                 return f"{name} ({type(module).__name__}) gives rows other bits among {num_rows}"
     if not all(map(_same, whole, stepwise)):
         return "a text's logits have other bits computed at once than computed step by step"
     return ""
 
 
-class _Calls:
-    """Context that records the arguments of each part of a model without attention."""
+@contextmanager
+def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
+    """Record the arguments of each part of a model without attention."""
+    calls: Calls = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parts = list(_parts_without_attention("", model))
-        self._args: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
-        self._handles: list[RemovableHandle] = []
-
-    def __enter__(self) -> None:
-        for _, module in self._parts:
-            self._handles.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A part with other arguments is tried only as a part of the whole forward.
         if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() == 3 for v in args):
             return
         if len({value.shape[1] for value in args}) == 1:
-            self._args[module] = args
+            calls[module] = args
 
-    def distinct(self) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
-        """Yield one part of each type, shape and input shape, with its arguments."""
-        seen = set()
-        for name, module in self._parts:
-            args = self._args.get(module)
-            tensors = (*module.parameters(), *(args or ()))
-            kind = type(module), *(tuple(tensor.shape) for tensor in tensors)
-            if args is not None and kind not in seen:
+    parts = [module for _, module in _parts_without_attention("", model)]
+    handles = [part.register_forward_pre_hook(record, with_kwargs=True) for part in parts]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _distinct(
+    model: nn.Module, calls: Calls
+) -> Iterator[tuple[str, nn.Module, tuple[torch.Tensor, ...]]]:
+    """Yield one part of each type, shape and input shape, with its arguments."""
+    seen = set()
+    for name, module in _parts_without_attention("", model):
+        if (args := calls.get(module)) is not None:
+            kind = type(module), *(tuple(t.shape) for t in (*module.parameters(), *args))
+            if kind not in seen:
                 seen.add(kind)
                 yield name, module, args
 
@@ -133,13 +126,8 @@ def _parts_without_attention(name: str, module: nn.Module) -> Iterator[tuple[str
         yield name, module
         return
     for child_name, child in module.named_children():
-        if isinstance(child, nn.Embedding):
-            continue  # it computes nothing
-        yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
-
-
-def _num_weights(module: nn.Module) -> int:
-    return sum(p.weight.numel() for p in module.modules() if isinstance(p, PackedLinear))
+        if not isinstance(child, nn.Embedding):  # which computes nothing
+            yield from _parts_without_attention(f"{name}.{child_name}".lstrip("."), child)
 
 
 @torch.inference_mode()

@@ -30,12 +30,6 @@ def available_cache_bytes(
         return config.cache.kv_cache_memory_bytes
     if loaded.device.type == "cpu":
         return min(DEFAULT_CPU_CACHE_BYTES, available_memory() // 2)
-    return _free_cuda_bytes(loaded, backend, layout, config)
-
-
-def _free_cuda_bytes(
-    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
-) -> int:
     device, utilization = loaded.device, config.cache.gpu_memory_utilization
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

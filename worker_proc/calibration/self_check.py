@@ -39,12 +39,8 @@ def check_forward(
 ) -> list[torch.Tensor]:
     """Run the check on the attached pool; overwrites the first blocks.
 
-    Returns:
-        The logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`: after its
-        prompt, and after each of the tokens that were computed in a step each.
-
-    Raises:
-        UnsupportedModel: the two differ by more than rounding.
+    Returns the logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`: after its
+    prompt, and after each of the tokens that were computed in a step each.
     """
     texts = check_texts(loaded.vocab_size)
     try:

@@ -11,16 +11,11 @@ from worker_proc.runner import Runner
 
 NUM_TEXTS = 4
 TEXT_LENGTH = 32
-_NUM_STEPS = 2
-"""A prefill of all texts, and a decode."""
+_NUM_STEPS = 2  # a prefill of all texts, and a decode
 
 
 def warm_up(runner: Runner) -> None:
-    """Compute the texts and forget them; overwrites the first blocks, if there are enough.
-
-    Raises:
-        Exception: the model cannot be computed.
-    """
+    """Compute the texts and forget them; overwrites the first blocks, if there are enough."""
     facts = runner.facts
     length = min(TEXT_LENGTH, facts.max_model_len - _NUM_STEPS)
     num_blocks = -(-(length + _NUM_STEPS) // facts.block_size)

@@ -10,12 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.core_worker import KVGroup
-from worker_proc.kv.layer_spec import LayerSpec
 
-MAX_GROUPS = 64
-"""Bound of the wire format."""
+MAX_GROUPS = 64  # of the wire format
 MAX_PADDING = 1.25
 """Kinds of layers whose counts differ by at most this factor fill one group each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Shape and window of one layer's attention, as the model's own code calls it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    value_head_dim: int
+    window: int | None
+    """Positions that a token attends to, itself included; None: all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,6 @@ class LayerGroup:
     """Layers with block tables of their own."""
 
     window: int | None
-    """Positions that a token attends to, itself included; None: all before it."""
     layers: tuple[int, ...]
     """Layer indices in the order of the forward; the i-th layer has tensor pair i."""
 
@@ -34,8 +43,7 @@ class KVLayout:
 
     groups: tuple[LayerGroup, ...]
     block_size: int
-    max_chunk: int
-    """Largest number of tokens that one request computes in one step."""
+    max_chunk: int  # most tokens that one request computes in one step
 
     @property
     def windows(self) -> list[int | None]:
@@ -71,13 +79,8 @@ def lay_out(
 ) -> KVLayout:
     """Divide the layers of a model into groups, first those without a window.
 
-    Args:
-        specs: of the layers, in the order of the forward.
-        block_size: tokens per block.
-        max_chunk: largest number of tokens that one request computes in one step.
-        max_model_len: of the longest request; a window of this size counts as none.
-        hybrid: whether windows get groups of their own. Without it, and where several kinds of
-            layers cannot share tensors, all layers form one group that frees no blocks.
+    A window of `max_model_len` counts as none. Unless `hybrid`, and where several kinds of layers
+    cannot share tensors, all layers form one group that frees no blocks.
     """
     kinds: dict[int | None, list[int]] = {}
     for index, spec in enumerate(specs):

@@ -46,14 +46,14 @@ class KVPool:
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
         """Copy blocks to the host, then others from it, on the current stream."""
+        if not out.host_block_ids and not into.host_block_ids:
+            return
+        self.wake()
         copy = copy_by_index if self._device.type == "cpu" else copy_one_by_one
-        if out.host_block_ids:
-            self.wake()
-            for device, host in self._pairs:
+        for device, host in self._pairs:
+            if out.host_block_ids:
                 copy(device, host, out.device_block_ids, out.host_block_ids)
-        if into.host_block_ids:
-            self.wake()
-            for device, host in self._pairs:
+            if into.host_block_ids:
                 copy(host, device, into.host_block_ids, into.device_block_ids)
 
     def sleep(self) -> None:
@@ -70,10 +70,9 @@ class KVPool:
 
     def wake(self) -> None:
         """Make the tensors usable again, with zeros after a sleep."""
-        if not self._is_asleep:
-            return
-        for memory in self._memory:
-            memory.restore()
+        if self._is_asleep:
+            for memory in self._memory:
+                memory.restore()
         self._is_asleep = False
 
 

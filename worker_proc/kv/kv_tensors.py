@@ -3,17 +3,15 @@
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from worker_proc.errors import InsufficientMemory
-from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.kv.layer_spec import LayerSpec
+from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 
 
-@dataclass(frozen=True, slots=True)
-class KVTensors:
+class KVTensors(NamedTuple):
     """Keys and values of one layer of each group, in the backend's shapes.
 
     Block 0 is the null block: it takes writes that are never read.
@@ -23,8 +21,7 @@ class KVTensors:
     values: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSize:
+class CacheSize(NamedTuple):
     """Size of the pool, and the longest sequence that it can hold."""
 
     num_blocks: int
@@ -44,8 +41,7 @@ class HostMemory:
         self._pages = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
-        flat = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape))
-        self.tensor = flat.view(shape)
+        self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape)).view(shape)
         self._pinned = pinned
         self.restore()
 
@@ -109,13 +105,8 @@ def size_cache(
 ) -> CacheSize:
     """Decide the number of blocks and the served context length.
 
-    Args:
-        available_bytes: memory for the pool; ignored with an override.
-        block_bytes: of one block over all tensors.
-        layout: how one request fills blocks.
-        model_len: the longest context the model itself allows.
-        max_model_len: as configured; None: the longest that fits.
-        num_blocks_override: exact number of blocks, the null block included.
+    Without a `max_model_len` it is the longest that fits, up to the model's own. An override is
+    the exact number of blocks, the null block included.
 
     Raises:
         InsufficientMemory: `max_model_len` does not fit; names the memory needed and available,

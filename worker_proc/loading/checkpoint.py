@@ -18,15 +18,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 _CONFIG_DTYPES = (*DTYPES, "float64")
 """Weights of float64 can be loaded as another type."""
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
-_MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _LEAST: dict[str, int] = {
-    "vocab_size": 1,
-    "max_position_embeddings": 2,
-    "n_positions": 2,
-    **dict.fromkeys(("hidden_size", "n_embd", "head_dim"), 1),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 1),
+    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"), 1),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 2),
 }
 """Keys of config.json that hold one integer, and the smallest that makes sense."""
 _UNUSED_BUFFER = re.compile(
@@ -39,28 +35,23 @@ class StoredTensor(NamedTuple):
     """A tensor as the header of a safetensors file describes it."""
 
     file: str
-    dtype: str
-    """The format's own name, such as F32 or F8_E4M3."""
+    dtype: str  # the format's own name, such as F32 or F8_E4M3
     num_dims: int
 
 
 def check_config_files(directory: str) -> None:
     """Check the keys of config.json and generation_config.json that transformers does not check.
 
-    Raises:
-        CheckpointError: names the file, the key, its value and what it must be.
+    The error names the file, the key, its value and what it must be.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no config.json")
     config = _read_object(path)
-    sections = [("", config)]
-    text_config = config.get("text_config")
-    if text_config is not None:
+    _check_section(path, "", config)
+    if (text_config := config.get("text_config")) is not None:
         _require(isinstance(text_config, dict), path, "text_config", text_config, "an object")
-        sections.append(("text_config.", text_config))
-    for prefix, section in sections:
-        _check_section(path, prefix, section)
+        _check_section(path, "text_config.", text_config)
     generation = Path(directory) / "generation_config.json"
     if generation.is_file():
         _check_eos(generation, "", _read_object(generation))
@@ -108,8 +99,7 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
             _check_rope(path, f"{prefix}{key}.", section[key])
     if section.get("rope_theta") is not None:
         _check_rope(path, prefix, {"rope_theta": section["rope_theta"]})
-    layer_types = section.get("layer_types")
-    if layer_types is not None:
+    if (layer_types := section.get("layer_types")) is not None:
         is_list = isinstance(layer_types, list) and all(isinstance(x, str) for x in layer_types)
         require(is_list, "layer_types", "a list of names")
     _check_eos(path, prefix, section)
@@ -160,12 +150,8 @@ def _key_of(value: object, section: dict[str, Any]) -> str:
 def check_stored_dtypes(directory: str) -> dict[str, StoredTensor]:
     """Check that every weight is stored as a float that needs nothing beside it.
 
-    Returns:
-        The stored tensors by name; empty if there are no safetensors files.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a tensor is stored in another format: it is
-            quantized, whether config.json mentions that or not.
+    Other formats are quantized, whether config.json mentions that or not. Returns the stored
+    tensors by name; empty if there are no safetensors files.
     """
     stored: dict[str, StoredTensor] = {}
     for path in _weight_files(Path(directory)):

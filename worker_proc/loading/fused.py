@@ -27,6 +27,7 @@ TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
 TRIAL_RANGE = 9.0
 """Where activations bend; past it they should be 0 or their argument, which is tried too."""
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
+_MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
 
 
 class FusedRMSNorm(nn.Module):
@@ -35,7 +36,6 @@ class FusedRMSNorm(nn.Module):
     def __init__(
         self, library: NativeLibrary, weight: torch.Tensor, epsilon: float, round_first: bool
     ) -> None:
-        """Take the factors of the columns and the kernel's other arguments."""
         super().__init__()
         self.weight = weight.detach().float().contiguous()
         self._library = library
@@ -84,11 +84,7 @@ class FusedMLP(nn.Module):
 
 
 def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> int:
-    """Replace the modules of `model` for which a kernel is proven; before packing.
-
-    Returns:
-        The number of modules replaced.
-    """
+    """Replace modules for which a kernel is proven, before packing; returns their number."""
     num_fused = 0
     gone: set[nn.Module] = set()
     for parent in list(model.modules()):
@@ -97,16 +93,10 @@ def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -
             if fused is not None:
                 setattr(parent, name, fused)
                 gone.update(child.modules())
-                _release(child)
+                for part in child.modules():  # may be referred to elsewhere: drop their weights
+                    part._parameters.clear()
                 num_fused += 1
     return num_fused
-
-
-def _release(module: nn.Module) -> None:
-    """Drop the weights of a replaced module, which may be referred to elsewhere."""
-    for part in module.modules():
-        for name, _ in list(part.named_parameters(recurse=False)):
-            delattr(part, name)
 
 
 @torch.inference_mode()
@@ -114,10 +104,11 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
     if dtype not in NATIVE_DTYPES:
         return None
     names = {name for name, _ in module.named_children()}
-    if {"gate_proj", "up_proj", "down_proj"} <= names <= _MLP_CHILDREN:
+    if _MLP_CHILDREN <= names <= _MLP_CHILDREN | {"act_fn"}:
         return _fused_mlp(module, library)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
-        return _fused_activation(module, library)
+        activation = _activation_of(module, library)
+        return None if activation is None else FusedActivation(library, activation)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):
@@ -127,15 +118,10 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
         return None
     return _agreeing(
         module,
-        [
-            lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
-            lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
-        ],
         len(weight),
+        lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
+        lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
     )
-
-
-_MLP_CHILDREN = frozenset({"gate_proj", "up_proj", "down_proj", "act_fn"})
 
 
 def _fused_mlp(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
@@ -147,15 +133,9 @@ def _fused_mlp(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
     activation = _activation_of(getattr(module, "act_fn", None), library)
     if activation is None:
         return None
-    candidates: list[Callable[[], nn.Module]] = [
-        lambda: FusedMLP(library, activation, gate, up, down)
-    ]
-    return _agreeing(module, candidates, gate.in_features)
-
-
-def _fused_activation(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
-    activation = _activation_of(module, library)
-    return None if activation is None else FusedActivation(library, activation)
+    return _agreeing(
+        module, gate.in_features, lambda: FusedMLP(library, activation, gate, up, down)
+    )
 
 
 def _activation_of(function: object, library: NativeLibrary) -> Activation | None:
@@ -179,7 +159,7 @@ def _activation_of(function: object, library: NativeLibrary) -> Activation | Non
 
 
 def _agreeing(
-    module: nn.Module, candidates: list[Callable[[], nn.Module]], size: int
+    module: nn.Module, size: int, *candidates: Callable[[], nn.Module]
 ) -> nn.Module | None:
     """Return the first candidate that computes what `module` does, on rows of every scale."""
     dtype = next(module.parameters()).dtype

@@ -6,6 +6,7 @@ hold for it too. Version 2 has one hierarchy, version 1 one for each controller.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,27 +33,19 @@ def available_memory(
 
 
 def _host_memory(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    raise RuntimeError(f"{meminfo} has no line MemAvailable")
+    found = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{meminfo} has no line MemAvailable")
+    return int(found[1]) * 1024
 
 
 def _cgroups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     """Yield the directories of this process's cgroup and of its ancestors, of either version."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top = root
-        elif controller in controllers.split(","):
-            top = root / controller
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        top = root / controller if controllers else root
         # In a container the path may be the host's, and what is mounted is the cgroup itself.
         place = top / path.lstrip("/")
         while place != top and top in place.parents:

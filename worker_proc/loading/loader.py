@@ -45,31 +45,32 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
-    model_len: int
-    """Longest context that the model can compute, in tokens."""
+    model_len: int  # longest context that the model can compute
     eos_token_ids: list[int]
 
 
 def load_model(
     directory: str, dtype: str, device: torch.device, progress: ReportProgress
 ) -> LoadedModel:
-    """Load the checkpoint in `directory`.
-
-    Args:
-        directory: with config.json and safetensors files.
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        device: where the weights go.
-        progress: called in the phases "inspect" and "load_weights".
+    """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
 
     Raises:
         CheckpointError: a file or tensor is missing, wrong or not used by the model.
         UnsupportedModel: the model cannot be computed correctly here.
     """
     progress("inspect", 0, 1)
-    config = _read_config(directory)
+    check_config_files(directory)
+    unknown = f"{directory}: transformers has no code of its own for this configuration"
+    with _rejections(directory, unknown):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     text_config = config.get_text_config(decoder=True)
     _check_config(config, text_config)
-    probed = probe_model(_meta_model(directory, config), text_config.num_hidden_layers)
+    no_model = f"{config.model_type}: no causal language model"
+    with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
+        meta_model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    probed = probe_model(meta_model, text_config.num_hidden_layers)
     model_len = _model_len(text_config)
     torch_dtype = _resolve_dtype(dtype, config, device)
     stored = check_stored_dtypes(directory)
@@ -87,14 +88,13 @@ def load_model(
     )
 
 
-def _read_config(directory: str) -> PretrainedConfig:
-    check_config_files(directory)
+@contextmanager
+def _rejections(directory: str, unsupported: str) -> Iterator[None]:
+    """Raise what transformers rejects, as unsupported or as a wrong configuration."""
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        yield
     except (ValueError, OSError) as error:
-        raise UnsupportedModel(
-            f"{directory}: transformers has no code of its own for this configuration: {error}"
-        ) from error
+        raise UnsupportedModel(f"{unsupported}: {error}") from error
     except MemoryError:
         raise
     except Exception as error:
@@ -102,30 +102,17 @@ def _read_config(directory: str) -> PretrainedConfig:
 
 
 def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
-    kind = config.model_type
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"{kind}: quantized checkpoints are not supported")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{kind}: encoder-decoder models are not supported")
+    for holder, key, feature in (
+        (config, "quantization_config", "quantized checkpoints are"),
+        (config, "is_encoder_decoder", "encoder-decoder models are"),
+        (text_config, "num_kv_shared_layers", "layers that share their KV are"),
+        (text_config, "add_cross_attention", "cross attention is"),
+    ):
+        if getattr(holder, key, None) not in (None, False, 0):
+            raise UnsupportedModel(f"{config.model_type}: {feature} not supported")
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if strange := layer_types - _ATTENTION_LAYER_TYPES:
-        raise UnsupportedModel(f"{kind}: layers of type {', '.join(sorted(strange))}")
-    if getattr(text_config, "num_kv_shared_layers", 0):
-        raise UnsupportedModel(f"{kind}: layers that share their KV are not supported")
-    if getattr(text_config, "add_cross_attention", False):
-        raise UnsupportedModel(f"{kind}: cross attention is not supported")
-
-
-def _meta_model(directory: str, config: PretrainedConfig) -> PreTrainedModel:
-    try:
-        with torch.device("meta"), no_init_weights():
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
-    except ValueError as error:
-        raise UnsupportedModel(f"{config.model_type}: no causal language model: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(describe_rejection(directory, error)) from error
+        raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(strange))}")
 
 
 def _model_len(text_config: PretrainedConfig) -> int:
@@ -202,21 +189,6 @@ def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
             setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta")))
 
 
-class _ReportingBar:
-    """Wraps an iterable and reports its progress."""
-
-    def __init__(self, items: Any, progress: ReportProgress) -> None:
-        self._items = items
-        self._progress = progress
-
-    def __iter__(self) -> Iterator[Any]:
-        total = len(self._items)
-        for done, item in enumerate(self._items):
-            self._progress("load_weights", done, total)
-            yield item
-        self._progress("load_weights", total, total)
-
-
 @contextmanager
 def _reported(progress: ReportProgress) -> Iterator[None]:
     """Connect transformers' progress bar over the weights to `progress`, and print nothing.
@@ -224,9 +196,16 @@ def _reported(progress: ReportProgress) -> Iterator[None]:
     Missing tensors are raised as an error by the caller, not reported here.
     """
 
+    def iterate(items: Any) -> Iterator[Any]:
+        total = len(items)
+        for done, item in enumerate(items):
+            progress("load_weights", done, total)
+            yield item
+        progress("load_weights", total, total)
+
     def hook(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and hasattr(args[0], "__len__"):
-            return _ReportingBar(args[0], progress)
+            return iterate(args[0])
         return factory(*args, **{**kwargs, "disable": True})
 
     previous = transformers_logging.set_tqdm_hook(hook)
@@ -240,8 +219,7 @@ def _reported(progress: ReportProgress) -> Iterator[None]:
 
 
 def _eos_token_ids(model: PreTrainedModel, text_config: PretrainedConfig) -> list[int]:
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = getattr(text_config, "eos_token_id", None)
     ids = eos if isinstance(eos, list) else [eos]

@@ -78,12 +78,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int:
     """Replace every linear layer of `model`, freeing its weights as it goes.
 
-    Args:
-        model: changed in place.
-        on_packed: called with (layers done, total layers) after each.
-
-    Returns:
-        The number of layers replaced.
+    Calls `on_packed` with (layers done, total layers) after each. Returns the number of layers.
     """
     found = [
         (parent, name, cast(nn.Linear, child))

@@ -51,25 +51,18 @@ template <int kWrite>
   for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(p + i, kWrite);
 }
 
-// A key's dimensions lie in as many cache lines as a block has: unless they are fetched ahead, the
-// stores wait for them one after another.
-template <typename T>
-[[gnu::always_inline]] inline void prefetch_slot(const Layer& layer, int64_t slot) {
-  const int64_t size = layer.block_size, dim = layer.head_dim;
-  const int64_t block = slot / size;
-  if (block == 0) return;
-  const T* keys = static_cast<const T*>(layer.keys) + block * layer.num_kv_heads * dim * size;
-  prefetch<1>(keys, layer.num_kv_heads * dim * size * sizeof(T));
-}
-
 template <typename T>
 void store(const Layer& layer, const Step& step, const Rows& key, const Rows& value) {
   const int dim = layer.head_dim, vdim = layer.value_head_dim, size = layer.block_size;
+  const int64_t block_keys = static_cast<int64_t>(layer.num_kv_heads) * dim * size;
 #pragma omp for schedule(static)
   for (int row = 0; row < step.num_rows; row++) {
     const int64_t block = step.slots[row] / size, offset = step.slots[row] % size;
-    const bool new_block_next = row + 1 < step.num_rows && step.slots[row + 1] / size != block;
-    if (new_block_next) prefetch_slot<T>(layer, step.slots[row + 1]);
+    // A key's dimensions lie in as many cache lines as a block has: unless they are fetched ahead,
+    // the stores wait for them one after another.
+    const int64_t next = row + 1 < step.num_rows ? step.slots[row + 1] / size : 0;
+    if (next != 0 && next != block)
+      prefetch<1>(static_cast<const T*>(layer.keys) + next * block_keys, block_keys * sizeof(T));
     if (block == 0) continue;
     for (int h = 0; h < layer.num_kv_heads; h++) {
       const int64_t head = block * layer.num_kv_heads + h;

@@ -17,25 +17,17 @@ from pathlib import Path
 SOURCES = ("attention.cpp", "pointwise.cpp")
 HEADERS = ("vec.h",)
 FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-ffp-contract=fast",
-    "-shared",
-    "-fPIC",
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),
+    *("-ffp-contract=fast", "-shared", "-fPIC"),
 )
 COMPILE_TIMEOUT_S = 120.0
 
 
 def library_path() -> Path:
     """Return the path of the library for these sources, flags and this CPU."""
-    digest = hashlib.blake2b(digest_size=10)
-    for name in SOURCES + HEADERS:
-        digest.update((Path(__file__).parent / name).read_bytes())
-    digest.update(" ".join(FLAGS).encode())
-    digest.update(_cpu_description().encode())
+    parts = [(Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    parts += [" ".join(FLAGS).encode(), _cpu_description().encode()]
+    digest = hashlib.blake2b(b"".join(parts), digest_size=10)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "troika" / f"native-{digest.hexdigest()}.so"
 
@@ -55,12 +47,8 @@ def start_building() -> subprocess.Popen[bytes] | None:
             return None
     except (OSError, RuntimeError):  # no home directory, or no permission
         return None
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__))],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    null = subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, __file__], stdin=null, stdout=null, stderr=null)
 
 
 def compiler() -> str | None:

@@ -9,6 +9,7 @@ import enum
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +18,12 @@ from worker_proc.native.build import library_path
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = logging.getLogger(__name__)
-_POINTER = ctypes.c_void_p
-_INT = ctypes.c_int32
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
+    "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
+    "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 5),
+}
 
 
 class Activation(enum.IntEnum):
@@ -28,19 +33,16 @@ class Activation(enum.IntEnum):
     GELU_TANH = 1
 
 
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class LayerArgs(ctypes.Structure):
     """`Layer` of attention.cpp."""
 
     _fields_ = (
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("num_heads", _INT),
-        ("num_kv_heads", _INT),
-        ("head_dim", _INT),
-        ("value_head_dim", _INT),
-        ("block_size", _INT),
-        ("window", _INT),
-        ("is_bf16", _INT),
+        *_fields("keys values", _POINTER),
+        *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window is_bf16", _INT),
     )
 
 
@@ -48,47 +50,26 @@ class StepArgs(ctypes.Structure):
     """`Step` of attention.cpp."""
 
     _fields_ = (
-        ("num_rows", _INT),
-        ("num_items", _INT),
-        ("item_size", _INT),
-        ("slots", _POINTER),
-        ("first_row", _POINTER),
-        ("num_tokens", _POINTER),
-        ("start", _POINTER),
-        ("table_offset", _POINTER),
-        ("tables", _POINTER),
-        ("item_segment", _POINTER),
-        ("item_token", _POINTER),
+        *_fields("num_rows num_items item_size", _INT),
+        *_fields("slots first_row num_tokens start table_offset tables", _POINTER),
+        *_fields("item_segment item_token", _POINTER),
     )
 
 
 class RowsArgs(ctypes.Structure):
     """`Rows` of attention.cpp."""
 
-    _fields_ = (
-        ("data", _POINTER),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
+    _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
 
 
 class NativeLibrary:
-    """The compiled kernels."""
+    """The compiled kernels. Rows are float32 or bfloat16."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self._attend = library.troika_attend
-        self._attend.argtypes = (*[_POINTER] * 6, ctypes.c_float, ctypes.c_float)
-        self._attend.restype = None
-        self._rms_norm = library.troika_rms_norm
-        self._rms_norm.argtypes = (
-            *(_POINTER, ctypes.c_int64, _POINTER, _POINTER),
-            *(_INT, _INT, ctypes.c_float, _INT, _INT),
-        )
-        self._rms_norm.restype = None
-        self._activate = library.troika_activate
-        self._activate.argtypes = (_POINTER, ctypes.c_int64, _POINTER, *[_INT] * 5)
-        self._activate.restype = None
+        self._library = ctypes.CDLL(str(path))
+        for name, types in _ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, None
 
     def attend(
         self,
@@ -98,47 +79,29 @@ class NativeLibrary:
         scoring: tuple[float, float],
         out: torch.Tensor,
     ) -> None:
-        """Store the keys and values of `rows`, and attend into `out`.
+        """Store keys and values, and attend into `out`, `[T, num_heads, value_head_dim]`.
 
-        Args:
-            layer: pool and shape.
-            step: segments and tables of the step.
-            rows: query, key and value, `[T, heads, dim]` each.
-            scoring: factor on scores, and their soft cap or 0.
-            out: `[T, num_heads, value_head_dim]`, contiguous.
+        `rows` are query, key and value, `[T, heads, dim]` each; `scoring` is the factor on scores,
+        and their soft cap or 0.
         """
-        query, key, value = (_rows_args(tensor) for tensor in rows)
-        self._attend(
-            ctypes.byref(layer),
-            ctypes.byref(step),
-            ctypes.byref(query),
-            ctypes.byref(key),
-            ctypes.byref(value),
-            out.data_ptr(),
-            *scoring,
-        )
+        parts = (layer, step, *map(_rows_args, rows))
+        self._library.troika_attend(*map(ctypes.byref, parts), out.data_ptr(), *scoring)
 
     def rms_norm(
         self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool
     ) -> torch.Tensor:
-        """Normalize the last dimension.
+        """Normalize the last dimension, and multiply it by `weight`, which is float32.
 
-        Args:
-            hidden: `[..., size]`, float32 or bfloat16.
-            weight: `[size]`, float32.
-            epsilon: added to the mean of squares.
-            round_first: round to the dtype of `hidden` before multiplying by `weight`.
+        With `round_first` the factors are applied to values of the dtype of `hidden`.
         """
-        size = hidden.shape[-1]
         rows = _dense_rows(hidden)
         out = torch.empty(hidden.shape, dtype=hidden.dtype)
-        self._rms_norm(
+        self._library.troika_rms_norm(
             rows.data_ptr(),
             rows.stride(0),
             weight.data_ptr(),
             out.data_ptr(),
-            len(rows),
-            size,
+            *rows.shape,
             epsilon,
             hidden.dtype == torch.bfloat16,
             round_first,
@@ -148,7 +111,7 @@ class NativeLibrary:
     def activate(
         self, hidden: torch.Tensor, activation: Activation, *, multiplies: bool = False
     ) -> torch.Tensor:
-        """Apply an activation to every value of `[..., size]`, float32 or bfloat16.
+        """Apply an activation to every value of `[..., size]`.
 
         If it multiplies, each row holds gates and then as many factors: returns f(gate) · up,
         `[..., size / 2]`.
@@ -156,7 +119,7 @@ class NativeLibrary:
         rows = _dense_rows(hidden)
         size = rows.shape[1] // 2 if multiplies else rows.shape[1]
         out = torch.empty(*hidden.shape[:-1], size, dtype=hidden.dtype)
-        self._activate(
+        self._library.troika_activate(
             rows.data_ptr(),
             rows.stride(0),
             out.data_ptr(),

@@ -19,8 +19,8 @@ inline Vec load_part(const Bf16* p, int count) {
   return load(padded);
 }
 
-inline Vec load_any(const float* p, int count) { return count == kLanes ? load(p) : load_part(p, count); }
-inline Vec load_any(const Bf16* p, int count) { return count == kLanes ? load(p) : load_part(p, count); }
+template <typename T>
+inline Vec load_any(const T* p, int count) { return count == kLanes ? load(p) : load_part(p, count); }
 
 inline Vec rounded(Vec v, float) { return v; }
 inline Vec rounded(Vec v, Bf16) {
@@ -72,7 +72,8 @@ inline Vec activation_of(Vec x) {
   return x * sigmoid_of(u * 1.5957691216f);  // 2 · sqrt(2 / pi)
 }
 
-template <typename T, int Kind>
+// With Multiplies a row holds `size` gates, and then as many factors.
+template <typename T, int Kind, bool Multiplies>
 void activate(const T* in, int64_t stride, T* out, int num_rows, int size) {
 #pragma omp parallel for schedule(static) if (int64_t(num_rows) * size > 16384)
   for (int row = 0; row < num_rows; row++) {
@@ -80,35 +81,18 @@ void activate(const T* in, int64_t stride, T* out, int num_rows, int size) {
     T* y = out + static_cast<int64_t>(row) * size;
     for (int i = 0; i < size; i += kLanes) {
       const int count = lanes_at(i, size);
-      save(activation_of<Kind>(load_any(x + i, count)), y + i, count);
+      Vec v = activation_of<Kind>(load_any(x + i, count));
+      if (Multiplies) v = rounded(v, T{}) * load_any(x + size + i, count);
+      save(v, y + i, count);
     }
   }
 }
 
 template <typename T, int Kind>
-void activate_and_multiply(const T* in, int64_t stride, T* out, int num_rows, int size) {
-#pragma omp parallel for schedule(static) if (int64_t(num_rows) * size > 16384)
-  for (int row = 0; row < num_rows; row++) {
-    const T* gate = in + row * stride;
-    T* y = out + static_cast<int64_t>(row) * size;
-    for (int i = 0; i < size; i += kLanes) {
-      const int count = lanes_at(i, size);
-      const Vec g = activation_of<Kind>(load_any(gate + i, count));
-      save(rounded(g, T{}) * load_any(gate + size + i, count), y + i, count);
-    }
-  }
-}
-
-template <typename T>
-void activate_any(const void* in, int64_t stride, void* out, int num_rows, int size, int kind,
+void activate_any(const void* in, int64_t stride, void* out, int num_rows, int size,
                   bool multiplies) {
-  const T* x = static_cast<const T*>(in);
-  T* y = static_cast<T*>(out);
-  if (multiplies)
-    (kind == kSilu ? activate_and_multiply<T, kSilu> : activate_and_multiply<T, kGeluTanh>)(
-        x, stride, y, num_rows, size);
-  else
-    (kind == kSilu ? activate<T, kSilu> : activate<T, kGeluTanh>)(x, stride, y, num_rows, size);
+  (multiplies ? activate<T, Kind, true> : activate<T, Kind, false>)(
+      static_cast<const T*>(in), stride, static_cast<T*>(out), num_rows, size);
 }
 
 }  // namespace
@@ -130,7 +114,9 @@ extern "C" void troika_rms_norm(const void* in, int64_t stride, const float* wei
 extern "C" void troika_activate(const void* in, int64_t stride, void* out, int32_t num_rows,
                                 int32_t size, int32_t kind, int32_t multiplies, int32_t is_bf16) {
   if (is_bf16)
-    activate_any<Bf16>(in, stride, out, num_rows, size, kind, multiplies);
+    (kind == kSilu ? activate_any<Bf16, kSilu> : activate_any<Bf16, kGeluTanh>)(
+        in, stride, out, num_rows, size, multiplies);
   else
-    activate_any<float>(in, stride, out, num_rows, size, kind, multiplies);
+    (kind == kSilu ? activate_any<float, kSilu> : activate_any<float, kGeluTanh>)(
+        in, stride, out, num_rows, size, multiplies);
 }

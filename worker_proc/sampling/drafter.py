@@ -29,11 +29,6 @@ class NgramIndex:
         self._before = array("i", [_NONE, _NONE])
         """By such a position: the one of the previous occurrence, or `_NONE`."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that are indexed."""
-        return len(self._before)
-
     def extend(self, token_ids: list[int], end: int) -> None:
         """Index the tokens before position `end` that are not indexed yet."""
         latest, before = self._latest, self._before
@@ -47,14 +42,8 @@ class NgramIndex:
 
         Looks for the last four tokens of the text, else the last three, else two; the latest
         occurrence counts. Matches of one token predict little, and those longer than four hardly
-        more. Where the continuation reaches the end of the text, it is repeated.
-
-        Args:
-            token_ids: all tokens of the request.
-            max_tokens: drafts to return.
-
-        Returns:
-            `max_tokens` ids, or none without an earlier occurrence.
+        more. Where the continuation reaches the end of the text, it is repeated. Returns
+        `max_tokens` ids, or none without an earlier occurrence.
         """
         position = self._find(token_ids)
         if position == _NONE:

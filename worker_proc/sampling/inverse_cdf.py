@@ -29,16 +29,12 @@ _HALF_MASK = (1 << _HALF) - 1
 
 
 class Filters(NamedTuple):
-    """Parameters of n rows, with `device` and order of their scores."""
+    """Parameters of n rows, on the device of their scores."""
 
-    temperature: Tensor
-    """float32 [n], positive."""
-    min_p: Tensor
-    """float64 [n]; 0: off."""
-    top_p: Tensor
-    """float64 [n]; 1: off."""
-    draws: Tensor
-    """int64 [n], uniform in [0, 2**62)."""
+    temperature: Tensor  # float32 [n], positive
+    min_p: Tensor  # float64 [n]; 0: off
+    top_p: Tensor  # float64 [n]; 1: off
+    draws: Tensor  # int64 [n], uniform in [0, 2**62)
 
 
 def scale(draws: Tensor, totals: Tensor) -> Tensor:
@@ -52,13 +48,8 @@ def scale(draws: Tensor, totals: Tensor) -> Tensor:
 def sample_top_k(scores: Tensor, filters: Filters, top_k: Tensor) -> Tensor:
     """Sample rows that have a top_k: only the first max(top_k) tokens are ever weighed.
 
-    Args:
-        scores: float32 [n, vocab], without NaN or +inf, at least one finite score in each row.
-        filters: of the n rows.
-        top_k: int64 [n], at least 1.
-
-    Returns:
-        int64 [n] token ids.
+    Takes float32 scores without NaN or +inf, at least one of them finite in each row; returns the
+    token ids, int64 [n].
     """
     values, ids = head(scores, int(top_k.max()))
     weights = _weigh(_distance(values, values[:, :1], filters), filters)
@@ -71,15 +62,9 @@ def sample_top_k(scores: Tensor, filters: Filters, top_k: Tensor) -> Tensor:
 
 
 def sample_full(scores: Tensor, filters: Filters, *, with_top_p: bool) -> Tensor:
-    """Sample rows without a top_k, without sorting their vocabulary.
+    """Sample rows without a top_k, without sorting their vocabulary; see `sample_top_k`.
 
-    Args:
-        scores: float32 [n, vocab], without NaN or +inf, at least one finite score in each row.
-        filters: of the n rows; top_p is read only if `with_top_p`.
-        with_top_p: whether any row has a top_p under 1.
-
-    Returns:
-        int64 [n] token ids.
+    Without `with_top_p`, the top_p of the filters is not read.
     """
     histogram = _Histogram(scores, filters)
     totals = histogram.sums[:, -1]
@@ -102,17 +87,12 @@ class _Histogram:
         self._weights = _weigh(distance, filters)
         sums = self._weights.new_zeros(scores.shape[0], _NUM_BUCKETS)
         sums.scatter_add_(1, self._buckets, self._weights)
-        self.sums = sums.cumsum_(dim=-1)
-        """int64 [n, buckets]: the running sum of weights up to the end of each bucket."""
+        self.sums = sums.cumsum_(dim=-1)  # int64 [n, buckets]: up to the end of each bucket
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Find the first token where the running sum of sorted weights exceeds the target.
 
-        Args:
-            targets: int64 [n], in [0, sum of the row).
-
-        Returns:
-            Its id and the running sum up to and with it, both int64 [n].
+        Returns its id and the running sum up to and with it, both int64 [n].
         """
         buckets = _first_above(self.sums, targets)[:, None]
         values, ids = sorted_members(self._scores, self._buckets == buckets)

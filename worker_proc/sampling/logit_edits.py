@@ -16,9 +16,8 @@ from protocol.sampling import SamplingParams
 class SamplingRow(Protocol):
     """The part of a request that the sampler reads."""
 
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """The request's own."""
+    sampling_params: SamplingParams
+    num_prompt_tokens: int
 
     @property
     def token_ids(self) -> list[int]:
@@ -27,10 +26,6 @@ class SamplingRow(Protocol):
     @property
     def num_tokens(self) -> int:
         """Length of `token_ids`, which is read more often than the ids."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt at the beginning of `token_ids`."""
 
 
 def has_edits(row: SamplingRow) -> bool:
@@ -50,12 +45,8 @@ def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequ
 
     While a row has fewer outputs than min_tokens, the EOS ids and its stop_token_ids are banned
     (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are ignored. A score
-    that a penalty pushes over the largest float becomes the largest float.
-
-    Args:
-        scores: float32 [n, vocab], without NaN or +inf.
-        rows: n rows.
-        eos_token_ids: the model's.
+    that a penalty pushes over the largest float becomes the largest float. `scores` are float32
+    [n, vocab], without NaN or +inf.
     """
     _ban_stops(scores, rows, eos_token_ids)
     _add_biases(scores, rows)
@@ -72,8 +63,7 @@ def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Seque
         if token_id < scores.shape[1]
     ]
     if places:
-        row_ids, token_ids = torch.tensor(places, device=scores.device).unbind(dim=1)
-        scores[row_ids, token_ids] = -math.inf
+        scores[torch.tensor(places, device=scores.device).unbind(dim=1)] = -math.inf
 
 
 def _add_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -84,9 +74,9 @@ def _add_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
                 places.append((i, token_id))
                 biases.append(bias)
     if places:
-        row_ids, token_ids = torch.tensor(places, device=scores.device).unbind(dim=1)
+        index = torch.tensor(places, device=scores.device).unbind(dim=1)
         values = torch.tensor(biases, dtype=torch.float32, device=scores.device)
-        scores[row_ids, token_ids] = _bounded(scores[row_ids, token_ids] + values)
+        scores[index] = _bounded(scores[index] + values)
 
 
 def _penalize_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -15,15 +15,10 @@ MIN_LOGPROB = -9999.0
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Describe one token per row.
+    """Describe one token per row of raw logits, with top lists of `num_tops` tokens.
 
     NaN counts as -inf. The top lists and ranks order tokens by logit, ties by id, so the greedy
     token has rank 1.
-
-    Args:
-        logits: float [n, vocab], before any processing.
-        token_ids: n ids inside the vocabulary.
-        num_tops: n lengths of the top lists; 0: empty lists.
     """
     limits = torch.finfo(torch.float32)
     scores = logits.float().nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
@@ -37,15 +32,10 @@ def token_logprobs(
     if num_top:
         _, ids = head(scores, num_top)
         tops, top_logprobs = ids.tolist(), logprobs.gather(1, ids).tolist()
+    columns = zip(token_ids, chosen, ranks, tops, top_logprobs, num_tops, strict=True)
     return [
-        TokenLogprobs(
-            token_id=token_id,
-            logprob=chosen[i],
-            rank=ranks[i],
-            top_ids=tops[i][:num],
-            top_logprobs=top_logprobs[i][:num],
-        )
-        for i, (token_id, num) in enumerate(zip(token_ids, num_tops, strict=True))
+        TokenLogprobs(token_id, logprob, rank, top[:num], values[:num])
+        for token_id, logprob, rank, top, values, num in columns
     ]
 
 

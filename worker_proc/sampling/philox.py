@@ -19,15 +19,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """Encrypt counters.
-
-    Args:
-        counter: int64 [4, n], words in [0, 2**32).
-        key: int64 [2, n], words in [0, 2**32).
-
-    Returns:
-        int64 [4, n], uniform words in [0, 2**32).
-    """
+    """Encrypt counters, int64 [4, n], with keys, int64 [2, n]; returns int64 [4, n]."""
     multipliers = torch.tensor(_MULTIPLIERS, device=counter.device)[:, None]
     weyl = torch.tensor(_WEYL, device=counter.device)[:, None]
     even, odd = counter[0::2], counter[1::2]
@@ -45,12 +37,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 def draw(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Draw one uniform integer in [0, 2**62) per (seed, position).
 
-    Args:
-        seeds: n signed 64-bit integers.
-        positions: n token positions, at least 0.
-
-    Returns:
-        int64 [n] on the CPU, where seeds and positions are known.
+    Seeds are signed 64-bit integers. Returns int64 [n] on the CPU, where the arguments are known.
     """
     seed = torch.tensor(seeds, dtype=torch.int64)
     position = torch.tensor(positions, dtype=torch.int64)

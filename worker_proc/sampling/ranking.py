@@ -11,15 +11,10 @@ from torch import Tensor
 
 
 def sorted_members(scores: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the members of each row.
+    """Sort those tokens of each row that `members`, bool [n, vocab], marks; no score is NaN.
 
-    Args:
-        scores: float [n, vocab], without NaN.
-        members: bool [n, vocab]: the tokens to sort.
-
-    Returns:
-        Scores and token ids, both [n, width], where width is the largest number of members in a
-        row. Shorter rows end in score -inf and id 0.
+    Returns scores and token ids, both [n, width], where width is the largest number of members in a
+    row. Shorter rows end in score -inf and id 0.
     """
     rows, ids = members.nonzero(as_tuple=True)
     num_members = rows.bincount(minlength=scores.shape[0])

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from protocol.core_worker import TokenLogprobs
-from protocol.sampling import SamplingParams
 from worker_proc.sampling.inverse_cdf import MAX_VOCAB_SIZE, Filters, sample_full, sample_top_k
 from worker_proc.sampling.logit_edits import SamplingRow, edit_scores, has_edits
 from worker_proc.sampling.logprobs import token_logprobs
 from worker_proc.sampling.philox import draw
-
-__all__ = ["SampledTokens", "Sampler", "SamplingRow"]
 
 _SMALL_TOP_K = 128
 """Heads are as wide as their group's largest top_k, so rows with large ones are grouped apart."""
@@ -47,8 +44,7 @@ class SampledTokens:
     """One entry per row, in row order."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-    """None for rows without the parameter."""
+    logprobs: list[TokenLogprobs | None]  # None for rows without the parameter
     not_finite: list[int]
     """Rows whose logits hold NaN or +inf, or nothing but -inf: their tokens mean nothing."""
 
@@ -57,30 +53,20 @@ class Sampler:
     """Samples next tokens; keeps no state."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        """Prepare for logits of `vocab_size` columns on `device`.
-
-        Raises:
-            ValueError: vocab_size is out of bounds.
-        """
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size is {vocab_size}, not in 1..{MAX_VOCAB_SIZE}")
         self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._device = device
+        self._eos_token_ids = eos_token_ids
         on_cpu = device.type == "cpu"
         num_elements = _CPU_CHUNK_ELEMENTS if on_cpu else _CUDA_CHUNK_ELEMENTS
         self._chunk_rows = max(1, num_elements // vocab_size)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
-        """Choose one token per row.
+        """Choose one token per row of raw logits, float [n, vocab], which are not changed.
 
         A row in which no token is possible, since its edits ban every one whose logit is not -inf,
         takes the most likely token of its raw logits. A row that is not finite takes token 0.
-
-        Args:
-            logits: float [n, vocab], any dtype, raw from the model; not changed.
-            rows: n rows.
         """
         assert logits.shape == (len(rows), self._vocab_size), logits.shape
         # Unlike argmax, max over one dimension is vectorised for bf16 on the CPU (5 times faster);
@@ -96,19 +82,13 @@ class Sampler:
     def prompt_logprobs(
         self, logits: Tensor, next_token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs]:
-        """Describe the prompt tokens that follow m computed positions.
-
-        Args:
-            logits: float [m, vocab] of the positions.
-            next_token_ids: m ids, each of the token after its position.
-            num_top: length of the top lists.
-        """
+        """Describe the prompt tokens that follow the positions of `logits`, float [m, vocab]."""
         assert logits.shape == (len(next_token_ids), self._vocab_size), logits.shape
         entries: list[TokenLogprobs] = []
         for start in range(0, len(next_token_ids), self._chunk_rows):
-            part = slice(start, start + self._chunk_rows)
-            ids = next_token_ids[part]
-            entries += token_logprobs(logits[part], ids, [num_top] * len(ids))
+            ids = next_token_ids[start : start + self._chunk_rows]
+            part = logits[start : start + self._chunk_rows]
+            entries += token_logprobs(part, ids, [num_top] * len(ids))
         return entries
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Tensor) -> None:
@@ -149,11 +129,8 @@ class Sampler:
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
     ) -> list[TokenLogprobs | None]:
         entries: list[TokenLogprobs | None] = [None] * len(rows)
-        asking = [
-            (i, row.sampling_params.logprobs)
-            for i, row in enumerate(rows)
-            if row.sampling_params.logprobs is not None
-        ]
+        wanted = [row.sampling_params.logprobs for row in rows]
+        asking = [(i, num_top) for i, num_top in enumerate(wanted) if num_top is not None]
         for start in range(0, len(asking), self._chunk_rows):
             part, num_tops = zip(*asking[start : start + self._chunk_rows], strict=True)
             chosen = [token_ids[i] for i in part]
@@ -168,17 +145,11 @@ def _sample(path: _Path, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if path is _Path.EDITED_MAX:
         return scores.max(dim=-1).indices
     params = [row.sampling_params for row in rows]
-    filters = _filters(params, [row.num_tokens for row in rows], scores.device)
+    columns = [(p.temperature, p.min_p, p.top_p) for p in params]
+    numbers = torch.tensor(columns, dtype=torch.float64, device=scores.device)
+    draws = draw([p.seed for p in params], [row.num_tokens for row in rows]).to(scores.device)
+    filters = Filters(numbers[:, 0].float(), numbers[:, 1], numbers[:, 2], draws)
     if path in {_Path.TOP_P, _Path.FULL}:
         return sample_full(scores, filters, with_top_p=path is _Path.TOP_P)
     top_k = torch.tensor([p.top_k for p in params], device=scores.device)
     return sample_top_k(scores, filters, top_k)
-
-
-def _filters(
-    params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device
-) -> Filters:
-    columns = [(p.temperature, p.min_p, p.top_p) for p in params]
-    numbers = torch.tensor(columns, dtype=torch.float64, device=device)
-    draws = draw([p.seed for p in params], positions).to(device)
-    return Filters(numbers[:, 0].float(), numbers[:, 1], numbers[:, 2], draws)

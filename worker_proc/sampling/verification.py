@@ -6,57 +6,45 @@ token give exactly the tokens of a run without drafts; the other rows are droppe
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
-from protocol.sampling import SamplingParams
-from worker_proc.mirror import MirroredRequest
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 
 class DraftedRow:
     """A row for the sampler: a request as if its first drafts were known tokens."""
 
-    __slots__ = ("_num_drafts", "_request", "_token_ids")
-
     def __init__(self, request: MirroredRequest, num_drafts: int) -> None:
         self._request = request
         self._num_drafts = num_drafts
-        self._token_ids: list[int] | None = None
+        self.req_id = request.req_id
+        self.sampling_params = request.sampling_params
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_tokens = request.num_tokens + num_drafts
 
-    @property
-    def sampling_params(self) -> SamplingParams:
-        return self._request.sampling_params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._request.num_prompt_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens and the first drafts."""
-        return self._request.num_tokens + self._num_drafts
-
-    @property
+    @cached_property
     def token_ids(self) -> list[int]:
         """The known ids and the first drafts, concatenated on first use."""
-        if self._token_ids is None:
-            request = self._request
-            self._token_ids = request.token_ids + request.draft_token_ids[: self._num_drafts]
-        return self._token_ids
+        return self._request.token_ids + self._request.draft_token_ids[: self._num_drafts]
 
 
-def sampling_rows(request: MirroredRequest, num_drafts: int) -> list[MirroredRequest | DraftedRow]:
-    """Return `num_drafts` + 1 rows, which verify a request's first drafts."""
-    return [request, *(DraftedRow(request, count) for count in range(1, num_drafts + 1))]
+def count_valid(
+    parts: Sequence[ScheduledRequest], token_ids: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return how many tokens of each part are valid, and the rows of the valid tokens.
 
-
-def count_sampled(sampled_token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> int:
-    """Return how many tokens are valid: those that equal their drafts, and one more.
-
-    Args:
-        sampled_token_ids: one for each row of a request.
-        draft_token_ids: of the request, possibly more than were verified.
+    A part has a row for its last known token and one for each draft; `token_ids` are those sampled
+    in the rows of all parts. Valid are the tokens that equal their drafts, and one more.
     """
-    last = len(sampled_token_ids) - 1
-    for index in range(last):
-        if sampled_token_ids[index] != draft_token_ids[index]:
-            return index + 1
-    return last + 1
+    counts: list[int] = []
+    valid: list[int] = []
+    first = 0
+    for part in parts:
+        num_drafts, drafts = part.num_drafts, part.request.draft_token_ids
+        num_right = 0
+        while num_right < num_drafts and token_ids[first + num_right] == drafts[num_right]:
+            num_right += 1
+        counts.append(num_right + 1)
+        valid += range(first, first + num_right + 1)
+        first += num_drafts + 1
+    return counts, valid

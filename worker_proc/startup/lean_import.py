@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 _DYNAMO = "torch._dynamo"
-_DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def _defer_dynamo() -> None:
         return
     module = importlib.util.module_from_spec(spec)
     module.__class__ = _Deferred
-    for name in _DECORATORS:
+    for name in ("allow_in_graph", "assume_constant_result", "disable"):
         setattr(module, name, _as_it_is)
     sys.modules[_DYNAMO] = module
 

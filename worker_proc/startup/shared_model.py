@@ -29,9 +29,6 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
 
     Every runner gets the number of KV blocks that was found here. A later process finds less free
     memory, and with other facts the core would have to start anew.
-
-    Raises:
-        ValueError: as `load_model_runner`; and for a device that is not the CPU.
     """
     if resolve_device(config.model.device).type != "cpu":
         raise ValueError("standby_workers needs device cpu: no other device survives a fork")

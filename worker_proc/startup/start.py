@@ -23,15 +23,13 @@ NULL_VOCAB_SIZE = 32_000
 NULL_MAX_MODEL_LEN = 8192
 NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
-NULL_BLOCK_BYTES = 65_536
-"""Size that a block of the null runner has in `swap_space_bytes`."""
+NULL_BLOCK_BYTES = 65_536  # of swap_space_bytes
 
 
 def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
     """Load the configured model. The null runner never imports torch.
 
-    Raises:
-        ValueError: settings or checkpoint cannot be used; another attempt would fail as well.
+    A ValueError is final: settings or checkpoint cannot be used.
     """
     if config.model.model == "null":
         return _null_runner(config)
@@ -45,11 +43,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
 def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
     """Load the part that workers share, without starting a thread or using a device.
 
-    Returns:
-        A function that makes a runner in a forked worker.
-
-    Raises:
-        ValueError: settings or checkpoint cannot be used; another attempt would fail as well.
+    Returns a function that makes a runner in a forked worker. A ValueError is final.
     """
     if config.model.model == "null":
         return lambda _: _null_runner(config)

@@ -45,8 +45,7 @@ from protocol.zygote_link import (
 from worker_proc.runner import RunnerFactory
 from worker_proc.startup.start import load_to_fork, work
 
-FORK_TIMEOUT_S = 5.0
-"""Limit for the intermediate process, which takes milliseconds."""
+FORK_TIMEOUT_S = 5.0  # of the intermediate process, which takes milliseconds
 _PID_BYTES = 4
 
 log = logging.getLogger("troika.zygote")
@@ -57,11 +56,10 @@ class NotForkable(Exception):
 
 
 class ForkedWorker(NamedTuple):
-    """The worker that a forked process becomes."""
+    """The worker that a forked process becomes, with descriptors by their names in the message."""
 
     message: ForkWorker
     fds: dict[str, int]
-    """Descriptors by their names in the message."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -108,11 +106,7 @@ class Zygote:
         self._parent_fd = parent_fd
 
     def load(self, config: EngineConfig) -> RunnerFactory:
-        """Load the configured model and send Ready; ends the process with a `Fatal` on failure.
-
-        Raises:
-            LinkClosed: the supervisor is gone.
-        """
+        """Load the configured model and send Ready; ends the process with a `Fatal` on failure."""
         try:
             make = load_to_fork(config, self._report)
             check_forkable()
@@ -188,27 +182,14 @@ class Zygote:
 
 
 def check_forkable() -> None:
-    """Check that this process has one thread.
-
-    Raises:
-        NotForkable: names the other threads.
-    """
-    tasks = [
-        path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()
-    ]
+    """Raise `NotForkable` with the names of the threads if there are several."""
+    tasks = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if len(tasks) != 1:
         raise NotForkable(f"loading has started threads: {', '.join(sorted(tasks))}")
 
 
 def fork_twice() -> int:
-    """Fork a process that is not a child of this one.
-
-    Returns:
-        Its pid; 0 in the process itself.
-
-    Raises:
-        OSError: the limit of processes or descriptors is reached.
-    """
+    """Fork a process that is not a child of this one; returns its pid, and 0 in the process."""
     read_fd, write_fd = os.pipe()
     try:
         intermediate = os.fork()
