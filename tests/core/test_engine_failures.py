@@ -119,14 +119,15 @@ def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
     for request_id in (1, 2, 3):
         engine.add(CLIENT, add(request_id))
     step = scheduled(engine)
-    assert engine._scheduler is not None
-    bad = sorted(engine._scheduler.requests)[1]
+    assert engine.running is not None
+    requests = engine.running.scheduler.requests
+    bad = sorted(requests)[1]
     output = answer(engine, step)
     failed = msgspec.structs.replace(output, request_errors={bad: "not finite"})
     outputs = engine.update(failed)
     assert [row.request_id for row in outputs[CLIENT].outputs] == [1, 3]
     assert refusals(engine) == [(CLIENT, 2, ErrorCode.COMPUTATION_FAILED)]
-    assert bad not in engine._scheduler.requests
+    assert bad not in requests
     following = scheduled(engine)
     assert following.finished_req_ids == [bad]
     assert engine.update(answer(engine, following))[CLIENT].outputs

@@ -22,9 +22,9 @@ class Page:
         """Returns the number of words written."""
         if edits is None:
             return 0
-        self._words.update(edits.numbers)
+        self._words.update(edits.marks)
         self._total = edits.total
-        return len(edits.numbers)
+        return len(edits.marks)
 
     @property
     def numbers(self) -> list[int]:

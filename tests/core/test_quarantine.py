@@ -103,7 +103,7 @@ class Patient:
         """Like a progress page."""
         edits = self.engine.take_marks()
         if edits is not None:
-            for place, number in edits.numbers.items():
+            for place, number in edits.marks.items():
                 self._page[place] = number
             self._marks = [self._page[place] for place in range(edits.total)]
 
