@@ -121,13 +121,14 @@ def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
         engine.add(CLIENT, add(request_id))
     step = scheduled(engine)
     assert engine.running is not None
-    bad = sorted(engine.running.scheduler.requests)[1]
+    requests = engine.running.scheduler.requests
+    bad = sorted(requests)[1]
     output = answer(engine, step)
     failed = msgspec.structs.replace(output, request_errors={bad: "not finite"})
     outputs = engine.update(failed)
     assert [row.request_id for row in outputs[CLIENT].outputs] == [1, 3]
     assert refusals(engine) == [(CLIENT, 2, ErrorCode.COMPUTATION_FAILED)]
-    assert bad not in engine.running.scheduler.requests
+    assert bad not in requests
     following = scheduled(engine)
     assert following.finished_req_ids == [bad]
     assert engine.update(answer(engine, following))[CLIENT].outputs

@@ -119,7 +119,9 @@ class Drill:
         assert standby not in self.doomed, "a killed process cannot be promoted"
         del self.living[standby]
 
-    def receive(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
+    def receive(
+        self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained
+    ) -> list[Action]:
         return self.take(self.policy.on_message(self.living[slot], message, self.now))
 
     def die(

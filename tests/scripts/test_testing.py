@@ -17,7 +17,11 @@ PAGE = ROOT / "docs" / "embedding.md"
 
 
 def documented_examples() -> list[str]:
-    section = PAGE.read_text().split("## Test your service by killing the engine's processes")[1].split("\n## ")[0]
+    section = (
+        PAGE.read_text()
+        .split("## Test your service by killing the engine's processes")[1]
+        .split("\n## ")[0]
+    )
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
