@@ -66,9 +66,9 @@ class Drill:
         self.last_epoch = 0
         self.exit_status: int | None = None
         self.words: list[RecordDeath] = []
-        self.told_deaths: list[WorkerDied] = []
-        self.said: list[tuple[int, object]] = []
-        """To whom, by epoch, and what."""
+        self.reported_deaths: list[WorkerDied] = []
+        self.sent: list[tuple[int, object]] = []
+        """Epochs of the receivers, and the messages."""
         self.take(self.policy.begin(self.now))
 
     def take(self, actions: list[Action]) -> list[Action]:
@@ -119,7 +119,7 @@ class Drill:
         assert standby not in self.doomed, "a killed process cannot be promoted"
         del self.living[standby]
 
-    def say(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
+    def receive(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
         return self.take(self.policy.on_message(self.living[slot], message, self.now))
 
     def die(

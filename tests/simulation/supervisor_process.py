@@ -44,8 +44,8 @@ class Listener:
 class NoOomCounter:
     """An `OomCounter` of a control group without a limit of memory."""
 
-    def take(self) -> bool:
-        """Return whether the kernel has killed a process for memory: never."""
+    def has_grown(self) -> bool:
+        """Return False: the kernel kills no process for lack of memory."""
         return False
 
 
