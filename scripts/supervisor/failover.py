@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from protocol.lifecycle import Role
 from scripts.supervisor.actions import Origin
-from scripts.supervisor.process_state import Group, Process
+from scripts.supervisor.process_state import Group, Process, latest
 
 STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
 """The role of the standby for each role; both have one process."""
@@ -24,10 +24,9 @@ HANDOVER_TIMEOUT_S = 5.0
 
 
 class Failover:
-    """Decides from the groups alone; it has no state."""
+    """Decides from the groups alone. Without helpers every process is started by command."""
 
     def __init__(self, groups: Mapping[Role, Group]) -> None:
-        """Take all groups of an engine; without helpers every process is started by command."""
         self._groups = groups
 
     def due_at(self, group: Group) -> float | None:
@@ -85,6 +84,4 @@ class Failover:
         """Since when the processes serve that a helper must not disturb; None: they do not."""
         roles = (Role.WORKER, Role.CORE) if role is Role.STANDBY_CORE else (Role.WORKER,)
         groups = [self._groups[served] for served in roles]
-        times = [group.ready_since for group in groups if group.is_ready]
-        known = [time for time in times if time is not None]
-        return max(known) if len(known) == len(groups) else None
+        return latest(group.ready_since if group.is_ready else None for group in groups)

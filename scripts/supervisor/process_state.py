@@ -3,7 +3,7 @@
 import logging
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
 from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start
@@ -96,7 +96,7 @@ class Process:
         self.state = ProcessState.STOPPED if is_final else ProcessState.BACKOFF
 
     def on_shutdown(self) -> None:
-        """Forget the deadline: the shutdown has one for all processes."""
+        """Remove the deadline: the shutdown has one for all processes."""
         self.deadline = None
         if not self.is_alive:
             self.state = ProcessState.STOPPED
@@ -165,10 +165,9 @@ class Process:
     def on_deadline(self) -> list[Action]:
         """Kill it. One that was asked to end and is late counts as killed, not as hung."""
         is_leaving = self.state is ProcessState.DRAINING
-        what = "does not leave in time" if is_leaving else "has made no progress in its start"
-        note = Note(
-            logging.WARNING if is_leaving else logging.ERROR, f"{self.slot} {what}; it is killed"
-        )
+        what = "does not end in time" if is_leaving else "has made no progress in its start"
+        severity = logging.WARNING if is_leaving else logging.ERROR
+        note = Note(severity, f"{self.slot} {what}; it is killed")
         return [note, *self.kill(is_overdue=not is_leaving)]
 
 
@@ -197,14 +196,14 @@ class Group:
         return [*self.processes, *([] if self.spare is None else [self.spare])]
 
     @property
-    def is_gone(self) -> bool:
-        """Whether no process of it is alive."""
-        return not any(process.is_alive for process in self.members)
-
-    @property
     def is_vacant(self) -> bool:
         """Whether the slots are free; a spare process does not matter."""
         return not any(process.is_alive for process in self.processes)
+
+    @property
+    def serves(self) -> bool:
+        """Whether every rank serves."""
+        return all(process.serves for process in self.processes)
 
     @property
     def is_ready(self) -> bool:
@@ -214,9 +213,7 @@ class Group:
     @property
     def ready_since(self) -> float | None:
         """When the last rank of the present incarnation became ready; None: not all have."""
-        times = [process.ready_at for process in self.processes]
-        known = [time for time in times if time is not None]
-        return max(known) if len(known) == len(times) else None
+        return latest(process.ready_at for process in self.processes)
 
     def begin(
         self, next_epoch: Callable[[], int], now: float, deadline: float, origin: Origin
@@ -251,10 +248,6 @@ class Group:
         is_leaving = spare is not None and spare.state is ProcessState.DRAINING
         doomed = self.processes if is_leaving else self.members
         return [action for process in doomed for action in process.kill()]
-
-    def kill(self) -> list[Action]:
-        """Kill all processes."""
-        return [action for process in self.members for action in process.kill()]
 
     def on_shutdown(self) -> None:
         """Start nothing any more."""
@@ -292,6 +285,12 @@ class Group:
             return 0.0
         doublings = min(self.num_deaths - 2, _MAX_DOUBLINGS)
         return min(_FIRST_BACKOFF_S * 2.0**doublings, longest_s) * rng.uniform(0.5, 1.0)
+
+
+def latest(times: Iterable[float | None]) -> float | None:
+    """The greatest of the times; None if one of them is None."""
+    known = list(times)
+    return None if None in known else max(time for time in known if time is not None)
 
 
 def phase_name(phase: str) -> str:

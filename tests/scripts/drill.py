@@ -27,7 +27,7 @@ from scripts.supervisor.actions import (
     Start,
     Swap,
 )
-from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import STANDBY_DELAY_S, STANDBY_OF
 from scripts.supervisor.policy import SupervisorPolicy
 
@@ -119,7 +119,9 @@ class Drill:
         assert standby not in self.doomed, "a killed process cannot be promoted"
         del self.living[standby]
 
-    def receive(self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained) -> list[Action]:
+    def receive(
+        self, slot: Slot, message: Hello | Progress | Ready | Fatal | Drained
+    ) -> list[Action]:
         return self.take(self.policy.on_message(self.living[slot], message, self.now))
 
     def die(

@@ -100,7 +100,7 @@ def test_time_served_before_a_planned_restart_counts() -> None:
     for _ in range(2 * DEATHS_IN_WINDOW):
         serve(groups, now)
         now += 86_400.0
-        loop.left(Role.WORKER, now)
+        loop.death(Role.WORKER, None, now)
         serve(groups, now)
         now += 10.0
         loop.death(Role.WORKER, DeathCause.SIGNAL, now)

@@ -132,7 +132,7 @@ class SupervisorProcess(Process):
             system=self._system(),
         )
         self._inbox = cast(SimulatedSocket, supervisor._link.socket).inbox
-        self.on_death.append(supervisor._pages.close)
+        self.on_death.append(supervisor._table.close)
         return supervisor
 
     def _system(self) -> System:
