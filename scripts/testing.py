@@ -24,7 +24,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
@@ -98,7 +97,7 @@ class RunningEngine:
         def ask() -> StatusReply | None:
             self._check()
             reply = self.status()
-            return reply if reply is not None and reply.ready and _has_pids(reply) else None
+            return reply if reply is not None and _is_ready(reply) else None
 
         return eventually(ask, "the engine is ready", self._timeout_s)
 
@@ -133,13 +132,16 @@ class RunningEngine:
         assert url is not None
         return url
 
-    def get(self, path: str) -> Any:
-        """GET a path and decode the JSON reply."""
-        return self._open(path, None)
+    def get(self, path: str, body: bytes | None = None) -> Any:
+        """GET a path, or POST a body to it, and decode the JSON reply."""
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url() + path, body, headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.loads(response.read())
 
     def post(self, path: str, **body: Any) -> Any:
         """POST a JSON body and decode the JSON reply."""
-        return self._open(path, json.dumps(body).encode())
+        return self.get(path, json.dumps(body).encode())
 
     def readiness(self) -> Any:
         """Wait for status 200 of /readyz and return the reply.
@@ -164,12 +166,6 @@ class RunningEngine:
 
     def _check(self) -> None:
         """Raise an error if the engine is known to have ended."""
-
-    def _open(self, path: str, body: bytes | None) -> Any:
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self.url() + path, body, headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.loads(response.read())
 
 
 class Engine(RunningEngine):
@@ -213,8 +209,7 @@ class EngineFactory:
     """
 
     def __init__(self) -> None:
-        """Make the directory; its name is short enough for the sockets in it."""
-        self.base = tempfile.mkdtemp(prefix="troika-test-")
+        self.base = tempfile.mkdtemp(prefix="troika-test-")  # short enough for sockets in it
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
         self.environ["XDG_RUNTIME_DIR"] = self.base
         paths = [_PATH, self.environ.get("PYTHONPATH", "")]
@@ -231,12 +226,7 @@ class EngineFactory:
     def __enter__(self) -> "EngineFactory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -248,10 +238,10 @@ class EngineFactory:
             shutil.rmtree(self.base)
 
 
-def _has_pids(reply: StatusReply) -> bool:
-    """Whether all that are ready have pids: a forked worker may report before its zygote does."""
+def _is_ready(reply: StatusReply) -> bool:
+    """Whether it is ready with all pids: a forked worker may report before its zygote does."""
     ready = [row for row in reply.processes if row.state is ProcessState.READY]
-    return all(row.pid is not None for row in ready)
+    return reply.ready and all(row.pid is not None for row in ready)
 
 
 try:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from protocol.lifecycle import DeathCause, Health, Role
 from scripts.supervisor.actions import Action, Send
-from scripts.supervisor.process_state import Group, Process
+from scripts.supervisor.process_state import Group
 
 WINDOW_S = 60.0
 """Seconds in which core and workers served."""
@@ -74,28 +74,19 @@ class CrashLoop:
         waits_s = [start - now for start in starts if start is not None]
         return Health(True, _MIN_RETRY_S + max([0.0, *waits_s]))
 
-    def news(self, now: float) -> list[Action]:
-        """Report to the API a change since the last report."""
-        health, api = self.health(now), self._api
-        is_known = api is not None and self._degraded_epoch == api.epoch
-        return [] if health.is_degraded == is_known else self._report(health)
+    def report(self, now: float, *, is_repeat: bool = False) -> list[Action]:
+        """Report a change to the API, which takes requests also while it waits for the engine.
 
-    def standing(self, now: float) -> list[Action]:
-        """Repeat the report of a crash loop: it is valid for a few seconds only."""
-        health = self.health(now)
-        return self._report(health) if health.is_degraded else []
-
-    def _report(self, health: Health) -> list[Action]:
-        api = self._api
-        if api is None or not api.is_alive:
+        `is_repeat`: report a crash loop again, since a report is valid for a few seconds only.
+        """
+        if Role.API not in self._groups:
+            return []
+        health, api = self.health(now), self._groups[Role.API].processes[0]
+        is_known = health.is_degraded == (self._degraded_epoch == api.epoch)
+        if not api.is_alive or (is_known and not (is_repeat and health.is_degraded)):
             return []
         self._degraded_epoch = api.epoch if health.is_degraded else None
         return [Send(api.slot, health)]
-
-    @property
-    def _api(self) -> Process | None:
-        """The API, which takes requests also while it waits for the engine."""
-        return self._groups[Role.API].processes[0] if Role.API in self._groups else None
 
     @property
     def _is_looping(self) -> bool:

@@ -35,7 +35,6 @@ from protocol.transport.channel import (
 from scripts.supervisor import actions
 from scripts.supervisor.actions import Action, Slot
 from scripts.supervisor.console import Console
-from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
 from scripts.supervisor.run_dirs import RunDir
@@ -68,8 +67,8 @@ class Supervisor:
 
         Args:
             config: complete, as every child gets it.
-            run_dir: issues epochs; has the lifecycle socket.
-            console: shows starts and notes.
+            run_dir: issues epochs.
+            console: prints starts and notes.
             listener: socket for the API; None: no API.
             parent_fd: its EOF, or the end of this process's parent, ends everything at once.
             started_at: monotonic time from which the start is counted.
@@ -215,11 +214,8 @@ class Supervisor:
         self._on_zygote_events(self._table.reap(slot))
         self._console.ended(slot)
         failpoint("supervisor.after_death")
-        evidence = Evidence(
-            step_id=self._table.step_of(slot, child.epoch),
-            is_oom=self._oom_counter.has_grown() and status == -signal.SIGKILL,
-            has_completed_step=self._table.has_completed_step(slot, child.epoch),
-        )
+        is_oom = self._oom_counter.has_grown() and status == -signal.SIGKILL
+        evidence = self._table.evidence(slot, child.epoch, is_oom=is_oom)
         self._perform(self.policy.on_death(slot, status, self._clock.monotonic(), evidence))
 
     def _await_fatal(self, epoch: int) -> None:

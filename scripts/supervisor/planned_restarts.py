@@ -15,7 +15,7 @@ from scripts.supervisor.actions import Action, Note, Swap
 from scripts.supervisor.failover import STANDBY_OF
 from scripts.supervisor.process_state import Group
 
-RESTARTABLE = (Role.API, Role.CORE, Role.WORKER)
+RESTARTABLE = (Role.WORKER, Role.CORE, Role.API)
 LEAVE_GRACE_S = 5.0
 """From Stop to SIGKILL for one process."""
 CORE_PATIENCE_S = 2.0
@@ -58,8 +58,11 @@ class PlannedRestarts:
             return f"the {role} before this one still finishes its requests", []
         if not group.serves or group.spare is not None or role in self._waits_until:
             return already_replaced(role), []
+        if role is Role.API and self._is_api_alone:
+            return None, group.leave(self._drain_deadline(now), Drain(is_replaced=True))
         if role is Role.API:
-            return None, self._replace_api(group, now)
+            deadline = now + self._recovery.startup_timeout_s
+            return None, group.begin_spare(self._next_epoch(), now, deadline)
         if STANDBY_OF[role] not in self._groups:
             return None, group.leave(now + LEAVE_GRACE_S, Stop())
         is_worker = role is Role.WORKER
@@ -110,12 +113,6 @@ class PlannedRestarts:
 
     def _drain_deadline(self, now: float) -> float:
         return now + self._recovery.shutdown_timeout_s + LEAVE_GRACE_S
-
-    def _replace_api(self, group: Group, now: float) -> list[Action]:
-        if self._is_api_alone:
-            return group.leave(self._drain_deadline(now), Drain(is_replaced=True))
-        deadline = now + self._recovery.startup_timeout_s
-        return group.begin_spare(self._next_epoch(), now, deadline)
 
 
 def already_replaced(role: Role) -> str:

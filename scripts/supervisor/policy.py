@@ -106,8 +106,6 @@ class SupervisorPolicy:
         """When `look` must be called at the latest; None before the first call."""
         return self._watcher.next_look
 
-    # Events -------------------------------------------------------------------------------------
-
     def begin(self, now: float) -> list[Action]:
         """Start all processes at once; only a worker waits for its zygote."""
         self._turned_at = now
@@ -182,7 +180,7 @@ class SupervisorPolicy:
         actions: list[Action] = [Note(logging.WARNING, text), *notices]
         delay_s = group.delay_s(self._recovery.restart_backoff_max_s, self._rng)
         actions += self._replace(group, now + delay_s, now)
-        return actions + self._crash_loop.news(now)
+        return actions + self._crash_loop.report(now)
 
     def _replace(self, group: Group, at: float, now: float) -> list[Action]:
         """Start the successors at that time, unless the death ends a front of the shutdown."""
@@ -221,9 +219,9 @@ class SupervisorPolicy:
     def _repeat(self, now: float) -> list[Action]:
         """Resend the current state: a message may have been lost."""
         asked = [action for process in self.processes for action in process.ask_again()]
-        return asked + self._death_notices.pending(now) + self._crash_loop.standing(now)
-
-    # Watching -----------------------------------------------------------------------------------
+        return (
+            asked + self._death_notices.pending(now) + self._crash_loop.report(now, is_repeat=True)
+        )
 
     def look(self, marks: Mapping[Slot, ProgressRecord], now: float) -> list[Action]:
         """Find processes that hang, from the marks in their progress pages."""
@@ -244,8 +242,6 @@ class SupervisorPolicy:
             suspicion = self._death_notices.suspicion(process, 1.5 * mark.limit_s + 1.0)
             return [Note(logging.WARNING, text), DumpStacks(slot), *suspicion]
         return [Note(logging.ERROR, f"{text}; it is killed"), *process.kill(is_overdue=True)]
-
-    # Starting -----------------------------------------------------------------------------------
 
     def _start(self, group: Group, now: float) -> list[Action]:
         origin = self._failover.origin(group.role)
@@ -276,7 +272,7 @@ class SupervisorPolicy:
         if self.is_ready and not self.was_ready:
             self.was_ready = True
             actions.append(Announce())
-        return actions + self._crash_loop.news(now)
+        return actions + self._crash_loop.report(now)
 
     def _is_hopeless(self, group: Group, process: Process) -> bool:
         """Whether to give up: only before the first Ready, since later there are requests."""

@@ -29,7 +29,6 @@ class Process:
         """SIGKILL was sent because a deadline had passed."""
         self.started_at = 0.0
         self.ready_at: float | None = None
-        """Time of this incarnation's Ready."""
         self.deadline: float | None = None
         """When it is killed; progress of a start extends this."""
         self.asked: Drain | Stop | None = None
@@ -102,7 +101,7 @@ class Process:
             self.state = ProcessState.STOPPED
 
     def exchange(self, predecessor: "Process") -> None:
-        """Take the slot of a predecessor that leaves, and give it this one's."""
+        """Exchange slots with a predecessor that leaves."""
         self.slot, predecessor.slot = predecessor.slot, self.slot
         self.num_restarts = predecessor.num_restarts + 1
 
@@ -117,8 +116,6 @@ class Process:
         if self.ready_at is None or self.is_overdue or step_id is not None:
             return False
         return now - self.ready_at >= max(LEAST_SERVICE_S, self.ready_at - self.started_at)
-
-    # Ending -------------------------------------------------------------------------------------
 
     def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
         """Ask it to end; it is killed at the deadline."""

@@ -25,6 +25,7 @@ from protocol.transport.channel import PeerGone, RouterChannel
 from protocol.transport.runtime import Poller
 from protocol.zygote_link import Forked, ForkFailed
 from scripts.supervisor.actions import Origin, RecordDeath, Slot, Start
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import HELPERS, STANDBY_OF
 from scripts.supervisor.process_state import Process
 from scripts.supervisor.system import System
@@ -81,11 +82,7 @@ class ProcessTable:
         *,
         system: System,
     ) -> None:
-        """Make a page for each slot. `poller` gets the pidfd of each process.
-
-        Raises:
-            OSError: there is no memory or descriptor left.
-        """
+        """Make a page for each slot. `poller` gets the pidfd of each process."""
         self._config = config
         self._listener = listener
         self._link = link
@@ -280,8 +277,7 @@ class ProcessTable:
 
     def dump_stacks(self, slot: Slot) -> None:
         """Make the process of a slot print the stacks of its threads."""
-        child = self._rows[slot].child
-        if child is not None:
+        if (child := self._rows[slot].child) is not None:
             child.dump_stacks()
 
     # Connections --------------------------------------------------------------------------------
@@ -329,14 +325,12 @@ class ProcessTable:
         found = {slot: row.page.read() for slot, row in self._rows.items()}
         return {slot: mark for slot, mark in found.items() if mark is not None}
 
-    def step_of(self, slot: Slot, epoch: int) -> int | None:
-        """The step that an incarnation is computing, or was when it died."""
-        mark = self._rows[slot].page.read()
-        return None if mark is None or mark.epoch != epoch else mark.step_id
-
-    def has_completed_step(self, slot: Slot, epoch: int) -> bool:
-        """Whether an incarnation has completed a step."""
-        return self._rows[slot].page.last_completing_epoch == epoch
+    def evidence(self, slot: Slot, epoch: int, *, is_oom: bool) -> Evidence:
+        """What the page shows of an incarnation that has died."""
+        page = self._rows[slot].page
+        mark = page.read()
+        step_id = None if mark is None or mark.epoch != epoch else mark.step_id
+        return Evidence(step_id, is_oom, page.last_completing_epoch == epoch)
 
     def record_death(self, death: RecordDeath) -> None:
         """Write how the last incarnation ended, for the next one."""

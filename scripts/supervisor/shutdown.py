@@ -138,8 +138,6 @@ class Shutdown:
         if self.deadline is not None:
             self.deadline += seconds
 
-    # Stages -------------------------------------------------------------------------------------
-
     def advance(self, now: float) -> list[Action]:
         """Leave every stage that is complete, and enter the next."""
         actions: list[Action] = []

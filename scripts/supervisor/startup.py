@@ -19,10 +19,10 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def complete(config: EngineConfig) -> EngineConfig:
-    """Replace the model's name by its directory, and settle the number of standby workers.
+    """Replace the model's name by its directory, and set the number of standby workers.
 
     Raises:
-        ConfigError: there is no such model; the text says what is possible.
+        ConfigError: there is no such model.
     """
     model = config.model
     recovery = msgspec.structs.replace(config.recovery, standby_workers=num_standby_workers(config))
@@ -103,7 +103,7 @@ def write_failure(run_dir: str | None, failure: str) -> None:
 
 
 def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:
-    """Read the command line. Wrong arguments end the program with status 2."""
+    """Parse the command line. Wrong arguments end the program with status 2."""
     parser = argparse.ArgumentParser(
         program, description="Serve a model over HTTP.", allow_abbrev=False
     )
