@@ -70,7 +70,6 @@ class InprocEngine:
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Abort a request."""
         self._ledger.cancel(request_id)
         self._core.abort(_CLIENT, [request_id])
 
@@ -145,7 +144,6 @@ class InprocEngine:
         return self._core.take_kv_events()
 
     def stats(self) -> EngineStats:
-        """Return the present gauges and counters."""
         return self._core.stats()
 
     @property

@@ -5,12 +5,13 @@ Open requests are finished, or continued by the successor.
 
 import argparse
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from protocol.lifecycle import ProcessState, ProcessStatus, RestartReply, Role
+from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
 from protocol.process.status import StatusLink
 from scripts.status import only_run_dir
@@ -69,7 +70,8 @@ def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
     while True:
         rows = _rows(link, role)  # with a second API, if there is one
         after = rows[: len(before)]
-        if _are_replaced(before, after):
+        pairs = zip(before, after, strict=True)
+        if all(new.state is ProcessState.READY and new.epoch > old.epoch for old, new in pairs):
             break
         is_old = after[0].epoch == before[0].epoch
         if is_old and had_successor and len(rows) == len(before):
@@ -84,41 +86,28 @@ def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
 
 def _ask(link: StatusLink, role: Role) -> None:
     """Request the restart. After a late answer the next one may report that it has begun."""
-    asked = 0
-
-    def ask(timeout_s: float) -> RestartReply | None:
-        nonlocal asked
-        asked += 1
-        return link.restart(role, timeout_s)
-
-    reply = _query(ask)
-    has_begun = asked > 1 and reply.reason == already_replaced(role)
+    reply, is_repeated = _query(functools.partial(link.restart, role))
+    has_begun = is_repeated and reply.reason == already_replaced(role)
     if not reply.accepted and not has_begun:
         raise RestartFailed(reply.reason)
 
 
-def _query(ask: Callable[[float], T | None]) -> T:
-    """Repeat a query until it is answered: a busy host may be late."""
-    for _ in range(_MAX_QUERIES):
+def _query(ask: Callable[[float], T | None]) -> tuple[T, bool]:
+    """Repeat a query until it is answered: a busy host may be late. Returns whether it was."""
+    for number in range(_MAX_QUERIES):
         reply = ask(_ANSWER_TIMEOUT_S)
         if reply is not None:
-            return reply
+            return reply, number > 0
     raise RestartFailed("the supervisor does not answer")
 
 
 def _rows(link: StatusLink, role: Role) -> list[ProcessStatus]:
     """The rows of a role by rank."""
-    rows = [row for row in _query(link.query).processes if row.role is role]
+    reply, _ = _query(link.query)
+    rows = [row for row in reply.processes if row.role is role]
     if not rows:
         raise RestartFailed(f"this engine has no {role}")
     return rows
-
-
-def _are_replaced(before: list[ProcessStatus], after: list[ProcessStatus]) -> bool:
-    return all(
-        new.state is ProcessState.READY and new.epoch > old.epoch
-        for old, new in zip(before, after, strict=True)
-    )
 
 
 def _pids(rows: list[ProcessStatus]) -> str:

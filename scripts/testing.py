@@ -97,7 +97,11 @@ class RunningEngine:
         def ask() -> StatusReply | None:
             self._check()
             reply = self.status()
-            return reply if reply is not None and _is_ready(reply) else None
+            if reply is None or not reply.ready:
+                return None
+            # A forked worker may be ready before the zygote has reported its pid.
+            ready = [row for row in reply.processes if row.state is ProcessState.READY]
+            return reply if all(row.pid is not None for row in ready) else None
 
         return eventually(ask, "the engine is ready", self._timeout_s)
 
@@ -186,7 +190,7 @@ class Engine(RunningEngine):
 
     @property
     def log(self) -> str:
-        """What its processes have written to stderr."""
+        """The text that its processes have written to stderr."""
         return self._log.read_text()
 
     def _check(self) -> None:
@@ -236,12 +240,6 @@ class EngineFactory:
                 engine.close()
         finally:
             shutil.rmtree(self.base)
-
-
-def _is_ready(reply: StatusReply) -> bool:
-    """Whether it is ready with all pids: a forked worker may report before its zygote does."""
-    ready = [row for row in reply.processes if row.state is ProcessState.READY]
-    return reply.ready and all(row.pid is not None for row in ready)
 
 
 try:

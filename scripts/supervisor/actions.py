@@ -4,18 +4,7 @@ import enum
 
 import msgspec
 
-from protocol.lifecycle import (
-    DeathCause,
-    Drain,
-    Health,
-    Progress,
-    Promote,
-    Ready,
-    Role,
-    Stop,
-    Suspect,
-    WorkerDied,
-)
+from protocol.lifecycle import Command, DeathCause, Progress, Ready, Role
 
 
 class Slot(msgspec.Struct, frozen=True, order=True):
@@ -31,12 +20,9 @@ class Slot(msgspec.Struct, frozen=True, order=True):
 class Origin(enum.Enum):
     """How a process comes into its slot."""
 
-    STARTED = "started"
-    """By command; it loads everything itself."""
-    FORKED = "forked"
-    """By the zygote, which has loaded the model."""
-    PROMOTED = "promoted"
-    """It was the standby."""
+    STARTED = "started"  # by command; it loads everything itself
+    FORKED = "forked"  # by the zygote, which has loaded the model
+    PROMOTED = "promoted"  # it was the standby
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -72,7 +58,7 @@ class Send(msgspec.Struct, frozen=True):
     """Send a message over the lifecycle link."""
 
     slot: Slot
-    message: Drain | Stop | Promote | Suspect | WorkerDied | Health
+    message: Command
 
 
 class Swap(msgspec.Struct, frozen=True):

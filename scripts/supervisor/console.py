@@ -66,7 +66,6 @@ class Console:
             self._drawn_at = now
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
-        """Enter the progress of a start."""
         self._clocks[slot].enter(phase_name(message.phase), now)
         if slot == _FIRST_WORKER:
             self._loading = message
@@ -89,7 +88,6 @@ class Console:
         return self._drawn_at + _REDRAW_S if is_shown else None
 
     def tick(self, now: float) -> None:
-        """Redraw the bar if it is time."""
         due = self.next_tick()
         if due is None or now < due or self._loading is None:
             return
@@ -100,18 +98,15 @@ class Console:
         self._has_bar = True
 
     def line(self, text: str) -> None:
-        """Print a line of its own."""
         if not self._is_quiet:
             self._clear()
             self._write(text + "\n")
 
     def note(self, severity: int, text: str) -> None:
-        """Write a line to the log."""
         self._clear()
         log.log(severity, "%s", text)
 
     def error(self, text: str) -> None:
-        """Print why the engine failed."""
         self._clear()
         self._write(f"troika: {text}\n")
 

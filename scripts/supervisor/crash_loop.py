@@ -67,7 +67,6 @@ class CrashLoop:
         return now - since >= limit_s
 
     def health(self, now: float) -> Health:
-        """The engine's health, for the API."""
         if not self._is_looping or all(group.is_ready for group in self._watched):
             return Health(False)
         starts = [group.resume_at for group in self._watched]

@@ -4,15 +4,7 @@ import signal
 from collections import deque
 from typing import NamedTuple
 
-from protocol.lifecycle import (
-    MAX_SUSPICION_S,
-    DeathCause,
-    Fatal,
-    ProcessState,
-    Role,
-    Suspect,
-    WorkerDied,
-)
+from protocol.lifecycle import MAX_SUSPICION_S, DeathCause, ProcessState, Role, Suspect, WorkerDied
 from protocol.process.child_runtime import EXIT_FATAL
 from scripts.supervisor.actions import Action, RecordDeath, Send, Slot
 from scripts.supervisor.process_state import Group, Process, phase_name
@@ -38,24 +30,18 @@ class Evidence(NamedTuple):
     """Whether it had completed a step, according to its progress page."""
 
 
-def classify(status: int, fatal: Fatal | None, *, is_overdue: bool, is_oom: bool) -> DeathCause:
-    """Return the cause of a death.
-
-    Args:
-        status: of the exit; negative for a signal.
-        fatal: the last message about an error, if there was one.
-        is_overdue: whether the supervisor killed it because it hung.
-        is_oom: see `Evidence`.
-    """
+def classify(process: Process, status: int, *, is_oom: bool) -> DeathCause:
+    """Return the cause of a death; `status` is negative for a signal."""
     if status == -signal.SIGKILL:
-        if is_overdue:
+        if process.is_overdue:
             return DeathCause.DEADLINE
         return DeathCause.OOM if is_oom else DeathCause.KILLED
     if -status in _OWN_SIGNALS:
         return DeathCause.SIGNAL
     if status < 0:
         return DeathCause.KILLED
-    return DeathCause.EXCEPTION if fatal is not None or status == EXIT_FATAL else DeathCause.ENDED
+    is_error = process.fatal is not None or status == EXIT_FATAL
+    return DeathCause.EXCEPTION if is_error else DeathCause.ENDED
 
 
 def describe_death(process: Process, status: int, cause: DeathCause, step_id: int | None) -> str:

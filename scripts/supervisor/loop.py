@@ -35,6 +35,7 @@ from protocol.transport.channel import (
 from scripts.supervisor import actions
 from scripts.supervisor.actions import Action, Slot
 from scripts.supervisor.console import Console
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
 from scripts.supervisor.run_dirs import RunDir
@@ -67,8 +68,6 @@ class Supervisor:
 
         Args:
             config: complete, as every child gets it.
-            run_dir: issues epochs.
-            console: prints starts and notes.
             listener: socket for the API; None: no API.
             parent_fd: its EOF, or the end of this process's parent, ends everything at once.
             started_at: monotonic time from which the start is counted.
@@ -107,7 +106,6 @@ class Supervisor:
 
     @property
     def url(self) -> str | None:
-        """Address of the HTTP server."""
         return None if self._listener is None else url_of(self._listener)
 
     def run(self, signal_fd: int) -> int:
@@ -194,11 +192,11 @@ class Supervisor:
                 self._failed_starts.append(slot)
 
     def _reap(self, ready: Mapping[Any, int]) -> None:
-        """Reap dead processes, after their last messages."""
         failed, self._failed_starts = self._failed_starts, []
         for slot in failed:
             self._console.ended(slot)
-            self._perform(self.policy.on_death(slot, _CANNOT_START, self._clock.monotonic()))
+            now = self._clock.monotonic()
+            self._perform(self.policy.on_death(slot, _CANNOT_START, now, Evidence()))
         for child in self._table.dead(ready):
             self._reap_child(child)
         self._table.reap_strangers()

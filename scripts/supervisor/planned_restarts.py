@@ -42,7 +42,6 @@ class PlannedRestarts:
         self._recovery = recovery
         self._next_epoch = next_epoch
         self._waits_until: dict[Role, float] = {}
-        """The latest time to wait for the standby, by role."""
 
     @property
     def deadline(self) -> float | None:
@@ -86,7 +85,6 @@ class PlannedRestarts:
         return [Note(logging.ERROR, f"the {role} stays: no standby gets ready to replace it")]
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Add time in which the supervisor did not run."""
         self._waits_until = {role: due + seconds for role, due in self._waits_until.items()}
 
     def cancel(self) -> list[Action]:

@@ -32,7 +32,6 @@ CRASH_LOOP_DEATHS = 5
 _LONGEST_LOOK_S = 1.0
 _LONGEST_TURN_S = 1.0
 """Time between two turns; a supervisor that takes twice as long was stopped."""
-_NO_EVIDENCE = Evidence()
 
 
 class SupervisorPolicy:
@@ -49,12 +48,8 @@ class SupervisorPolicy:
     ) -> None:
         """Supervise `num_ranks[role]` processes of each role, started in the mapping's order.
 
-        Args:
-            recovery: deadlines and pauses.
-            num_ranks: by role.
-            next_epoch: returns a new epoch, greater than all before.
-            rng: for jitter.
-            is_api_alone: see `PlannedRestarts`.
+        `next_epoch` returns a new epoch, greater than all before; `rng` is for jitter;
+        `is_api_alone`: see `PlannedRestarts`.
         """
         self._recovery = recovery
         self._next_epoch = next_epoch
@@ -70,11 +65,9 @@ class SupervisorPolicy:
         self._death_notices = DeathNotices(self._groups.get(Role.CORE))
         self._crash_loop = CrashLoop(recovery.give_up_after_s, self._groups)
         self.failure: str | None = None
-        """Why the engine gave up."""
 
     @property
     def processes(self) -> list[Process]:
-        """All slots, for reports."""
         return [process for group in self._groups.values() for process in group.members]
 
     @property
@@ -85,7 +78,6 @@ class SupervisorPolicy:
 
     @property
     def state(self) -> ProcessState:
-        """State of the engine as a whole."""
         if self._shutdown.has_begun:
             return ProcessState.DRAINING
         return ProcessState.READY if self.is_ready else ProcessState.STARTING
@@ -149,9 +141,7 @@ class SupervisorPolicy:
                 return self._shutdown.on_drained(process.slot.role, now)
         return []
 
-    def on_death(
-        self, slot: Slot, status: int, now: float, evidence: Evidence = _NO_EVIDENCE
-    ) -> list[Action]:
+    def on_death(self, slot: Slot, status: int, now: float, evidence: Evidence) -> list[Action]:
         """Handle the death of a child that was reaped; `status` is negative for a signal."""
         group = self._groups[slot.role]
         process = group.members[slot.rank]
@@ -164,8 +154,8 @@ class SupervisorPolicy:
             return self._shutdown.advance(now)
         if group.is_failing:
             return self._resume(group, now)
-        step_id, is_overdue = evidence.step_id, process.is_overdue
-        cause = classify(status, process.fatal, is_overdue=is_overdue, is_oom=evidence.is_oom)
+        step_id = evidence.step_id
+        cause = classify(process, status, is_oom=evidence.is_oom)
         text = describe_death(process, status, cause, step_id)
         notices = self._death_notices.death(process, cause, step_id, now)
         self._crash_loop.death(group.role, None if group.is_leaving else cause, now)
@@ -218,10 +208,9 @@ class SupervisorPolicy:
 
     def _repeat(self, now: float) -> list[Action]:
         """Resend the current state: a message may have been lost."""
-        asked = [action for process in self.processes for action in process.ask_again()]
-        return (
-            asked + self._death_notices.pending(now) + self._crash_loop.report(now, is_repeat=True)
-        )
+        actions = [action for process in self.processes for action in process.ask_again()]
+        actions += self._death_notices.pending(now)
+        return actions + self._crash_loop.report(now, is_repeat=True)
 
     def look(self, marks: Mapping[Slot, ProgressRecord], now: float) -> list[Action]:
         """Find processes that hang, from the marks in their progress pages."""

@@ -24,7 +24,6 @@ class Process:
         self.num_restarts = -1
         self.is_alive = False
         self.is_doomed = False
-        """SIGKILL was sent."""
         self.is_overdue = False
         """SIGKILL was sent because a deadline had passed."""
         self.started_at = 0.0
@@ -32,7 +31,6 @@ class Process:
         self.deadline: float | None = None
         """When it is killed; progress of a start extends this."""
         self.asked: Drain | Stop | None = None
-        """The message that asked it to end."""
         self.last_progress: Progress | None = None
         self.fatal: Fatal | None = None
 
@@ -53,7 +51,6 @@ class Process:
     def begin(
         self, epoch: int, now: float, deadline: float, origin: Origin = Origin.STARTED
     ) -> Start:
-        """Begin a new incarnation."""
         assert not self.is_alive, f"{self.slot} has a process already"
         assert epoch > self.epoch
         self.epoch = epoch
@@ -199,12 +196,10 @@ class Group:
 
     @property
     def serves(self) -> bool:
-        """Whether every rank serves."""
         return all(process.serves for process in self.processes)
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank is ready."""
         return all(process.state is ProcessState.READY for process in self.processes)
 
     @property
@@ -215,7 +210,6 @@ class Group:
     def begin(
         self, next_epoch: Callable[[], int], now: float, deadline: float, origin: Origin
     ) -> list[Action]:
-        """Begin a new incarnation of every rank."""
         self.resume_at = None
         self.is_failing = self.is_leaving = False
         return [process.begin(next_epoch(), now, deadline, origin) for process in self.processes]
@@ -253,7 +247,6 @@ class Group:
             process.on_shutdown()
 
     def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
-        """Ask all ranks to end, to be replaced."""
         self.is_leaving = True
         return [action for p in self.processes for action in p.leave(deadline, message)]
 
@@ -271,7 +264,6 @@ class Group:
         return new, old
 
     def remove_spare(self) -> Process:
-        """Remove the spare process, which is dead."""
         spare, self.spare = self.spare, None
         assert spare is not None
         return spare

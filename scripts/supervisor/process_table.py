@@ -96,7 +96,6 @@ class ProcessTable:
         """By epoch."""
 
     def close(self) -> None:
-        """Close all pages."""
         for row in self._rows.values():
             row.page.close()
             os.close(row.page_fd)
@@ -228,13 +227,12 @@ class ProcessTable:
 
     def dead(self, ready: Container[int]) -> list[ChildHandle]:
         """The dead among the descriptors that a poll has found; reaping one may move another."""
-        children = [(slot, row.child) for slot, row in self._rows.items()]
-        dead = [(slot, child) for slot, child in children if child and child.pidfd in ready]
         # Helpers first, so that no dead standby is promoted.
-        return [child for _, child in sorted(dead, key=lambda pair: pair[0].role not in HELPERS)]
+        slots = sorted(self._rows, key=lambda slot: slot.role not in HELPERS)
+        children = [self._rows[slot].child for slot in slots]
+        return [child for child in children if child is not None and child.pidfd in ready]
 
     def slot_of(self, child: ChildHandle) -> Slot:
-        """The present slot of a process."""
         return next(slot for slot, row in self._rows.items() if row.child is child)
 
     def reap(self, slot: Slot) -> list[ZygoteEvent]:
@@ -276,7 +274,6 @@ class ProcessTable:
         return False
 
     def dump_stacks(self, slot: Slot) -> None:
-        """Make the process of a slot print the stacks of its threads."""
         if (child := self._rows[slot].child) is not None:
             child.dump_stacks()
 
@@ -305,7 +302,6 @@ class ProcessTable:
             self._send(row.peer, row.child.epoch, message)
 
     def answer(self, peer: bytes, message: Message) -> None:
-        """Answer a query."""
         self._send(peer, _SUPERVISOR_EPOCH, message)
         self.forget_stranger(peer)
 
@@ -337,24 +333,17 @@ class ProcessTable:
         self._rows[death.slot].page.write_death(Death(death.epoch, death.cause, death.step_id))
 
     def pid(self, slot: Slot) -> int | None:
-        """The pid of a slot's process."""
         child = self._rows[slot].child
         return None if child is None else child.pid
 
     def status(self, processes: Iterable[Process], state: ProcessState) -> list[ProcessStatus]:
         """A line for each process; the first is the supervisor, with the state of the engine."""
-        lines = [_status(Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)]
-        for process in processes:
-            pid, num_restarts = self.pid(process.slot), process.num_restarts
-            lines.append(_status(process.slot, pid, process.epoch, process.state, num_restarts))
-        return lines
-
-
-def _status(
-    slot: Slot, pid: int | None, epoch: int, state: ProcessState, num_restarts: int
-) -> ProcessStatus:
-    rss = 0 if pid is None else rss_bytes(pid)
-    return ProcessStatus(slot.role, slot.rank, pid, epoch, state, rss, num_restarts)
+        lines = [(Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)]
+        lines += [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
+        return [
+            ProcessStatus(slot.role, slot.rank, pid, epoch, state, rss_bytes(pid or 0), number)
+            for slot, pid, epoch, state, number in lines
+        ]
 
 
 def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:

@@ -32,11 +32,9 @@ class RunDir:
     """A directory that this process has locked until `close`."""
 
     def __init__(self, path: str | None, *, is_temporary: bool = False) -> None:
-        """Create or take over a directory.
+        """Create or take over a directory; without a path a new temporary one.
 
-        Args:
-            path: None for a new temporary one.
-            is_temporary: whether a given one may be removed once no supervisor holds it.
+        `is_temporary`: a given one may be removed once no supervisor holds it.
 
         Raises:
             ValueError: the directory cannot be used, for the reason given.

@@ -56,14 +56,12 @@ class Shutdown:
         self._stages = [role for role in _STOP_ORDER if role in groups]
         """Roles that still have to stop, in order."""
         self._stopped: Role | None = None
-        """The last role that was asked to stop."""
         self._exit_status = 0
         self.deadline: float | None = None
         """End of draining, or of stopping."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine is ending."""
         return self._state is not _State.RUNNING
 
     @property
@@ -99,7 +97,6 @@ class Shutdown:
         return self.kill_all(now)
 
     def kill_all(self, now: float) -> list[Action]:
-        """Kill all processes."""
         return [*([] if self.is_stopping else self.stop(now)), *self._kills()]
 
     def give_up(self, now: float) -> list[Action]:
@@ -121,7 +118,6 @@ class Shutdown:
         return [*self._drain_front(), *self.advance(now)] if self.comes_back(role) else []
 
     def tick(self, now: float) -> list[Action]:
-        """Act on the deadline."""
         if self.deadline is None or now < self.deadline:
             return []
         if self._state is _State.DRAINING:
@@ -134,7 +130,6 @@ class Shutdown:
         return [Note(logging.ERROR, "processes survived SIGKILL"), *self._end(1)]
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Add time in which the supervisor did not run."""
         if self.deadline is not None:
             self.deadline += seconds
 

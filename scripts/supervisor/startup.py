@@ -53,7 +53,6 @@ def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = _GPU_NO
 
 
 def served_name(config: EngineConfig) -> str:
-    """The model's name in the API."""
     return config.model.served_model_name or Path(config.model.model).name
 
 
@@ -74,7 +73,6 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Root of the HTTP server's addresses."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
