@@ -108,7 +108,7 @@ class RunningEngine:
     def row(self, role: Role, rank: int = 0) -> ProcessStatus:
         """Return the status of one process of an engine that is ready."""
         rows = self.ready().processes
-        return next(row for row in rows if row.role is role and row.rank == rank)
+        return next(row for row in rows if (row.role, row.rank) == (role, rank))
 
     def pid(self, role: Role, rank: int = 0) -> int:
         """Return the pid of one process of an engine that is ready."""
@@ -165,7 +165,7 @@ class RunningEngine:
         return eventually(ask, "requests are served", self._timeout_s)
 
     def close(self) -> None:
-        """Detach; the engine goes on."""
+        """Detach; the engine continues."""
         self._link.close()
 
     def _check(self) -> None:

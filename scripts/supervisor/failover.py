@@ -38,7 +38,7 @@ class Failover:
         standby = self.standby_of(group.role)
         if standby is not None and standby.serves:
             return group.resume_at
-        zygote = self._zygote()
+        zygote = self._helper(Role.ZYGOTE)
         if group.role is Role.WORKER and zygote is not None and zygote.is_coming:
             return None  # it began to load before another process could
         is_near = standby is not None and standby.is_coming
@@ -51,22 +51,20 @@ class Failover:
         standby = self.standby_of(role)
         if standby is not None and standby.serves:
             return Origin.PROMOTED
-        zygote = self._zygote()
+        zygote = self._helper(Role.ZYGOTE)
         is_forked = role is Role.WORKER and zygote is not None and zygote.serves
         return Origin.FORKED if is_forked else Origin.STARTED
 
     def standby_of(self, role: Role) -> Process | None:
         """The standby for a role; None where there is none."""
-        group = self._groups.get(STANDBY_OF[role]) if role in STANDBY_OF else None
-        return None if group is None else group.processes[0]
+        return self._helper(STANDBY_OF[role]) if role in STANDBY_OF else None
 
     def hand_over(self, role: Role, now: float) -> None:
         """Free the standby's slot: its process was promoted."""
         self._groups[STANDBY_OF[role]].vacate(now)
 
-    def _zygote(self) -> Process | None:
-        group = self._groups.get(Role.ZYGOTE)
-        return None if group is None else group.processes[0]
+    def _helper(self, role: Role) -> Process | None:
+        return self._groups[role].processes[0] if role in self._groups else None
 
     def _helper_due_at(self, role: Role, resume_at: float) -> float | None:
         """When a helper can be started: only once the engine serves and recovery needs less."""
@@ -75,7 +73,7 @@ class Failover:
             return None
         if role is Role.ZYGOTE:
             return resume_at
-        zygote = self._zygote()
+        zygote = self._helper(Role.ZYGOTE)
         if role is Role.STANDBY and (zygote is None or not zygote.serves):
             return None
         return max(resume_at, served_since + STANDBY_DELAY_S)

@@ -75,7 +75,7 @@ class Supervisor:
         """
         self._config = config
         self._console = console
-        self._listener = listener
+        self._url = None if listener is None else url_of(listener)
         # Both: a fork of the parent may hold the pipe open beyond the parent's end.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
@@ -103,10 +103,6 @@ class Supervisor:
         if listener is not None:
             slots.append(Slot(Role.API, 1))  # the second API during a planned restart
         self._table = ProcessTable(config, slots, listener, self._link, self._poller, system=system)
-
-    @property
-    def url(self) -> str | None:
-        return None if self._listener is None else url_of(self._listener)
 
     def run(self, signal_fd: int) -> int:
         """Start all processes, run until they have ended, and return the exit status.
@@ -229,7 +225,7 @@ class Supervisor:
     def _status(self) -> StatusReply:
         policy = self.policy
         rows = self._table.status(policy.processes, policy.state)
-        return StatusReply(rows, policy.is_ready, self.url, policy.failure)
+        return StatusReply(rows, policy.is_ready, self._url, policy.failure)
 
     # Actions ------------------------------------------------------------------------------------
 
@@ -278,6 +274,6 @@ class Supervisor:
 
     def _announce(self) -> None:
         name = served_name(self._config)
-        place = f"{self.url}/v1" if self.url else client_address(str(self._config.run.run_dir))
+        place = f"{self._url}/v1" if self._url else client_address(str(self._config.run.run_dir))
         seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")

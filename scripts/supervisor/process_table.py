@@ -18,7 +18,7 @@ import zmq
 from protocol.config import EngineConfig
 from protocol.lifecycle import Fatal, ProcessState, ProcessStatus, Progress, Promote, Ready, Role
 from protocol.message import Message, ProtocolError, encode
-from protocol.process.child_handle import Child, ChildHandle, rss_bytes
+from protocol.process.child_handle import ChildHandle, rss_bytes
 from protocol.process.fork_server import ForkServer
 from protocol.process.progress_page import Death, Phase, ProgressPage, ProgressRecord
 from protocol.transport.channel import PeerGone, RouterChannel
@@ -128,7 +128,17 @@ class ProcessTable:
             self._poller.register(self._zygote.link, zmq.POLLIN)
             self._enter(slot, self._zygote.child)
         else:
-            self._enter(slot, self._new_child(slot, epoch, row.page_fd))
+            listener = self._listener if slot.role is Role.API else None
+            child = self._system.start_child(
+                MODULES[slot.role],
+                self._config,
+                epoch=epoch,
+                rank=slot.rank,
+                listen_fd=None if listener is None else listener.fileno(),
+                progress_fd=row.page_fd,
+                arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
+            )
+            self._enter(slot, child)
 
     def _promote(self, slot: Slot, epoch: int) -> None:
         """Promote the standby; the message has the epoch that it knows."""
@@ -139,21 +149,6 @@ class ProcessTable:
         self.send(standby, Promote(epoch))
         self.swap(standby, slot)
         row.child.epoch = epoch
-
-    def _new_child(self, slot: Slot, epoch: int, progress_fd: int) -> Child:
-        listen_fd = None
-        if slot.role is Role.API:
-            assert self._listener is not None
-            listen_fd = self._listener.fileno()
-        return self._system.start_child(
-            MODULES[slot.role],
-            self._config,
-            epoch=epoch,
-            rank=slot.rank,
-            listen_fd=listen_fd,
-            progress_fd=progress_fd,
-            arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
-        )
 
     def _enter(self, slot: Slot, child: ChildHandle) -> None:
         self._rows[slot].child = child
@@ -182,13 +177,13 @@ class ProcessTable:
         zygote = self._zygote
         if zygote is None:
             return []
-        events: list[ZygoteEvent] = []
         try:
             messages = zygote.receive()
         except ProtocolError as error:
             log.error("the zygote is killed: %s", error)
             self.kill(ZYGOTE)
             return []
+        events: list[ZygoteEvent] = []
         for message in messages:
             match message:
                 case Forked():
