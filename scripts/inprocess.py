@@ -74,7 +74,7 @@ class InprocEngine:
         self._core.abort(_CLIENT, [request_id])
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; empty where nothing was sampled.
+        """Run one step and return its outputs.
 
         A request that fails on its own ends with an output of reason ERROR; the log has the error.
         """

@@ -11,10 +11,11 @@ Without it:
 `RunningEngine(run_dir)` does the same to an engine that the program itself has started.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -213,18 +214,20 @@ class EngineFactory:
     """
 
     def __init__(self) -> None:
-        self.base = tempfile.mkdtemp(prefix="troika-test-")  # short enough for sockets in it
+        self._stack = contextlib.ExitStack()
+        # The name is short enough for the sockets in it.
+        self.base = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="troika-test-"))
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
         self.environ["XDG_RUNTIME_DIR"] = self.base
         paths = [_PATH, self.environ.get("PYTHONPATH", "")]
         self.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self.engines: list[Engine] = []
+        self._numbers = itertools.count()
 
     def __call__(self, *arguments: str, model: str = "null", run_dir: str = "") -> Engine:
         """Start an engine with a free port; it is not ready yet."""
-        run_dir = run_dir or f"{self.base}/{len(self.engines)}"
+        run_dir = run_dir or f"{self.base}/{next(self._numbers)}"
         engine = Engine(run_dir, [model, "--port", "0", *arguments], self.environ)
-        self.engines.append(engine)
+        self._stack.callback(engine.close)
         return engine
 
     def __enter__(self) -> "EngineFactory":
@@ -235,11 +238,7 @@ class EngineFactory:
 
     def close(self) -> None:
         """End all engines and remove the directory."""
-        try:
-            for engine in self.engines:
-                engine.close()
-        finally:
-            shutil.rmtree(self.base)
+        self._stack.close()
 
 
 try:
