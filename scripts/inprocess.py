@@ -43,13 +43,13 @@ class InprocEngine:
         self._core = EngineCore(config)
         self._core.adopt_workers(self._runner.facts, self._runner.swap_cost_tokens)
         self._failed: list[RequestOutput] = []
-        """Ends that `step` has yet to tell."""
+        """Ends that `step` will return."""
         self._max_num_waiting = config.scheduler.max_num_waiting
         self._ledger = Ledger(config.scheduler.max_num_seqs + self._max_num_waiting)
 
     @property
     def facts(self) -> ModelFacts:
-        """What was loaded."""
+        """The facts of the model that was loaded."""
         return self._runner.facts
 
     def submit(
@@ -70,14 +70,13 @@ class InprocEngine:
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Abort a request."""
         self._ledger.fail(request_id)
         self._core.abort(_CLIENT, [request_id])
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; empty where nothing was sampled.
+        """Run one step and return its outputs.
 
-        A request that fails on its own ends with an output of reason ERROR; the log says why.
+        A request that fails on its own ends with an output of reason ERROR; the log has the error.
         """
         step = self._core.schedule()
         rows: list[RequestOutput] = []
@@ -90,7 +89,7 @@ class InprocEngine:
         return [item for item in news if isinstance(item, RequestOutput)] + failed
 
     def _read_mail(self) -> list[ControlDone]:
-        """Note the failures; returns the answers."""
+        """Keep the failures; returns the answers."""
         answers = []
         for _, message in self._core.take_mail():
             if isinstance(message, ControlDone):
@@ -101,7 +100,7 @@ class InprocEngine:
         return answers
 
     def pause(self, mode: PauseMode = PauseMode.PAUSED_ALL) -> bool:
-        """Let `step` admit nobody who has not run before, or compute nothing."""
+        """Let `step` admit no request that has not run before, or compute nothing."""
         return self._control(ControlAction.PAUSE, mode)
 
     def resume(self) -> bool:
@@ -109,7 +108,7 @@ class InprocEngine:
         return self._control(ControlAction.RESUME)
 
     def sleep(self) -> bool:
-        """Pause everything and give back the memory of the KV cache."""
+        """Pause everything and free the memory of the KV cache."""
         return self._control(ControlAction.SLEEP)
 
     def wake_up(self) -> bool:
@@ -117,18 +116,17 @@ class InprocEngine:
         return self.resume()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes; False while blocks are in use.
+        """Remove all cached prefixes; False while blocks are in use.
 
-        With `reset_running_requests` those that run give theirs up and compute them again.
+        With `reset_running_requests` running requests lose their blocks and are computed again.
         """
-        action = ControlAction.RESET_PREFIX_CACHE
-        return self._control(action, reset_running_requests=reset_running_requests)
+        action, mode = ControlAction.RESET_PREFIX_CACHE, PauseMode.PAUSED_ALL
+        return self._control(action, mode, reset_running_requests)
 
     def _control(
         self,
         action: ControlAction,
         mode: PauseMode = PauseMode.PAUSED_ALL,
-        *,
         reset_running_requests: bool = False,
     ) -> bool:
         self._core.control(_CLIENT, Control(0, action, mode, reset_running_requests))
@@ -142,11 +140,10 @@ class InprocEngine:
         return done.ok
 
     def take_kv_events(self) -> list[KVEvent]:
-        """What has happened to the prefix cache since the last call, with `enable_kv_events`."""
+        """Return the changes of the prefix cache since the last call, with `enable_kv_events`."""
         return self._core.take_kv_events()
 
     def stats(self) -> EngineStats:
-        """Gauges and counters as of now."""
         return self._core.stats()
 
     @property
@@ -156,23 +153,22 @@ class InprocEngine:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether a pause keeps everybody from going on."""
-        mode = self._core.pause_mode
-        return mode is PauseMode.PAUSED_ALL or (
-            mode is PauseMode.PAUSED_NEW and not self.stats().num_running_reqs
-        )
+        """Whether a pause stops all requests that are left."""
+        if self._core.pause_mode is PauseMode.PAUSED_NEW:
+            return not self.stats().num_running_reqs
+        return self._core.pause_mode is PauseMode.PAUSED_ALL
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Iterator[RequestOutput]:
         """Run all prompts together; yields tokens as they come.
 
-        `request_id` tells the prompts apart: the first of this call has the lowest. However many
-        there are, the queue does not overflow: prompts enter it as it empties. A prompt that
-        cannot be served raises RequestFailed before any of them runs; leaving early aborts all.
+        `request_id` rises with the prompts. Prompts enter the queue as it empties, so that it does
+        not overflow. Leaving early aborts all.
 
         Raises:
-            RuntimeError: the engine was paused, so they would never come to an end.
+            RequestFailed: a prompt cannot be served; none has run.
+            RuntimeError: the engine is paused, so they would never end.
         """
         for prompt in prompts:
             check_request(AddRequest(0, prompt, params), self.facts)

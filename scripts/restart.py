@@ -4,20 +4,21 @@ Open requests are finished, or continued by the successor.
 """
 
 import argparse
+import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from protocol.lifecycle import ProcessState, ProcessStatus, RestartReply, Role, StatusReply
+from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
 from protocol.process.status import StatusLink
 from scripts.status import only_run_dir
-from scripts.supervisor.planned_restarts import already_replaced
+from scripts.supervisor.planned_restarts import RESTARTABLE, already_replaced
 
 T = TypeVar("T")
 
-ROLES = (Role.WORKER, Role.CORE, Role.API)
 DEFAULT_TIMEOUT_S = 660.0
 """More than the default `startup_timeout_s`: a worker may have to load its model."""
 _ANSWER_TIMEOUT_S = 2.0
@@ -32,37 +33,45 @@ class RestartFailed(Exception):
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.restart") -> int:
     """Replace the processes of one role. Returns 1 if that was not possible."""
-    arguments = _parse(program, argv)
+    parser = argparse.ArgumentParser(
+        program,
+        description="Replace the processes of one role of a running engine. Requests go on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("role", choices=[str(role) for role in RESTARTABLE], help="what to replace")
+    parser.add_argument("--run-dir", help="which engine, if several run")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help="longest wait for the successors (default: %(default)g)",
+    )
+    arguments = parser.parse_args(argv)
     try:
-        link = StatusLink(arguments.run_dir or only_run_dir())
-        try:
-            text = restart(link, Role(arguments.role), arguments.timeout)
-        finally:
-            link.close()
+        with contextlib.closing(StatusLink(arguments.run_dir or only_run_dir())) as link:
+            print(restart(link, Role(arguments.role), arguments.timeout))
     except (LookupError, ProtocolError, ValueError, RestartFailed) as error:
         print(error.args[0], file=sys.stderr)
         return 1
-    print(text)
     return 0
 
 
 def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
-    """Replace the processes of `role`, and wait until their successors serve.
-
-    Returns:
-        A line of text about what was replaced.
+    """Replace the processes of `role`, wait until their successors serve, and describe that.
 
     Raises:
         RestartFailed: refused, or not within `timeout_s`.
     """
     began = time.monotonic()
     had_successor = False
-    before = _rows(_query(link.query), role)
+    before = [row for row in _rows(link, role) if role is not Role.API or row.rank == 0]
     _ask(link, role)
     while True:
-        rows = _rows(_query(link.query), role, with_successor=True)
+        rows = _rows(link, role)  # with a second API, if there is one
         after = rows[: len(before)]
-        if _are_replaced(before, after):
+        pairs = zip(before, after, strict=True)
+        if all(new.state is ProcessState.READY and new.epoch > old.epoch for old, new in pairs):
             break
         is_old = after[0].epoch == before[0].epoch
         if is_old and had_successor and len(rows) == len(before):
@@ -77,59 +86,28 @@ def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
 
 def _ask(link: StatusLink, role: Role) -> None:
     """Request the restart. After a late answer the next one may report that it has begun."""
-    asked = 0
-
-    def ask(timeout_s: float) -> RestartReply | None:
-        nonlocal asked
-        asked += 1
-        return link.restart(role, timeout_s)
-
-    reply = _query(ask)
-    has_begun = asked > 1 and reply.reason == already_replaced(role)
+    reply, is_repeated = _query(functools.partial(link.restart, role))
+    has_begun = is_repeated and reply.reason == already_replaced(role)
     if not reply.accepted and not has_begun:
         raise RestartFailed(reply.reason)
 
 
-def _query(ask: Callable[[float], T | None]) -> T:
-    """Repeat a query until it is answered: a busy host may be late."""
-    for _ in range(_MAX_QUERIES):
+def _query(ask: Callable[[float], T | None]) -> tuple[T, bool]:
+    """Repeat a query until it is answered: a busy host may be late. Returns whether it was."""
+    for number in range(_MAX_QUERIES):
         reply = ask(_ANSWER_TIMEOUT_S)
         if reply is not None:
-            return reply
+            return reply, number > 0
     raise RestartFailed("the supervisor does not answer")
 
 
-def _parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        program,
-        description="Replace the processes of one role of a running engine. Requests go on.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("role", choices=[str(role) for role in ROLES], help="what to replace")
-    parser.add_argument("--run-dir", help="which engine, if several run")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="SECONDS",
-        help="longest wait for the successors (default: %(default)g)",
-    )
-    return parser.parse_args(argv)
-
-
-def _rows(reply: StatusReply, role: Role, *, with_successor: bool = False) -> list[ProcessStatus]:
-    """The rows of a role by rank; with a second API, if there is one and it is asked for."""
+def _rows(link: StatusLink, role: Role) -> list[ProcessStatus]:
+    """The rows of a role by rank."""
+    reply, _ = _query(link.query)
     rows = [row for row in reply.processes if row.role is role]
     if not rows:
         raise RestartFailed(f"this engine has no {role}")
-    return [row for row in rows if role is not Role.API or row.rank == 0 or with_successor]
-
-
-def _are_replaced(before: list[ProcessStatus], after: list[ProcessStatus]) -> bool:
-    return all(
-        new.state is ProcessState.READY and new.epoch > old.epoch
-        for old, new in zip(before, after, strict=True)
-    )
+    return rows
 
 
 def _pids(rows: list[ProcessStatus]) -> str:

@@ -110,7 +110,7 @@ class Replay:
         self._req_ids = {name: req_id for req_id, name in enumerate(self._names)}
         self._num_to_arrive = len(self._specs)
         self._notice: list[str] = []
-        """Finished, and the worker has not been told yet."""
+        """Names of finished requests that were not sent to the worker yet."""
 
     def records(self) -> Iterator[Record]:
         """Run to the end: one empty step after the last request finished.
@@ -192,7 +192,7 @@ class Replay:
     def _grants(
         self, message: SchedulerOutput | None, mirror: Sequence[Request], resumable: set[int]
     ) -> Record:
-        """Read the step as the worker would: whoever is not named computes one token."""
+        """Read the step as the worker would: a request that is not named computes one token."""
         record: Record = {"num_scheduled_tokens": [], "new": [], "resumed": [], "preempted": []}
         if message is None:
             return record
@@ -210,7 +210,7 @@ class Replay:
     def _sample(
         self, message: SchedulerOutput | None, mirror: Sequence[Request]
     ) -> list[StepResult]:
-        """Answer the step as a worker would and let the scheduler take the tokens in."""
+        """Answer the step as a worker would."""
         if message is None:
             return []
         tokens = []
@@ -234,7 +234,7 @@ class Replay:
         }
 
     def _require_progress(self, step: int, message: SchedulerOutput | None) -> None:
-        """A scheduler that has nothing to send stays there unless an event is still to come."""
+        """Raise an error if the scheduler has nothing to send and no event is still to come."""
         if message is not None or not self._scheduler.has_unfinished or self._num_to_arrive:
             return
         aborts = ("abort_at_step", "abort_inflight_at_step")

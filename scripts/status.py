@@ -1,6 +1,7 @@
 """Shows the processes of a running engine: `python -m scripts.status [--json]`."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,10 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     arguments = parser.parse_args(argv)
     try:
         run_dir = arguments.run_dir or only_run_dir()
-        reply = _ask(run_dir)
+        with contextlib.closing(StatusLink(run_dir)) as link:
+            reply = link.query(TIMEOUT_S)
+        if reply is None:
+            raise LookupError(f"no supervisor answers in run dir {run_dir}")
     except (LookupError, ProtocolError, ValueError) as error:
         print(error.args[0], file=sys.stderr)
         return 1
@@ -44,14 +48,14 @@ def as_dict(reply: StatusReply) -> dict[str, Any]:
 
 
 def render(reply: StatusReply, run_dir: str) -> str:
-    """A table of the processes, and a line about the engine."""
+    """Return a table of the processes, and a line about the engine."""
     table = [_COLUMNS]
     for row in reply.processes:
         name = f"{row.role} {row.rank}" if row.rank else str(row.role)
         pid = "-" if row.pid is None else str(row.pid)
         memory = f"{row.rss_bytes / 2**20:.0f} MiB"
         table.append((name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)))
-    widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
@@ -75,17 +79,6 @@ def only_run_dir() -> str:
         choices = "\n".join(f"  --run-dir {run_dir}" for run_dir in found)
         raise LookupError(f"several engines are running; choose one:\n{choices}")
     return found[0]
-
-
-def _ask(run_dir: str) -> StatusReply:
-    link = StatusLink(run_dir)
-    try:
-        reply = link.query(TIMEOUT_S)
-    finally:
-        link.close()
-    if reply is None:
-        raise LookupError(f"no supervisor answers in run dir {run_dir}")
-    return reply
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ Without it:
 `RunningEngine(run_dir)` does the same to an engine that the program itself has started.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
@@ -98,14 +98,18 @@ class RunningEngine:
         def ask() -> StatusReply | None:
             self._check()
             reply = self.status()
-            return reply if reply is not None and reply.ready and _has_pids(reply) else None
+            if reply is None or not reply.ready:
+                return None
+            # A forked worker may be ready before the zygote has reported its pid.
+            ready = [row for row in reply.processes if row.state is ProcessState.READY]
+            return reply if all(row.pid is not None for row in ready) else None
 
         return eventually(ask, "the engine is ready", self._timeout_s)
 
     def row(self, role: Role, rank: int = 0) -> ProcessStatus:
         """Return the status of one process of an engine that is ready."""
         rows = self.ready().processes
-        return next(row for row in rows if row.role is role and row.rank == rank)
+        return next(row for row in rows if (row.role, row.rank) == (role, rank))
 
     def pid(self, role: Role, rank: int = 0) -> int:
         """Return the pid of one process of an engine that is ready."""
@@ -133,13 +137,16 @@ class RunningEngine:
         assert url is not None
         return url
 
-    def get(self, path: str) -> Any:
-        """GET a path and decode the JSON reply."""
-        return self._open(path, None)
+    def get(self, path: str, body: bytes | None = None) -> Any:
+        """GET a path, or POST a body to it, and decode the JSON reply."""
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url() + path, body, headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return json.loads(response.read())
 
     def post(self, path: str, **body: Any) -> Any:
         """POST a JSON body and decode the JSON reply."""
-        return self._open(path, json.dumps(body).encode())
+        return self.get(path, json.dumps(body).encode())
 
     def readiness(self) -> Any:
         """Wait for status 200 of /readyz and return the reply.
@@ -159,17 +166,11 @@ class RunningEngine:
         return eventually(ask, "requests are served", self._timeout_s)
 
     def close(self) -> None:
-        """Detach; the engine goes on."""
+        """Detach; the engine continues."""
         self._link.close()
 
     def _check(self) -> None:
         """Raise an error if the engine is known to have ended."""
-
-    def _open(self, path: str, body: bytes | None) -> Any:
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self.url() + path, body, headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.loads(response.read())
 
 
 class Engine(RunningEngine):
@@ -190,7 +191,7 @@ class Engine(RunningEngine):
 
     @property
     def log(self) -> str:
-        """What its processes have written to stderr."""
+        """The text that its processes have written to stderr."""
         return self._log.read_text()
 
     def _check(self) -> None:
@@ -213,45 +214,31 @@ class EngineFactory:
     """
 
     def __init__(self) -> None:
-        """Make the directory; its name is short enough for the sockets in it."""
-        self.base = tempfile.mkdtemp(prefix="troika-test-")
+        self._stack = contextlib.ExitStack()
+        # The name is short enough for the sockets in it.
+        self.base = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="troika-test-"))
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
         self.environ["XDG_RUNTIME_DIR"] = self.base
         paths = [_PATH, self.environ.get("PYTHONPATH", "")]
         self.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self.engines: list[Engine] = []
+        self._numbers = itertools.count()
 
     def __call__(self, *arguments: str, model: str = "null", run_dir: str = "") -> Engine:
         """Start an engine with a free port; it is not ready yet."""
-        run_dir = run_dir or f"{self.base}/{len(self.engines)}"
+        run_dir = run_dir or f"{self.base}/{next(self._numbers)}"
         engine = Engine(run_dir, [model, "--port", "0", *arguments], self.environ)
-        self.engines.append(engine)
+        self._stack.callback(engine.close)
         return engine
 
     def __enter__(self) -> "EngineFactory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End all engines and remove the directory."""
-        try:
-            for engine in self.engines:
-                engine.close()
-        finally:
-            shutil.rmtree(self.base)
-
-
-def _has_pids(reply: StatusReply) -> bool:
-    """Whether all that are ready have pids: a forked worker may report before its zygote does."""
-    ready = [row for row in reply.processes if row.state is ProcessState.READY]
-    return all(row.pid is not None for row in ready)
+        self._stack.close()
 
 
 try:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-DEMO_DIR = Path(__file__).parent / "demo_model"
+from scripts.supervisor.startup import DEMO_MODEL_DIR
+
 VOCAB_SIZE = 49_152
 
 
@@ -54,7 +55,7 @@ def main() -> None:
     directory = parser.parse_args().directory
     make_model().save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO_DIR / name, directory / name)
+        shutil.copyfile(DEMO_MODEL_DIR / name, directory / name)
     fill_vocabulary(directory / "tokenizer.json")
 
 

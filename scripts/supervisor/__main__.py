@@ -45,7 +45,7 @@ def _serve(
     signal_fd: int,
     started_at: float,
 ) -> tuple[int, str | None]:
-    """Returns the exit status, and why the engine gave up, if it did."""
+    """Return the exit status, and the reason if the engine gave up."""
     config = complete(config)
     try:
         run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)

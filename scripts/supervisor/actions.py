@@ -1,24 +1,13 @@
 """What the policy asks for: slots of processes, and actions on them."""
 
 import enum
-from dataclasses import dataclass
 
-from protocol.lifecycle import (
-    DeathCause,
-    Drain,
-    Health,
-    Progress,
-    Promote,
-    Ready,
-    Role,
-    Stop,
-    Suspect,
-    WorkerDied,
-)
+import msgspec
+
+from protocol.lifecycle import Command, DeathCause, Progress, Ready, Role
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, order=True):
     """A place for one process at a time, whose incarnations have increasing epochs."""
 
     role: Role
@@ -31,16 +20,12 @@ class Slot:
 class Origin(enum.Enum):
     """How a process comes into its slot."""
 
-    STARTED = "started"
-    """By command; it loads everything itself."""
-    FORKED = "forked"
-    """By the zygote, which has loaded the model."""
-    PROMOTED = "promoted"
-    """It was the standby."""
+    STARTED = "started"  # by command; it loads everything itself
+    FORKED = "forked"  # by the zygote, which has loaded the model
+    PROMOTED = "promoted"  # it was the standby
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Start a process with this epoch."""
 
     slot: Slot
@@ -48,22 +33,19 @@ class Start:
     origin: Origin = Origin.STARTED
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(msgspec.Struct, frozen=True):
     """Send SIGKILL."""
 
     slot: Slot
 
 
-@dataclass(frozen=True, slots=True)
-class DumpStacks:
+class DumpStacks(msgspec.Struct, frozen=True):
     """Make a process print the stacks of its threads."""
 
     slot: Slot
 
 
-@dataclass(frozen=True, slots=True)
-class RecordDeath:
+class RecordDeath(msgspec.Struct, frozen=True):
     """Write the last incarnation's death into the slot's progress page, for the next one."""
 
     slot: Slot
@@ -72,45 +54,39 @@ class RecordDeath:
     step_id: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message over the lifecycle link."""
 
     slot: Slot
-    message: Drain | Stop | Promote | Suspect | WorkerDied | Health
+    message: Command
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(msgspec.Struct, frozen=True):
     """Exchange the processes of two slots of one role."""
 
     one: Slot
     other: Slot
 
 
-@dataclass(frozen=True, slots=True)
-class Show:
+class Show(msgspec.Struct, frozen=True):
     """Show the progress of a start on the console."""
 
     slot: Slot
     message: Progress | Ready
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(msgspec.Struct, frozen=True):
     """Print that the engine serves, for the first time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """Write a line to the log; `severity` is a level of the logging module."""
 
     severity: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(msgspec.Struct, frozen=True):
     """End the supervisor with this status; all processes have ended."""
 
     status: int

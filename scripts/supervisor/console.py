@@ -50,7 +50,7 @@ class Console:
 
     def __init__(self, stream: TextIO, *, is_terminal: bool, is_quiet: bool = False) -> None:
         self._stream = stream
-        self._is_terminal = is_terminal
+        self._is_terminal = is_terminal and not is_quiet
         self._is_quiet = is_quiet
         self._clocks: dict[Slot, PhaseClock] = {}
         self._loading: Progress | None = None
@@ -66,7 +66,6 @@ class Console:
             self._drawn_at = now
 
     def progress(self, slot: Slot, message: Progress, now: float) -> None:
-        """Enter the progress of a start."""
         self._clocks[slot].enter(phase_name(message.phase), now)
         if slot == _FIRST_WORKER:
             self._loading = message
@@ -85,41 +84,35 @@ class Console:
 
     def next_tick(self) -> float | None:
         """When `tick` must be called; None while no bar is shown."""
-        is_shown = self._loading is not None and self._is_terminal and not self._is_quiet
+        is_shown = self._loading is not None and self._is_terminal
         return self._drawn_at + _REDRAW_S if is_shown else None
 
     def tick(self, now: float) -> None:
-        """Redraw the bar if it is time."""
         due = self.next_tick()
         if due is None or now < due or self._loading is None:
             return
         self._drawn_at = now
-        self._draw(render_bar(str(_FIRST_WORKER), self._clocks[_FIRST_WORKER], self._loading, now))
+        bar = render_bar(str(_FIRST_WORKER), self._clocks[_FIRST_WORKER], self._loading, now)
+        # The cursor stays in an empty line above the bar, where a child may log a whole line.
+        self._write(f"{_CLEAR_BELOW}\n{bar[: _num_columns()]}\r{_LINE_UP}")
+        self._has_bar = True
 
     def line(self, text: str) -> None:
-        """Print a line of its own."""
         if not self._is_quiet:
             self._clear()
             self._write(text + "\n")
 
     def note(self, severity: int, text: str) -> None:
-        """Write a line to the log."""
         self._clear()
         log.log(severity, "%s", text)
 
     def error(self, text: str) -> None:
-        """Print why the engine failed."""
         self._clear()
         self._write(f"troika: {text}\n")
 
-    def _draw(self, bar: str) -> None:
-        """Leave the cursor in an empty line above the bar, where a child may log a whole line."""
-        self._write(f"{_CLEAR_BELOW}\n{bar[: _num_columns()]}\r{_LINE_UP}")
-        self._has_bar = True
-
     def _clear(self) -> None:
         """Clear the bar, or what the terminal has echoed, such as ^C."""
-        if self._is_terminal and not self._is_quiet:
+        if self._is_terminal:
             self._write(_CLEAR_BELOW if self._has_bar else _CLEAR_LINE)
             self._has_bar = False
 
@@ -134,10 +127,9 @@ class Console:
 def render_row(
     name: str, clock: PhaseClock, detail: str, now: float, columns: int | None = None
 ) -> str:
-    """One row of the table, such as `worker   2.1 s   start 0.2 s, import 1.9 s   (cpu)`.
+    """Return a row such as `worker   2.1 s   start 0.2 s, import 1.9 s   (cpu)`.
 
-    Args:
-        columns: where to continue in the next line; None: nowhere.
+    It is wrapped before column `columns`, if that is not None.
     """
     parts = [
         f"{phase} {duration:.1f} s"
@@ -151,21 +143,19 @@ def render_row(
         return head.rstrip()
     body = "   ".join(cells)
     if columns is not None:
-        body = textwrap.fill(
-            body, max(columns - len(head), 24), break_long_words=False, break_on_hyphens=False
-        )
+        width = max(columns - len(head), 24)
+        body = textwrap.fill(body, width, break_long_words=False, break_on_hyphens=False)
     return head + body.replace("\n", "\n" + " " * len(head)).replace(_NO_BREAK, " ")
 
 
 def render_bar(name: str, clock: PhaseClock, message: Progress, now: float) -> str:
-    """The row of a start that goes on, with a bar where the phase has more than one step."""
+    """Return the row of a start that goes on, with a bar if its phase has several steps."""
     row = _head(name, now - clock.started_at) + phase_name(message.phase)
     if message.total <= 1:
         return row
     share = min(message.done / message.total, 1.0)
-    num_full = round(share * _BAR_CELLS)
-    cells = "#" * num_full + "." * (_BAR_CELLS - num_full)
-    return f"{row}  [{cells}] {share:4.0%}"
+    cells = "#" * round(share * _BAR_CELLS)
+    return f"{row}  [{cells:.<{_BAR_CELLS}}] {share:4.0%}"
 
 
 def _head(name: str, seconds: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from protocol.lifecycle import DeathCause, Health, Role
 from scripts.supervisor.actions import Action, Send
-from scripts.supervisor.process_state import Group, Process
+from scripts.supervisor.process_state import Group
 
 WINDOW_S = 60.0
 """Seconds in which core and workers served."""
@@ -25,13 +25,9 @@ class CrashLoop:
     """Counts the deaths of core and workers."""
 
     def __init__(self, give_up_after_s: float | None, groups: Mapping[Role, Group]) -> None:
-        """Begin without deaths.
-
-        Args:
-            give_up_after_s: how long a crash loop may last; None: without limit.
-            groups: by role.
-        """
+        """Begin without deaths; `give_up_after_s` bounds a crash loop, if it is not None."""
         self._groups = groups
+        self._watched = [groups[role] for role in _ROLES if role in groups]
         self._degraded_epoch: int | None = None
         """Epoch of the API to which a crash loop was reported last; None: its end was."""
         self._give_up_after_s = give_up_after_s
@@ -42,8 +38,8 @@ class CrashLoop:
         self._failing_since: float | None = None
         """The first death since the last quiet time as long as the window."""
 
-    def death(self, role: Role, cause: DeathCause, now: float) -> None:
-        """Count a death, before the groups change."""
+    def death(self, role: Role, cause: DeathCause | None, now: float) -> None:
+        """Count a death, before its group changes; without a cause it was planned."""
         if role not in _ROLES:
             return
         self._count_service(now)
@@ -53,16 +49,11 @@ class CrashLoop:
             self._failing_since = now
         self._deaths.append(self._served_s)
 
-    def left(self, role: Role, now: float) -> None:
-        """Count the time of service that a planned restart ends."""
-        if role in _ROLES:
-            self._count_service(now)
-
     def _count_service(self, now: float) -> None:
         """Count the time since all were ready, if none was missing."""
         began = self._last_death
         self._last_death = now
-        for group in self._watched():
+        for group in self._watched:
             if group.ready_since is None or group.is_failing:
                 return
             began = max(began, group.ready_since)
@@ -76,38 +67,25 @@ class CrashLoop:
         return now - since >= limit_s
 
     def health(self, now: float) -> Health:
-        """The engine's health, for the API."""
-        groups = self._watched()
-        if not self._is_looping or all(group.is_ready for group in groups):
+        if not self._is_looping or all(group.is_ready for group in self._watched):
             return Health(False)
-        waits_s = [group.resume_at - now for group in groups if group.resume_at is not None]
+        starts = [group.resume_at for group in self._watched]
+        waits_s = [start - now for start in starts if start is not None]
         return Health(True, _MIN_RETRY_S + max([0.0, *waits_s]))
 
-    def news(self, now: float) -> list[Action]:
-        """Report to the API a change since the last report."""
-        health, api = self.health(now), self._api
-        is_known = api is not None and self._degraded_epoch == api.epoch
-        return [] if health.is_degraded == is_known else self._report(health)
+    def report(self, now: float, *, is_repeat: bool = False) -> list[Action]:
+        """Report a change to the API, which takes requests also while it waits for the engine.
 
-    def standing(self, now: float) -> list[Action]:
-        """Repeat the report of a crash loop: it is valid for a few seconds only."""
-        health = self.health(now)
-        return self._report(health) if health.is_degraded else []
-
-    def _report(self, health: Health) -> list[Action]:
-        api = self._api
-        if api is None or not api.is_alive:
+        `is_repeat`: report a crash loop again, since a report is valid for a few seconds only.
+        """
+        if Role.API not in self._groups:
+            return []
+        health, api = self.health(now), self._groups[Role.API].processes[0]
+        is_known = health.is_degraded == (self._degraded_epoch == api.epoch)
+        if not api.is_alive or (is_known and not (is_repeat and health.is_degraded)):
             return []
         self._degraded_epoch = api.epoch if health.is_degraded else None
         return [Send(api.slot, health)]
-
-    @property
-    def _api(self) -> Process | None:
-        """The API, which takes requests also while it waits for the engine."""
-        return self._groups[Role.API].processes[0] if Role.API in self._groups else None
-
-    def _watched(self) -> list[Group]:
-        return [self._groups[role] for role in _ROLES if role in self._groups]
 
     @property
     def _is_looping(self) -> bool:

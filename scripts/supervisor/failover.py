@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from protocol.lifecycle import Role
 from scripts.supervisor.actions import Origin
-from scripts.supervisor.process_state import Group, Process
+from scripts.supervisor.process_state import Group, Process, latest
 
 STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
 """The role of the standby for each role; both have one process."""
@@ -24,10 +24,9 @@ HANDOVER_TIMEOUT_S = 5.0
 
 
 class Failover:
-    """Decides from the groups alone; it has no state."""
+    """Decides from the groups alone. Without helpers every process is started by command."""
 
     def __init__(self, groups: Mapping[Role, Group]) -> None:
-        """Take all groups of an engine; without helpers every process is started by command."""
         self._groups = groups
 
     def due_at(self, group: Group) -> float | None:
@@ -39,7 +38,7 @@ class Failover:
         standby = self.standby_of(group.role)
         if standby is not None and standby.serves:
             return group.resume_at
-        zygote = self._zygote()
+        zygote = self._helper(Role.ZYGOTE)
         if group.role is Role.WORKER and zygote is not None and zygote.is_coming:
             return None  # it began to load before another process could
         is_near = standby is not None and standby.is_coming
@@ -52,22 +51,20 @@ class Failover:
         standby = self.standby_of(role)
         if standby is not None and standby.serves:
             return Origin.PROMOTED
-        zygote = self._zygote()
+        zygote = self._helper(Role.ZYGOTE)
         is_forked = role is Role.WORKER and zygote is not None and zygote.serves
         return Origin.FORKED if is_forked else Origin.STARTED
 
     def standby_of(self, role: Role) -> Process | None:
         """The standby for a role; None where there is none."""
-        group = self._groups.get(STANDBY_OF[role]) if role in STANDBY_OF else None
-        return None if group is None else group.processes[0]
+        return self._helper(STANDBY_OF[role]) if role in STANDBY_OF else None
 
     def hand_over(self, role: Role, now: float) -> None:
         """Free the standby's slot: its process was promoted."""
         self._groups[STANDBY_OF[role]].vacate(now)
 
-    def _zygote(self) -> Process | None:
-        group = self._groups.get(Role.ZYGOTE)
-        return None if group is None else group.processes[0]
+    def _helper(self, role: Role) -> Process | None:
+        return self._groups[role].processes[0] if role in self._groups else None
 
     def _helper_due_at(self, role: Role, resume_at: float) -> float | None:
         """When a helper can be started: only once the engine serves and recovery needs less."""
@@ -76,7 +73,7 @@ class Failover:
             return None
         if role is Role.ZYGOTE:
             return resume_at
-        zygote = self._zygote()
+        zygote = self._helper(Role.ZYGOTE)
         if role is Role.STANDBY and (zygote is None or not zygote.serves):
             return None
         return max(resume_at, served_since + STANDBY_DELAY_S)
@@ -85,6 +82,4 @@ class Failover:
         """Since when the processes serve that a helper must not disturb; None: they do not."""
         roles = (Role.WORKER, Role.CORE) if role is Role.STANDBY_CORE else (Role.WORKER,)
         groups = [self._groups[served] for served in roles]
-        times = [group.ready_since for group in groups if group.is_ready]
-        known = [time for time in times if time is not None]
-        return max(known) if len(known) == len(groups) else None
+        return latest(group.ready_since if group.is_ready else None for group in groups)

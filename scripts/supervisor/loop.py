@@ -14,9 +14,9 @@ from protocol.lifecycle import (
     Fatal,
     Hello,
     Progress,
-    Promote,
     RestartQuery,
     RestartReply,
+    Role,
     StatusQuery,
     StatusReply,
     decode_to_supervisor,
@@ -32,22 +32,12 @@ from protocol.transport.channel import (
     client_address,
     lifecycle_address,
 )
-from protocol.zygote_link import ForkFailed
 from scripts.supervisor import actions
-from scripts.supervisor.actions import Action, Origin, Slot
+from scripts.supervisor.actions import Action, Slot
 from scripts.supervisor.console import Console
-from scripts.supervisor.death_causes import Evidence
-from scripts.supervisor.failover import STANDBY_OF
-from scripts.supervisor.forks import Event, Forked, ZygoteMessage
-from scripts.supervisor.pages import Pages
-from scripts.supervisor.peers import Peers
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
-from scripts.supervisor.process_table import (
-    ZYGOTE,
-    ProcessTable,
-    num_ranks,
-    supervisor_row,
-)
+from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name, url_of
 from scripts.supervisor.system import System
@@ -85,7 +75,7 @@ class Supervisor:
         """
         self._config = config
         self._console = console
-        self._listener = listener
+        self._url = None if listener is None else url_of(listener)
         # Both: a fork of the parent may hold the pipe open beyond the parent's end.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
@@ -97,10 +87,7 @@ class Supervisor:
             system.make_rng(),
             is_api_alone=config.api.journal_dir is not None,
         )
-        self._pages = Pages(process.slot for process in self.policy.processes)
         self._oom_counter = system.make_oom_counter()
-        self.num_fenced_frames = 0
-        """Dropped messages of dead processes."""
         self._failed_starts: list[Slot] = []
         self._exit_status: int | None = None
         self.was_orphaned = False
@@ -108,26 +95,19 @@ class Supervisor:
         self._link = RouterChannel(
             self._context, lifecycle_address(run_dir.path), HighWaterMark.LIFECYCLE_LINK
         )
-        self._peers = Peers(self._link)
         self._poller = system.make_poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         for fd in self._parent_fds:
             self._poller.register(fd, zmq.POLLIN)
-        self._table = ProcessTable(config, self._poller, self._pages, listener, system)
-
-    @property
-    def url(self) -> str | None:
-        """Address of the HTTP server."""
-        return None if self._listener is None else url_of(self._listener)
+        slots = [process.slot for process in self.policy.processes]
+        if listener is not None:
+            slots.append(Slot(Role.API, 1))  # the second API during a planned restart
+        self._table = ProcessTable(config, slots, listener, self._link, self._poller, system=system)
 
     def run(self, signal_fd: int) -> int:
-        """Start all processes, and run until they have ended.
+        """Start all processes, run until they have ended, and return the exit status.
 
-        Args:
-            signal_fd: has one byte to read for each signal to stop.
-
-        Returns:
-            The exit status.
+        `signal_fd` has one byte to read for each signal to stop.
         """
         self._poller.register(signal_fd, zmq.POLLIN)
         self._perform(self.policy.begin(self._clock.monotonic()))
@@ -141,18 +121,21 @@ class Supervisor:
                 self._on_orphaned()
             self.turn(ready)
             self._console.tick(self._clock.monotonic())
-        self._pages.close()
+        self._table.close()
         self._link.close()
         self._context.term()
         return self._exit_status
 
     def turn(self, ready: Mapping[Any, int]) -> None:
         """Handle events and deadlines."""
-        self._on_fork_events(self._table.fork_events())
+        self._on_zygote_events(self._table.zygote_events())
         self._drain_link()
         self._reap(ready)
         self._perform(self.policy.tick(self._clock.monotonic()))
-        self._look()
+        now, due = self._clock.monotonic(), self.policy.next_look
+        if due is None or now >= due:
+            self._oom_counter.expire(now)
+            self._perform(self.policy.look(self._table.marks(), now))
 
     def _poll_ms(self) -> int:
         if self._failed_starts:
@@ -161,14 +144,6 @@ class Supervisor:
         deadlines = [policy.next_deadline(), policy.next_look, self._console.next_tick()]
         deadline = min(due for due in deadlines if due is not None)
         return max(0, int((deadline - self._clock.monotonic()) * 1000) + 1)
-
-    def _look(self) -> None:
-        """Look for hangs: read the pages when the earliest deadline in them has passed."""
-        now = self._clock.monotonic()
-        due = self.policy.next_look
-        if due is None or now >= due:
-            self._oom_counter.expire(now)
-            self._perform(self.policy.look(self._pages.marks(), now))
 
     # Events -------------------------------------------------------------------------------------
 
@@ -188,58 +163,37 @@ class Supervisor:
 
     def _on_message(self, received: Received) -> None:
         message = decode_to_supervisor(received.body)
+        now = self._clock.monotonic()
         if isinstance(message, StatusQuery):
-            self._peers.answer(received.peer, self._status())
+            self._table.answer(received.peer, self._status())
             return
         if isinstance(message, RestartQuery):
-            self._on_restart_query(received.peer, message)
+            refusal, to_do = self.policy.on_restart(message.role, now)
+            self._table.answer(received.peer, RestartReply(refusal is None, refusal or ""))
+            self._perform(to_do)
             return
         epoch = received.header.epoch
         process = self.policy.find(epoch)
         if process is None:
-            self.num_fenced_frames += 1
-            self._peers.drop_unknown(received.peer)
+            self._table.forget_stranger(received.peer)
             return
-        child = self._table.find(process.slot)
-        if isinstance(message, Hello):
-            if child is None:
-                self._table.hello(epoch, message.pid, received.peer)
-            elif child.pid == message.pid:
-                self._peers.learn(process.slot, received.peer)
-        elif child is not None:
-            self._peers.meet(process.slot, received.peer)
-        self._perform(self.policy.on_message(epoch, message, self._clock.monotonic()))
+        pid = message.pid if isinstance(message, Hello) else None
+        self._table.connect(process.slot, epoch, received.peer, pid)
+        self._perform(self.policy.on_message(epoch, message, now))
 
-    def _on_restart_query(self, peer: bytes, query: RestartQuery) -> None:
-        refusal, to_do = self.policy.on_restart(query.role, self._clock.monotonic())
-        self._peers.answer(peer, RestartReply(refusal is None, refusal or ""))
-        self._perform(to_do)
-
-    def _on_fork_events(self, events: Sequence[tuple[Slot, Event]]) -> None:
-        """Handle messages of the zygote, and the results of forks."""
-        for slot, event in events:
-            match event:
-                case Forked():
-                    if event.peer is not None:
-                        self._peers.learn(slot, event.peer)
-                case ForkFailed():
-                    self._fail_start(slot, event.epoch, event.error)
-                case ZygoteMessage():
-                    now = self._clock.monotonic()
-                    self._perform(self.policy.on_message(event.epoch, event.message, now))
-
-    def _fail_start(self, slot: Slot, epoch: int, error: str) -> None:
-        """Let a process that cannot be started die in the next turn, with a reason."""
-        fatal = Fatal("start", error)
-        self._perform(self.policy.on_message(epoch, fatal, self._clock.monotonic()))
-        self._failed_starts.append(slot)
+    def _on_zygote_events(self, events: Sequence[ZygoteEvent]) -> None:
+        """Handle messages of the zygote, and failed starts."""
+        for slot, epoch, message in events:
+            self._perform(self.policy.on_message(epoch, message, self._clock.monotonic()))
+            if self._table.pid(slot) is None:  # it could not be started, and dies in the next turn
+                self._failed_starts.append(slot)
 
     def _reap(self, ready: Mapping[Any, int]) -> None:
-        """Reap dead processes, after their last messages."""
         failed, self._failed_starts = self._failed_starts, []
         for slot in failed:
             self._console.ended(slot)
-            self._perform(self.policy.on_death(slot, _CANNOT_START, self._clock.monotonic()))
+            now = self._clock.monotonic()
+            self._perform(self.policy.on_death(slot, _CANNOT_START, now, Evidence()))
         for child in self._table.dead(ready):
             self._reap_child(child)
         self._table.reap_strangers()
@@ -251,24 +205,18 @@ class Supervisor:
             self._await_fatal(child.epoch)
         slot = self._table.slot_of(child)
         if slot == ZYGOTE:
-            self._on_fork_events(self._table.fork_events())
-        self._on_fork_events(self._table.reap(slot))
-        self._peers.forget(slot)
+            self._on_zygote_events(self._table.zygote_events())
+        self._on_zygote_events(self._table.reap(slot))
         self._console.ended(slot)
         failpoint("supervisor.after_death")
-        evidence = Evidence(
-            step_id=self._pages.step_of(slot, child.epoch),
-            is_oom=self._oom_counter.has_grown() and status == -signal.SIGKILL,
-            has_completed_step=self._pages.has_completed_step(slot, child.epoch),
-        )
+        is_oom = self._oom_counter.has_grown() and status == -signal.SIGKILL
+        evidence = self._table.evidence(slot, child.epoch, is_oom=is_oom)
         self._perform(self.policy.on_death(slot, status, self._clock.monotonic(), evidence))
 
     def _await_fatal(self, epoch: int) -> None:
         process = self.policy.find(epoch)
-        was_ready = self.policy.was_ready
-        deadline = self._clock.monotonic() + (
-            _LATER_FATAL_TIMEOUT_S if was_ready else _FATAL_TIMEOUT_S
-        )
+        timeout_s = _LATER_FATAL_TIMEOUT_S if self.policy.was_ready else _FATAL_TIMEOUT_S
+        deadline = self._clock.monotonic() + timeout_s
         while process is not None and process.fatal is None:
             left_ms = int((deadline - self._clock.monotonic()) * 1000)
             if left_ms <= 0 or not self._link.socket.poll(left_ms):
@@ -276,9 +224,9 @@ class Supervisor:
             self._drain_link()
 
     def _status(self) -> StatusReply:
-        rows = [supervisor_row(self.policy.state)]
-        rows += [self._table.row(process) for process in self.policy.processes]
-        return StatusReply(rows, self.policy.is_ready, self.url, self.policy.failure)
+        policy = self.policy
+        rows = self._table.status(policy.processes, policy.state)
+        return StatusReply(rows, policy.is_ready, self._url, policy.failure)
 
     # Actions ------------------------------------------------------------------------------------
 
@@ -287,52 +235,35 @@ class Supervisor:
             match action:
                 case actions.Start():
                     self._start(action)
-                case actions.Kill():
-                    if not self._table.kill(action.slot):
-                        self._failed_starts.append(action.slot)
-                case actions.DumpStacks():
-                    self._table.dump_stacks(action.slot)
+                case actions.Kill(slot):
+                    if not self._table.kill(slot):
+                        self._failed_starts.append(slot)
+                case actions.DumpStacks(slot):
+                    self._table.dump_stacks(slot)
                 case actions.RecordDeath():
-                    self._pages.record_death(action)
-                case actions.Send():
-                    self._send(action)
-                case actions.Swap():
-                    self._table.swap(action.one, action.other)
-                    self._pages.exchange(action.one, action.other)
-                    self._peers.exchange(action.one, action.other)
+                    self._table.record_death(action)
+                case actions.Send(slot, message):
+                    self._table.send(slot, message)
+                case actions.Swap(one, other):
+                    self._table.swap(one, other)
                 case actions.Show():
                     self._show(action)
                 case actions.Announce():
                     self._announce()
-                case actions.Note():
-                    self._console.note(action.severity, action.text)
-                case actions.Exit():
-                    self._exit_status = action.status
+                case actions.Note(severity, text):
+                    self._console.note(severity, text)
+                case actions.Exit(status):
+                    self._exit_status = status
 
     def _start(self, action: actions.Start) -> None:
-        self._console.starting(slot := action.slot, self._clock.monotonic())
+        slot, epoch = action.slot, action.epoch
+        self._console.starting(slot, self._clock.monotonic())
         try:
-            if action.origin is Origin.PROMOTED:
-                self._promote(slot, action.epoch)
-            else:
-                self._table.start(action)
+            self._table.start(action)
         except OSError as error:
-            self._fail_start(slot, action.epoch, str(error))
+            self._on_zygote_events([ZygoteEvent(slot, epoch, Fatal("start", str(error)))])
             return
         failpoint("supervisor.after_start")
-
-    def _promote(self, slot: Slot, epoch: int) -> None:
-        """Promote the standby; the message has the epoch that it knows."""
-        standby = Slot(STANDBY_OF[slot.role])
-        self._pages.promote(standby, slot)
-        self._send(actions.Send(standby, Promote(epoch)))
-        self._peers.exchange(standby, slot)
-        self._table.promote(standby, slot, epoch)
-
-    def _send(self, action: actions.Send) -> None:
-        child = self._table.find(action.slot)
-        if child is not None:
-            self._peers.send(action.slot, child.epoch, action.message)
 
     def _show(self, action: actions.Show) -> None:
         now = self._clock.monotonic()
@@ -344,6 +275,6 @@ class Supervisor:
 
     def _announce(self) -> None:
         name = served_name(self._config)
-        place = f"{self.url}/v1" if self.url else client_address(str(self._config.run.run_dir))
+        place = f"{self._url}/v1" if self._url else client_address(str(self._config.run.run_dir))
         seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")

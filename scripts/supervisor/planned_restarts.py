@@ -15,7 +15,7 @@ from scripts.supervisor.actions import Action, Note, Swap
 from scripts.supervisor.failover import STANDBY_OF
 from scripts.supervisor.process_state import Group
 
-RESTARTABLE = (Role.API, Role.CORE, Role.WORKER)
+RESTARTABLE = (Role.WORKER, Role.CORE, Role.API)
 LEAVE_GRACE_S = 5.0
 """From Stop to SIGKILL for one process."""
 CORE_PATIENCE_S = 2.0
@@ -32,21 +32,16 @@ class PlannedRestarts:
         next_epoch: Callable[[], int],
         is_api_alone: bool,
     ) -> None:
-        """Take all groups of an engine, and how its processes are started.
+        """Take all groups of an engine.
 
-        Args:
-            groups: by role.
-            recovery: deadlines.
-            next_epoch: issues epochs.
-            is_api_alone: whether an API must have ended before its successor starts, because only
-                one can hold the journal; new connections wait in the socket's queue meanwhile.
+        `is_api_alone`: an API must have ended before its successor starts, because only one can
+        hold the journal. New connections wait in the socket's queue meanwhile.
         """
         self._groups = groups
         self._is_api_alone = is_api_alone
         self._recovery = recovery
         self._next_epoch = next_epoch
         self._waits_until: dict[Role, float] = {}
-        """The latest time to wait for the standby, by role."""
 
     @property
     def deadline(self) -> float | None:
@@ -54,26 +49,24 @@ class PlannedRestarts:
         return min(self._waits_until.values(), default=None)
 
     def ask(self, role: Role, now: float) -> tuple[str | None, list[Action]]:
-        """Begin to replace a role's processes.
-
-        Returns:
-            The reason of a refusal, or None; and actions.
-        """
+        """Begin to replace a role's processes. Returns why not, or None; and actions."""
         group = self._groups.get(role)
         if role not in RESTARTABLE or group is None:
             return f"no {role} that could be restarted", []
         if group.spare is not None and group.spare.state is ProcessState.DRAINING:
             return f"the {role} before this one still finishes its requests", []
-        is_whole = all(process.serves for process in group.processes)
-        if not is_whole or group.spare is not None or role in self._waits_until:
+        if not group.serves or group.spare is not None or role in self._waits_until:
             return already_replaced(role), []
+        if role is Role.API and self._is_api_alone:
+            return None, group.leave(self._drain_deadline(now), Drain(is_replaced=True))
         if role is Role.API:
-            return None, self._replace_api(group, now)
+            deadline = now + self._recovery.startup_timeout_s
+            return None, group.begin_spare(self._next_epoch(), now, deadline)
         if STANDBY_OF[role] not in self._groups:
             return None, group.leave(now + LEAVE_GRACE_S, Stop())
-        is_slow = role is Role.WORKER
-        longest_s = self._recovery.startup_timeout_s if is_slow else CORE_PATIENCE_S
-        self._waits_until[role] = now + longest_s
+        is_worker = role is Role.WORKER
+        patience_s = self._recovery.startup_timeout_s if is_worker else CORE_PATIENCE_S
+        self._waits_until[role] = now + patience_s
         return None, self.tick(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -82,24 +75,20 @@ class PlannedRestarts:
 
     def _prepare(self, role: Role, now: float) -> list[Action]:
         group, standby = self._groups[role], self._groups[STANDBY_OF[role]].processes[0]
-        if not all(process.serves for process in group.processes):  # it is replaced anyway
-            del self._waits_until[role]
-            return []
-        is_late = now >= self._waits_until[role]
-        if not standby.serves and not is_late:
+        if group.serves and not standby.serves and now < self._waits_until[role]:
             return []
         del self._waits_until[role]
+        if not group.serves:  # it is replaced anyway
+            return []
         if standby.serves or role is Role.CORE:
             return group.leave(now + LEAVE_GRACE_S, Stop())
-        text = f"the {role} stays: no standby gets ready to replace it"
-        return [Note(logging.ERROR, text)]
+        return [Note(logging.ERROR, f"the {role} stays: no standby gets ready to replace it")]
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Add time in which the supervisor did not run."""
         self._waits_until = {role: due + seconds for role, due in self._waits_until.items()}
 
     def cancel(self) -> list[Action]:
-        """The engine ends: give up the restarts that were not begun."""
+        """Give up the restarts that were not begun, at the end of the engine."""
         self._waits_until.clear()
         spares = [group.spare for group in self._groups.values() if group.spare is not None]
         return [action for spare in spares if spare.is_coming for action in spare.kill()]
@@ -122,12 +111,6 @@ class PlannedRestarts:
 
     def _drain_deadline(self, now: float) -> float:
         return now + self._recovery.shutdown_timeout_s + LEAVE_GRACE_S
-
-    def _replace_api(self, group: Group, now: float) -> list[Action]:
-        if self._is_api_alone:
-            return group.leave(self._drain_deadline(now), Drain(is_replaced=True))
-        deadline = now + self._recovery.startup_timeout_s
-        return group.begin_spare(self._next_epoch(), now, deadline)
 
 
 def already_replaced(role: Role) -> str:

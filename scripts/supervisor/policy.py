@@ -8,8 +8,8 @@ before they have done any. Until the engine was ready once, failures that would 
 The policy knows no sockets and no processes. Its methods take events and the time, and return
 actions, to be carried out in order. Each `Process` and `Group` changes its own fields. Parts of the
 policy have modules of their own: where successors come from (failover.py), planned restarts
-(planned_restarts.py), the end (shutdown.py), hangs (watcher.py), crash loops (crash_loop.py),
-causes of deaths (death_causes.py) and their notices to the core (death_notices.py).
+(planned_restarts.py), the end (shutdown.py), hangs (watcher.py), crash loops (crash_loop.py), and
+causes and notices of deaths (deaths.py).
 """
 
 import logging
@@ -17,21 +17,11 @@ import random
 from collections.abc import Callable, Mapping
 
 from protocol.config import RecoveryConfig
-from protocol.lifecycle import (
-    REPEAT_S,
-    Drained,
-    Fatal,
-    Hello,
-    ProcessState,
-    Progress,
-    Ready,
-    Role,
-)
+from protocol.lifecycle import REPEAT_S, Drained, Fatal, Hello, ProcessState, Progress, Ready, Role
 from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Action, Announce, DumpStacks, Note, Origin, Show, Slot
 from scripts.supervisor.crash_loop import CrashLoop
-from scripts.supervisor.death_causes import Evidence, classify, describe_death
-from scripts.supervisor.death_notices import DeathNotices
+from scripts.supervisor.deaths import DeathNotices, Evidence, classify, describe_death
 from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, HELPERS, STANDBY_OF, Failover
 from scripts.supervisor.planned_restarts import PlannedRestarts
 from scripts.supervisor.process_state import Group, Process
@@ -42,7 +32,6 @@ CRASH_LOOP_DEATHS = 5
 _LONGEST_LOOK_S = 1.0
 _LONGEST_TURN_S = 1.0
 """Time between two turns; a supervisor that takes twice as long was stopped."""
-_NO_EVIDENCE = Evidence()
 
 
 class SupervisorPolicy:
@@ -59,12 +48,8 @@ class SupervisorPolicy:
     ) -> None:
         """Supervise `num_ranks[role]` processes of each role, started in the mapping's order.
 
-        Args:
-            recovery: deadlines and pauses.
-            num_ranks: by role.
-            next_epoch: returns a new epoch, greater than all before.
-            rng: for jitter.
-            is_api_alone: whether an API must have ended before its successor starts.
+        `next_epoch` returns a new epoch, greater than all before; `rng` is for jitter;
+        `is_api_alone`: see `PlannedRestarts`.
         """
         self._recovery = recovery
         self._next_epoch = next_epoch
@@ -80,11 +65,9 @@ class SupervisorPolicy:
         self._death_notices = DeathNotices(self._groups.get(Role.CORE))
         self._crash_loop = CrashLoop(recovery.give_up_after_s, self._groups)
         self.failure: str | None = None
-        """Why the engine gave up."""
 
     @property
     def processes(self) -> list[Process]:
-        """All slots, for reports."""
         return [process for group in self._groups.values() for process in group.members]
 
     @property
@@ -95,7 +78,6 @@ class SupervisorPolicy:
 
     @property
     def state(self) -> ProcessState:
-        """State of the engine as a whole."""
         if self._shutdown.has_begun:
             return ProcessState.DRAINING
         return ProcessState.READY if self.is_ready else ProcessState.STARTING
@@ -115,8 +97,6 @@ class SupervisorPolicy:
     def next_look(self) -> float | None:
         """When `look` must be called at the latest; None before the first call."""
         return self._watcher.next_look
-
-    # Events -------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> list[Action]:
         """Start all processes at once; only a worker waits for its zygote."""
@@ -161,40 +141,42 @@ class SupervisorPolicy:
                 return self._shutdown.on_drained(process.slot.role, now)
         return []
 
-    def on_death(
-        self, slot: Slot, status: int, now: float, evidence: Evidence = _NO_EVIDENCE
-    ) -> list[Action]:
+    def on_death(self, slot: Slot, status: int, now: float, evidence: Evidence) -> list[Action]:
         """Handle the death of a child that was reaped; `status` is negative for a signal."""
         group = self._groups[slot.role]
         process = group.members[slot.rank]
         process.on_death(is_final=self._shutdown.is_stopping)
         if process is group.spare:
-            return self._on_spare_death(group, process, status, now)
+            note = Note(logging.INFO, f"{slot} ended with status {status}")
+            spare_actions = self._planned.on_spare_death(group)
+            return [note, *spare_actions, *self._shutdown.advance(now)]
         if self._shutdown.is_stopping:
             return self._shutdown.advance(now)
         if group.is_failing:
             return self._resume(group, now)
-        cause = classify(
-            status, process.fatal, is_overdue=process.is_overdue, is_oom=evidence.is_oom
-        )
-        text = describe_death(process, status, cause, evidence.step_id)
-        notices = self._death_notices.death(process, cause, evidence.step_id, now)
+        step_id = evidence.step_id
+        cause = classify(process, status, is_oom=evidence.is_oom)
+        text = describe_death(process, status, cause, step_id)
+        notices = self._death_notices.death(process, cause, step_id, now)
+        self._crash_loop.death(group.role, None if group.is_leaving else cause, now)
         if group.is_leaving:
-            self._crash_loop.left(group.role, now)
-            return notices + self._on_left(group, text, now)
+            return [*notices, Note(logging.INFO, text), *self._replace(group, now, now)]
         was_useful = process.was_useful(
-            now, evidence.step_id, has_completed_step=evidence.has_completed_step
+            now, step_id, has_completed_step=evidence.has_completed_step
         )
         group.count_death(status, was_useful=was_useful)
-        self._crash_loop.death(group.role, cause, now)
         if self._is_hopeless(group, process) or self._crash_loop.is_over(now):
             return self._give_up(process, text, now)
         actions: list[Action] = [Note(logging.WARNING, text), *notices]
-        if self._shutdown.is_front(group.role) and not self._shutdown.comes_back(group.role):
-            return actions + self._shutdown.on_drained(group.role, now)
         delay_s = group.delay_s(self._recovery.restart_backoff_max_s, self._rng)
-        actions += group.replace(now + delay_s)
-        return actions + self._resume(group, now) + self._crash_loop.news(now)
+        actions += self._replace(group, now + delay_s, now)
+        return actions + self._crash_loop.report(now)
+
+    def _replace(self, group: Group, at: float, now: float) -> list[Action]:
+        """Start the successors at that time, unless the death ends a front of the shutdown."""
+        if self._shutdown.is_front(group.role) and not self._shutdown.comes_back(group.role):
+            return self._shutdown.on_drained(group.role, now)
+        return [*group.replace(at), *self._resume(group, now)]
 
     def on_restart(self, role: Role, now: float) -> tuple[str | None, list[Action]]:
         """Replace the processes of a role. Returns why not, or None; and actions."""
@@ -226,10 +208,9 @@ class SupervisorPolicy:
 
     def _repeat(self, now: float) -> list[Action]:
         """Resend the current state: a message may have been lost."""
-        asked = [action for process in self.processes for action in process.ask_again()]
-        return asked + self._death_notices.pending(now) + self._crash_loop.standing(now)
-
-    # Watching -----------------------------------------------------------------------------------
+        actions = [action for process in self.processes for action in process.ask_again()]
+        actions += self._death_notices.pending(now)
+        return actions + self._crash_loop.report(now, is_repeat=True)
 
     def look(self, marks: Mapping[Slot, ProgressRecord], now: float) -> list[Action]:
         """Find processes that hang, from the marks in their progress pages."""
@@ -251,15 +232,13 @@ class SupervisorPolicy:
             return [Note(logging.WARNING, text), DumpStacks(slot), *suspicion]
         return [Note(logging.ERROR, f"{text}; it is killed"), *process.kill(is_overdue=True)]
 
-    # Starting -----------------------------------------------------------------------------------
-
     def _start(self, group: Group, now: float) -> list[Action]:
         origin = self._failover.origin(group.role)
         if origin is Origin.PROMOTED:
             self._failover.hand_over(group.role, now)
         is_alone = origin is Origin.STARTED
-        deadline = now + (self._recovery.startup_timeout_s if is_alone else HANDOVER_TIMEOUT_S)
-        return group.begin(self._next_epoch, now, deadline, origin)
+        timeout_s = self._recovery.startup_timeout_s if is_alone else HANDOVER_TIMEOUT_S
+        return group.begin(self._next_epoch, now, now + timeout_s, origin)
 
     def _due_at(self, group: Group) -> float | None:
         if self._shutdown.has_begun and group.role in (*HELPERS, Role.API):
@@ -282,14 +261,11 @@ class SupervisorPolicy:
         if self.is_ready and not self.was_ready:
             self.was_ready = True
             actions.append(Announce())
-        return actions + self._crash_loop.news(now)
-
-    # Dying --------------------------------------------------------------------------------------
+        return actions + self._crash_loop.report(now)
 
     def _is_hopeless(self, group: Group, process: Process) -> bool:
         """Whether to give up: only before the first Ready, since later there are requests."""
-        is_standby = group.role in STANDBY_OF.values()
-        if self.was_ready or self._shutdown.has_begun or is_standby:
+        if self.was_ready or self._shutdown.has_begun or group.role in STANDBY_OF.values():
             return False
         is_final = process.fatal is not None and not process.fatal.retry
         return is_final or group.num_failures >= CRASH_LOOP_DEATHS
@@ -298,17 +274,3 @@ class SupervisorPolicy:
         hint = process.fatal.hint if process.fatal is not None else ""
         self.failure = text + (f"\nhint: {hint}" if hint else "")
         return self._planned.cancel() + self._shutdown.give_up(now)
-
-    def _on_left(self, group: Group, text: str, now: float) -> list[Action]:
-        """A process that was asked to end has ended."""
-        note = Note(logging.INFO, text)
-        if self._shutdown.is_front(group.role) and not self._shutdown.comes_back(group.role):
-            return [note, *self._shutdown.on_drained(group.role, now)]
-        return [note, *group.replace(now), *self._resume(group, now)]
-
-    def _on_spare_death(
-        self, group: Group, process: Process, status: int, now: float
-    ) -> list[Action]:
-        note = Note(logging.INFO, f"{process.slot} ended with status {status}")
-        actions = [note, *self._planned.on_spare_death(group)]
-        return actions + self._shutdown.advance(now)

@@ -3,7 +3,7 @@
 import logging
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
 from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start
@@ -24,16 +24,13 @@ class Process:
         self.num_restarts = -1
         self.is_alive = False
         self.is_doomed = False
-        """SIGKILL was sent."""
         self.is_overdue = False
         """SIGKILL was sent because a deadline had passed."""
         self.started_at = 0.0
         self.ready_at: float | None = None
-        """Time of this incarnation's Ready."""
         self.deadline: float | None = None
         """When it is killed; progress of a start extends this."""
         self.asked: Drain | Stop | None = None
-        """The message that asked it to end."""
         self.last_progress: Progress | None = None
         self.fatal: Fatal | None = None
 
@@ -54,7 +51,6 @@ class Process:
     def begin(
         self, epoch: int, now: float, deadline: float, origin: Origin = Origin.STARTED
     ) -> Start:
-        """Begin a new incarnation."""
         assert not self.is_alive, f"{self.slot} has a process already"
         assert epoch > self.epoch
         self.epoch = epoch
@@ -96,13 +92,13 @@ class Process:
         self.state = ProcessState.STOPPED if is_final else ProcessState.BACKOFF
 
     def on_shutdown(self) -> None:
-        """Forget the deadline: the shutdown has one for all processes."""
+        """Remove the deadline: the shutdown has one for all processes."""
         self.deadline = None
         if not self.is_alive:
             self.state = ProcessState.STOPPED
 
     def exchange(self, predecessor: "Process") -> None:
-        """Take the slot of a predecessor that leaves, and give it this one's."""
+        """Exchange slots with a predecessor that leaves."""
         self.slot, predecessor.slot = predecessor.slot, self.slot
         self.num_restarts = predecessor.num_restarts + 1
 
@@ -117,8 +113,6 @@ class Process:
         if self.ready_at is None or self.is_overdue or step_id is not None:
             return False
         return now - self.ready_at >= max(LEAST_SERVICE_S, self.ready_at - self.started_at)
-
-    # Ending -------------------------------------------------------------------------------------
 
     def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
         """Ask it to end; it is killed at the deadline."""
@@ -165,10 +159,9 @@ class Process:
     def on_deadline(self) -> list[Action]:
         """Kill it. One that was asked to end and is late counts as killed, not as hung."""
         is_leaving = self.state is ProcessState.DRAINING
-        what = "does not leave in time" if is_leaving else "has made no progress in its start"
-        note = Note(
-            logging.WARNING if is_leaving else logging.ERROR, f"{self.slot} {what}; it is killed"
-        )
+        what = "does not end in time" if is_leaving else "has made no progress in its start"
+        severity = logging.WARNING if is_leaving else logging.ERROR
+        note = Note(severity, f"{self.slot} {what}; it is killed")
         return [note, *self.kill(is_overdue=not is_leaving)]
 
 
@@ -197,31 +190,26 @@ class Group:
         return [*self.processes, *([] if self.spare is None else [self.spare])]
 
     @property
-    def is_gone(self) -> bool:
-        """Whether no process of it is alive."""
-        return not any(process.is_alive for process in self.members)
-
-    @property
     def is_vacant(self) -> bool:
         """Whether the slots are free; a spare process does not matter."""
         return not any(process.is_alive for process in self.processes)
 
     @property
+    def serves(self) -> bool:
+        return all(process.serves for process in self.processes)
+
+    @property
     def is_ready(self) -> bool:
-        """Whether every rank is ready."""
         return all(process.state is ProcessState.READY for process in self.processes)
 
     @property
     def ready_since(self) -> float | None:
         """When the last rank of the present incarnation became ready; None: not all have."""
-        times = [process.ready_at for process in self.processes]
-        known = [time for time in times if time is not None]
-        return max(known) if len(known) == len(times) else None
+        return latest(process.ready_at for process in self.processes)
 
     def begin(
         self, next_epoch: Callable[[], int], now: float, deadline: float, origin: Origin
     ) -> list[Action]:
-        """Begin a new incarnation of every rank."""
         self.resume_at = None
         self.is_failing = self.is_leaving = False
         return [process.begin(next_epoch(), now, deadline, origin) for process in self.processes]
@@ -252,10 +240,6 @@ class Group:
         doomed = self.processes if is_leaving else self.members
         return [action for process in doomed for action in process.kill()]
 
-    def kill(self) -> list[Action]:
-        """Kill all processes."""
-        return [action for process in self.members for action in process.kill()]
-
     def on_shutdown(self) -> None:
         """Start nothing any more."""
         self.resume_at = None
@@ -263,7 +247,6 @@ class Group:
             process.on_shutdown()
 
     def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
-        """Ask all ranks to end, to be replaced."""
         self.is_leaving = True
         return [action for p in self.processes for action in p.leave(deadline, message)]
 
@@ -281,7 +264,6 @@ class Group:
         return new, old
 
     def remove_spare(self) -> Process:
-        """Remove the spare process, which is dead."""
         spare, self.spare = self.spare, None
         assert spare is not None
         return spare
@@ -292,6 +274,12 @@ class Group:
             return 0.0
         doublings = min(self.num_deaths - 2, _MAX_DOUBLINGS)
         return min(_FIRST_BACKOFF_S * 2.0**doublings, longest_s) * rng.uniform(0.5, 1.0)
+
+
+def latest(times: Iterable[float | None]) -> float | None:
+    """The greatest of the times; None if one of them is None."""
+    known = list(times)
+    return None if None in known else max(time for time in known if time is not None)
 
 
 def phase_name(phase: str) -> str:

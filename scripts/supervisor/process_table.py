@@ -1,24 +1,32 @@
-"""The processes of a supervisor: one for each slot at most, with its pidfd in the poller."""
+"""The processes of a supervisor: for each slot its process, connection and progress page.
 
+A worker that the zygote was asked to fork is known by its epoch until the zygote reports its pid;
+its own Hello may come first.
+"""
+
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from protocol.config import EngineConfig
-from protocol.lifecycle import ProcessState, ProcessStatus, Role
-from protocol.message import ProtocolError
-from protocol.process.child_handle import Child, ChildHandle, rss_bytes
+from protocol.lifecycle import Fatal, ProcessState, ProcessStatus, Progress, Promote, Ready, Role
+from protocol.message import Message, ProtocolError, encode
+from protocol.process.child_handle import ChildHandle, rss_bytes
+from protocol.process.fork_server import ForkServer
+from protocol.process.progress_page import Death, Phase, ProgressPage, ProgressRecord
+from protocol.transport.channel import PeerGone, RouterChannel
 from protocol.transport.runtime import Poller
-from protocol.zygote_link import ForkFailed
-from scripts.supervisor.actions import Origin, Slot, Start
-from scripts.supervisor.failover import HELPERS
-from scripts.supervisor.forks import Event, Forked, ZygoteClient
-from scripts.supervisor.pages import Pages
-from scripts.supervisor.peers import SUPERVISOR_EPOCH
+from protocol.zygote_link import Forked, ForkFailed
+from scripts.supervisor.actions import Origin, RecordDeath, Slot, Start
+from scripts.supervisor.deaths import Evidence
+from scripts.supervisor.failover import HELPERS, STANDBY_OF
 from scripts.supervisor.process_state import Process
 from scripts.supervisor.system import System
 
@@ -28,213 +36,320 @@ MODULES = {
     Role.WORKER: "worker_proc",
     Role.STANDBY_CORE: "core_proc",
 }
+ZYGOTE = Slot(Role.ZYGOTE)
+_SUPERVISOR_EPOCH = 0
+
 log = logging.getLogger("troika.supervisor")
 
-ZYGOTE = Slot(Role.ZYGOTE)
+
+class ZygoteEvent(NamedTuple):
+    """A message of the zygote about itself, or the failure of a fork."""
+
+    slot: Slot
+    epoch: int
+    message: Progress | Ready | Fatal
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A worker that the zygote was asked to fork, with pid and connection of an early Hello."""
+
+    slot: Slot
+    pid: int = 0
+    peer: bytes | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    """What belongs to one slot. The page outlives the processes that write it."""
+
+    page: ProgressPage
+    page_fd: int
+    child: ChildHandle | None = None
+    peer: bytes | None = None
 
 
 class ProcessTable:
-    """Starts, kills and reaps processes; it takes no decisions."""
+    """Starts, kills and reaps processes, and sends to them; it takes no decisions."""
 
     def __init__(
         self,
         config: EngineConfig,
-        poller: Poller,
-        pages: Pages,
+        slots: Iterable[Slot],
         listener: socket.socket | None,
+        link: RouterChannel,
+        poller: Poller,
+        *,
         system: System,
     ) -> None:
-        """Start processes with this configuration.
-
-        Args:
-            config: complete, as every child gets it.
-            poller: gets the pidfd of each process.
-            pages: the progress pages to hand on.
-            listener: what the API serves on.
-            system: how processes are started.
-        """
+        """Make a page for each slot. `poller` gets the pidfd of each process."""
         self._config = config
-        self._poller = poller
-        self._pages = pages
         self._listener = listener
-        self._children: dict[Slot, ChildHandle] = {}
-        self._forks = ZygoteClient(poller, system)
-        self._start_child = system.start_child
-        self._asked: dict[int, Slot] = {}
-        """Slots of processes that the zygote was asked to fork, by epoch."""
+        self._link = link
+        self._poller = poller
+        self._system = system
+        self._rows = {
+            slot: _Row(*ProgressPage.create(f"{slot.role}-{slot.rank}")) for slot in slots
+        }
+        self._zygote: ForkServer | None = None
+        self._forks: dict[int, _Fork] = {}
+        """By epoch."""
+
+    def close(self) -> None:
+        for row in self._rows.values():
+            row.page.close()
+            os.close(row.page_fd)
+
+    # Starts -------------------------------------------------------------------------------------
 
     def start(self, action: Start) -> None:
         """Start the next incarnation of a slot whose last one was reaped.
 
-        A forked process exists once `fork_events` has returned its `Forked`.
+        A forked process exists once `zygote_events` has received the report about it.
 
         Raises:
             OSError: it cannot be started; nothing is left behind.
         """
         slot, epoch = action.slot, action.epoch
-        assert slot not in self._children, f"{slot} has a process already"
-        assert action.origin is not Origin.PROMOTED, "see promote"
-        progress_fd = self._pages.begin(slot, epoch)
+        row = self._rows[slot]
+        assert row.child is None, f"{slot} has a process already"
+        if action.origin is Origin.PROMOTED:
+            self._promote(slot, epoch)
+            return
+        row.page.write(epoch, Phase.NONE, None, 0, 0)
         if action.origin is Origin.FORKED:
+            if self._zygote is None:
+                raise OSError("there is no zygote")
             is_standby = slot.role is Role.STANDBY
-            self._forks.ask(epoch, slot.rank, progress_fd, is_standby=is_standby)
-            self._asked[epoch] = slot
-        elif slot.role is Role.ZYGOTE:
-            self._enter(slot, self._forks.start_zygote(self._config, epoch, progress_fd))
+            self._zygote.fork(epoch, slot.rank, row.page_fd, is_standby=is_standby)
+            self._forks[epoch] = _Fork(slot)
+        elif slot == ZYGOTE:
+            self._zygote = self._system.start_fork_server(self._config, epoch, row.page_fd)
+            self._poller.register(self._zygote.link, zmq.POLLIN)
+            self._enter(slot, self._zygote.child)
         else:
-            self._enter(slot, self._new_child(slot, epoch, progress_fd))
+            listener = self._listener if slot.role is Role.API else None
+            child = self._system.start_child(
+                MODULES[slot.role],
+                self._config,
+                epoch=epoch,
+                rank=slot.rank,
+                listen_fd=None if listener is None else listener.fileno(),
+                progress_fd=row.page_fd,
+                arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
+            )
+            self._enter(slot, child)
 
-    def promote(self, standby: Slot, slot: Slot, epoch: int) -> None:
-        """Move the process of a standby to a slot whose process was reaped."""
-        assert slot not in self._children, f"{slot} would live twice"
-        child = self._children[slot] = self._children.pop(standby)
-        child.epoch = epoch
-
-    def _new_child(self, slot: Slot, epoch: int, progress_fd: int | None) -> Child:
-        listen_fd = None
-        if slot.role is Role.API:
-            assert self._listener is not None
-            listen_fd = self._listener.fileno()
-        return self._start_child(
-            MODULES[slot.role],
-            self._config,
-            epoch=epoch,
-            rank=slot.rank,
-            listen_fd=listen_fd,
-            progress_fd=progress_fd,
-            arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
-        )
+    def _promote(self, slot: Slot, epoch: int) -> None:
+        """Promote the standby; the message has the epoch that it knows."""
+        standby = Slot(STANDBY_OF[slot.role])
+        row = self._rows[standby]
+        assert row.child is not None
+        row.page.inherit(self._rows[slot].page)
+        self.send(standby, Promote(epoch))
+        self.swap(standby, slot)
+        row.child.epoch = epoch
 
     def _enter(self, slot: Slot, child: ChildHandle) -> None:
-        self._children[slot] = child
+        self._rows[slot].child = child
         self._poller.register(child.pidfd, zmq.POLLIN)
-
-    def fork_events(self) -> list[tuple[Slot, Event]]:
-        """Receive the results of forks, and messages of the zygote."""
-        try:
-            return self._attend(self._forks.receive())
-        except ProtocolError as error:
-            log.error("the zygote is killed: %s", error)
-            self.kill(ZYGOTE)
-            return []
-
-    def _attend(self, events: Sequence[Event]) -> list[tuple[Slot, Event]]:
-        found: list[tuple[Slot, Event]] = []
-        for event in events:
-            match event:
-                case Forked():
-                    slot = self._asked.pop(event.child.epoch)
-                    self._enter(slot, event.child)
-                    found.append((slot, event))
-                case ForkFailed():
-                    given_up = self._asked.pop(event.epoch, None)
-                    found += [] if given_up is None else [(given_up, event)]
-                case _:
-                    found.append((ZYGOTE, event))
-        return found
 
     def keep_num_blocks(self, num_gpu_blocks: int) -> None:
         """Start workers with as many KV blocks as the first one found memory for.
 
-        The core would have to begin anew with a worker that has another number of them.
-
-        Args:
-            num_gpu_blocks: of a process that is ready; 0: it may differ between workers.
+        The core would have to begin anew with a worker that has another number of them. 0: the
+        number may differ between workers.
         """
-        if not num_gpu_blocks:
-            return
-        cache = msgspec.structs.replace(self._config.cache, num_gpu_blocks_override=num_gpu_blocks)
-        self._config = msgspec.structs.replace(self._config, cache=cache)
-
-    def hello(self, epoch: int, pid: int, peer: bytes) -> None:
-        """Keep the connection of a process whose fork was not reported yet."""
-        self._forks.hello(epoch, pid, peer)
+        if num_gpu_blocks:
+            cache = self._config.cache
+            cache = msgspec.structs.replace(cache, num_gpu_blocks_override=num_gpu_blocks)
+            self._config = msgspec.structs.replace(self._config, cache=cache)
 
     def swap(self, one: Slot, other: Slot) -> None:
-        """Exchange the processes of two slots."""
-        children = self._children
-        children[one], children[other] = children[other], children[one]
+        """Exchange two slots: processes keep their connection and the page that they write."""
+        rows = self._rows
+        rows[one], rows[other] = rows[other], rows[one]
 
-    def find(self, slot: Slot) -> ChildHandle | None:
-        """The process of a slot; None if there is none, or it was reaped."""
-        return self._children.get(slot)
+    # The zygote ---------------------------------------------------------------------------------
+
+    def zygote_events(self) -> list[ZygoteEvent]:
+        """Receive messages of the zygote, and take over the workers that it has forked."""
+        zygote = self._zygote
+        if zygote is None:
+            return []
+        try:
+            messages = zygote.receive()
+        except ProtocolError as error:
+            log.error("the zygote is killed: %s", error)
+            self.kill(ZYGOTE)
+            return []
+        events: list[ZygoteEvent] = []
+        for message in messages:
+            match message:
+                case Forked():
+                    events += self._on_forked(zygote, message)
+                case ForkFailed():
+                    zygote.disown(message.epoch)
+                    events += self._on_fork_failed(message.epoch, message.error)
+                case _:
+                    events.append(ZygoteEvent(ZYGOTE, zygote.child.epoch, message))
+        return events
+
+    def _on_forked(self, zygote: ForkServer, forked: Forked) -> list[ZygoteEvent]:
+        try:
+            child = zygote.claim(forked)
+        except (OSError, ProtocolError) as error:  # ProtocolError: it was given up, and ends
+            return self._on_fork_failed(forked.epoch, str(error))
+        fork = self._forks.pop(child.epoch)
+        self._enter(fork.slot, child)
+        if fork.pid == child.pid:
+            self._rows[fork.slot].peer = fork.peer
+        return []
+
+    def _on_fork_failed(self, epoch: int, error: str) -> list[ZygoteEvent]:
+        fork = self._forks.pop(epoch, None)
+        return [] if fork is None else [ZygoteEvent(fork.slot, epoch, Fatal("start", error))]
+
+    def _on_zygote_death(self) -> list[ZygoteEvent]:
+        zygote, self._zygote = self._zygote, None
+        assert zygote is not None
+        self._poller.unregister(zygote.link)
+        zygote.close()
+        failed = [self._on_fork_failed(epoch, "the zygote has died") for epoch in [*self._forks]]
+        return [event for events in failed for event in events]
+
+    # Deaths -------------------------------------------------------------------------------------
 
     def dead(self, ready: Container[int]) -> list[ChildHandle]:
         """The dead among the descriptors that a poll has found; reaping one may move another."""
-        dead = [(slot, child) for slot, child in self._children.items() if child.pidfd in ready]
         # Helpers first, so that no dead standby is promoted.
-        return [child for _, child in sorted(dead, key=lambda pair: pair[0].role not in HELPERS)]
+        slots = sorted(self._rows, key=lambda slot: slot.role not in HELPERS)
+        children = [self._rows[slot].child for slot in slots]
+        return [child for child in children if child is not None and child.pidfd in ready]
 
     def slot_of(self, child: ChildHandle) -> Slot:
-        """The present slot of a process."""
-        return next(slot for slot, other in self._children.items() if other is child)
+        return next(slot for slot, row in self._rows.items() if row.child is child)
 
-    def reap(self, slot: Slot) -> list[tuple[Slot, Event]]:
+    def reap(self, slot: Slot) -> list[ZygoteEvent]:
         """Remove a dead process; returns the forks that fail with a dead zygote."""
-        child = self._children.pop(slot)
-        assert child.poll() is not None, f"{slot} is alive"
-        self._poller.unregister(child.pidfd)
-        found = self._attend(self._forks.zygote_died()) if slot == ZYGOTE else []
-        child.close()
-        return found
+        row = self._rows[slot]
+        assert row.child is not None
+        assert row.child.poll() is not None, f"{slot} is alive"
+        self._poller.unregister(row.child.pidfd)
+        events = self._on_zygote_death() if slot == ZYGOTE else []
+        row.child.close()
+        if row.peer is not None:
+            self._link.forget(row.peer)
+        row.child = row.peer = None
+        return events
 
     def reap_strangers(self) -> None:
         """Reap dead workers that were given up before their fork was reported."""
-        self._forks.reap(frozenset(child.pid for child in self._children.values()))
+        children = [row.child for row in self._rows.values()]
+        self._system.reap_strangers(frozenset(child.pid for child in children if child))
 
     def kill(self, slot: Slot) -> bool:
         """Send SIGKILL to the process of a slot.
 
-        A process that the zygote has not forked yet is given up, and so is the zygote.
-
         Returns:
-            False if there is no process whose death will be reported.
+            False if the zygote has not forked it yet: both are given up, and no pidfd will report
+            the death of the process.
         """
-        child = self._children.get(slot)
+        child = self._rows[slot].child
         if child is not None:
             child.kill()
             return True
-        epochs = [epoch for epoch, asked in self._asked.items() if asked == slot]
-        for epoch in epochs:
-            del self._asked[epoch]
-            self._forks.give_up(epoch)
-            self.kill(ZYGOTE)
-        return not epochs
+        epoch = next((epoch for epoch, fork in self._forks.items() if fork.slot == slot), None)
+        if epoch is None:
+            return True
+        del self._forks[epoch]
+        if self._zygote is not None:
+            self._zygote.disown(epoch)
+        self.kill(ZYGOTE)
+        return False
 
     def dump_stacks(self, slot: Slot) -> None:
-        """Make the process of a slot print the stacks of its threads."""
-        child = self._children.get(slot)
-        if child is not None:
+        if (child := self._rows[slot].child) is not None:
             child.dump_stacks()
 
-    def row(self, process: Process) -> ProcessStatus:
-        """One line of a status report."""
-        child = self._children.get(process.slot)
-        return ProcessStatus(
-            process.slot.role,
-            process.slot.rank,
-            None if child is None else child.pid,
-            process.epoch,
-            process.state,
-            0 if child is None else rss_bytes(child.pid),
-            process.num_restarts,
-        )
+    # Connections --------------------------------------------------------------------------------
+
+    def connect(self, slot: Slot, epoch: int, peer: bytes, pid: int | None) -> None:
+        """Enter the connection that a message came from.
+
+        A Hello, which names the pid, takes precedence. It may be lost, or come before the report
+        of the fork.
+        """
+        row = self._rows[slot]
+        if row.child is None:
+            if pid is not None and epoch in self._forks:
+                self._forks[epoch] = _Fork(slot, pid, peer)
+        elif pid == row.child.pid or (pid is None and row.peer is None):
+            row.peer = peer
+
+    def send(self, slot: Slot, message: Message) -> None:
+        """Send to the process of a slot, under the epoch that it knows.
+
+        A lost message is repeated by the policy, or a deadline passes.
+        """
+        row = self._rows[slot]
+        if row.child is not None and row.peer is not None:
+            self._send(row.peer, row.child.epoch, message)
+
+    def answer(self, peer: bytes, message: Message) -> None:
+        self._send(peer, _SUPERVISOR_EPOCH, message)
+        self.forget_stranger(peer)
+
+    def forget_stranger(self, peer: bytes) -> None:
+        """Drop the state of a connection that belongs to no slot."""
+        if all(row.peer != peer for row in self._rows.values()):
+            self._link.forget(peer)
+
+    def _send(self, peer: bytes, epoch: int, message: Message) -> None:
+        with contextlib.suppress(PeerGone):
+            self._link.send(peer, epoch, encode(message))
+
+    # Pages and reports --------------------------------------------------------------------------
+
+    def marks(self) -> dict[Slot, ProgressRecord]:
+        """The marks of all pages that can be read."""
+        found = {slot: row.page.read() for slot, row in self._rows.items()}
+        return {slot: mark for slot, mark in found.items() if mark is not None}
+
+    def evidence(self, slot: Slot, epoch: int, *, is_oom: bool) -> Evidence:
+        """What the page shows of an incarnation that has died."""
+        page = self._rows[slot].page
+        mark = page.read()
+        step_id = None if mark is None or mark.epoch != epoch else mark.step_id
+        return Evidence(step_id, is_oom, page.last_completing_epoch == epoch)
+
+    def record_death(self, death: RecordDeath) -> None:
+        """Write how the last incarnation ended, for the next one."""
+        self._rows[death.slot].page.write_death(Death(death.epoch, death.cause, death.step_id))
+
+    def pid(self, slot: Slot) -> int | None:
+        child = self._rows[slot].child
+        return None if child is None else child.pid
+
+    def status(self, processes: Iterable[Process], state: ProcessState) -> list[ProcessStatus]:
+        """A line for each process; the first is the supervisor, with the state of the engine."""
+        lines = [(Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)]
+        lines += [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
+        return [
+            ProcessStatus(slot.role, slot.rank, pid, epoch, state, rss_bytes(pid or 0), number)
+            for slot, pid, epoch, state, number in lines
+        ]
 
 
 def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
     """How many processes of each role an engine has, in the order in which they are started."""
     has_standby = bool(config.recovery.standby_workers)
-    return {
-        **({Role.ZYGOTE: 1} if has_standby else {}),
+    numbers = {
+        Role.ZYGOTE: int(has_standby),
         Role.WORKER: config.parallel.tensor_parallel_size,
-        **({Role.STANDBY: 1} if has_standby else {}),
+        Role.STANDBY: int(has_standby),
         Role.CORE: 1,
-        **({Role.STANDBY_CORE: 1} if config.recovery.standby_cores else {}),
-        **({Role.API: 1} if has_api else {}),
+        Role.STANDBY_CORE: int(bool(config.recovery.standby_cores)),
+        Role.API: int(has_api),
     }
-
-
-def supervisor_row(state: ProcessState) -> ProcessStatus:
-    """The supervisor's own line, with the state of the engine as a whole."""
-    pid = os.getpid()
-    return ProcessStatus(Role.SUPERVISOR, 0, pid, SUPERVISOR_EPOCH, state, rss_bytes(pid), 0)
+    return {role: number for role, number in numbers.items() if number}

@@ -18,7 +18,6 @@ from protocol.process.run_dir import make_run_dir
 _EPOCH_FILE = "epoch"
 _LOCK_FILE = "supervisor.lock"
 _TEMPORARY = "temporary"
-_GIVEN = "given"
 _LOCK_TIMEOUT_S = 0.2
 _LOCK_POLL_S = 0.01
 
@@ -33,14 +32,12 @@ class RunDir:
     """A directory that this process has locked until `close`."""
 
     def __init__(self, path: str | None, *, is_temporary: bool = False) -> None:
-        """Create or take over a directory.
+        """Create or take over a directory; without a path a new temporary one.
 
-        Args:
-            path: None for a new temporary one.
-            is_temporary: whether a given one may be removed once no supervisor holds it.
+        `is_temporary`: a given one may be removed once no supervisor holds it.
 
         Raises:
-            ValueError: the directory cannot be used; the text says why.
+            ValueError: the directory cannot be used, for the reason given.
             RunDirBusyError: another supervisor uses it.
         """
         self.path = make_run_dir(path)
@@ -59,22 +56,22 @@ class RunDir:
         self._epoch = self._read_epoch()
 
     def next_epoch(self) -> int:
-        """A number greater than any that was handed out in this directory before.
+        """Return a number greater than any that was issued in this directory before.
 
-        It is on the disk when this returns, unless the disk is full or broken: then an engine that
-        runs continues without, because no other can use the directory while this process lives.
+        It is on the disk when this returns, unless the disk is full or broken: then a running
+        engine continues without, because no other can use the directory while this process lives.
         """
         self._epoch += 1
         try:
-            self._persist(self._epoch)
+            self._save_epoch()
         except OSError as error:
             log.error("epoch %d cannot be saved: %s", self._epoch, error)
         return self._epoch
 
-    def _persist(self, epoch: int) -> None:
+    def _save_epoch(self) -> None:
         draft = self._file(f"{_EPOCH_FILE}.new")
         with open(draft, "w") as file:
-            file.write(f"{epoch}\n")
+            file.write(f"{self._epoch}\n")
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self._file(_EPOCH_FILE))
@@ -92,10 +89,14 @@ class RunDir:
         """Enter this directory into the register; its supervisor listens already."""
         register = _register_dir()
         for link, target in _entries(register):
-            if target == self.path:  # of a predecessor that was killed: this process has the lock
+            # A link to this directory is of a killed predecessor: this process has the lock.
+            if target == self.path:
                 link.unlink(missing_ok=True)
-        _forget_dead(register)
-        kind = _TEMPORARY if self._is_temporary else _GIVEN
+            elif not _is_live(target):
+                link.unlink(missing_ok=True)
+                if link.name.startswith(_TEMPORARY):
+                    shutil.rmtree(target, ignore_errors=True)
+        kind = _TEMPORARY if self._is_temporary else "given"
         self._link = register / f"{kind}-{os.getpid()}"
         self._link.unlink(missing_ok=True)
         self._link.symlink_to(self.path)
@@ -103,8 +104,7 @@ class RunDir:
     def close(self, *, is_abandoned: bool) -> None:
         """Release the directory: remove a temporary one, and the sockets of any other.
 
-        Args:
-            is_abandoned: whether no other process will remove a temporary one that was given.
+        `is_abandoned`: no other process will remove a temporary one that was given.
         """
         if self._link is not None:
             self._link.unlink(missing_ok=True)
@@ -147,16 +147,6 @@ def _entries(register: Path) -> Iterator[tuple[Path, str]]:
         except OSError:  # just removed, or no link
             continue
         yield link, target
-
-
-def _forget_dead(register: Path) -> None:
-    """Remove what killed supervisors have left."""
-    for link, target in _entries(register):
-        if _is_live(target):
-            continue
-        link.unlink(missing_ok=True)
-        if link.name.startswith(_TEMPORARY):
-            shutil.rmtree(target, ignore_errors=True)
 
 
 def _is_live(run_dir: str) -> bool:

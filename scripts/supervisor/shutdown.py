@@ -46,7 +46,6 @@ class Shutdown:
     """Draining, stopping, and the exit status. The methods return actions."""
 
     def __init__(self, groups: Mapping[Role, Group], recovery: RecoveryConfig) -> None:
-        """Take all groups of an engine that runs."""
         self._groups = groups
         self._timeout_s = recovery.shutdown_timeout_s
         self._state = _State.RUNNING
@@ -57,14 +56,12 @@ class Shutdown:
         self._stages = [role for role in _STOP_ORDER if role in groups]
         """Roles that still have to stop, in order."""
         self._stopped: Role | None = None
-        """The last role that was asked to stop."""
         self._exit_status = 0
         self.deadline: float | None = None
         """End of draining, or of stopping."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine is ending."""
         return self._state is not _State.RUNNING
 
     @property
@@ -86,8 +83,6 @@ class Shutdown:
         """Whether there may be requests: none is accepted before there are workers."""
         return self._were_ready >= {Role.CORE, Role.WORKER}
 
-    # Events -------------------------------------------------------------------------------------
-
     def on_signal(self, now: float) -> list[Action]:
         """Drain at the first signal, kill all processes at the second."""
         if self._state is _State.RUNNING:
@@ -102,7 +97,6 @@ class Shutdown:
         return self.kill_all(now)
 
     def kill_all(self, now: float) -> list[Action]:
-        """Kill all processes."""
         return [*([] if self.is_stopping else self.stop(now)), *self._kills()]
 
     def give_up(self, now: float) -> list[Action]:
@@ -124,7 +118,6 @@ class Shutdown:
         return [*self._drain_front(), *self.advance(now)] if self.comes_back(role) else []
 
     def tick(self, now: float) -> list[Action]:
-        """Act on the deadline."""
         if self.deadline is None or now < self.deadline:
             return []
         if self._state is _State.DRAINING:
@@ -137,16 +130,15 @@ class Shutdown:
         return [Note(logging.ERROR, "processes survived SIGKILL"), *self._end(1)]
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Add time in which the supervisor did not run."""
         if self.deadline is not None:
             self.deadline += seconds
-
-    # Stages -------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> list[Action]:
         """Leave every stage that is complete, and enter the next."""
         actions: list[Action] = []
-        while self._state is _State.DRAINING and self._is_front_complete:
+        while self._state is _State.DRAINING and self._is_front_drained:
+            if self._groups[self._fronts[0]].spare is not None:
+                break  # its predecessor has not ended yet
             self._fronts.pop(0)
             if self._fronts:
                 actions += self._drain_front()
@@ -154,7 +146,7 @@ class Shutdown:
                 self._begin_stopping(now)
         if self._state is not _State.STOPPING:
             return actions
-        while self._stages and self._groups[self._stages[0]].is_gone:
+        while self._stages and not any(p.is_alive for p in self._groups[self._stages[0]].members):
             self._stages.pop(0)
         if not self._stages:
             return actions + self._end(self._exit_status)
@@ -163,11 +155,6 @@ class Shutdown:
             for process in self._groups[self._stopped].members:
                 actions += _stop(process)
         return actions
-
-    @property
-    def _is_front_complete(self) -> bool:
-        """Whether the next front can be drained: a predecessor of this one has ended, too."""
-        return self._is_front_drained and self._groups[self._fronts[0]].spare is None
 
     def _drain_front(self) -> list[Action]:
         """Ask the first front to finish its requests, if it may have any."""
@@ -199,13 +186,12 @@ class Shutdown:
         return [Exit(status)]
 
     def _kills(self) -> list[Action]:
-        return [action for group in self._groups.values() for action in group.kill()]
+        members = [process for group in self._groups.values() for process in group.members]
+        return [action for process in members for action in process.kill()]
 
 
 def _stop(process: Process) -> list[Action]:
     """Stop it, or kill it if it is starting (it reads no messages yet) or a helper."""
-    if not process.is_alive:
-        return []
     if process.state is ProcessState.STARTING or process.slot.role in HELPERS:
         return process.kill()
-    return process.ask(Stop())
+    return process.ask(Stop()) if process.is_alive else []

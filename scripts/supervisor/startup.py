@@ -19,10 +19,10 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def complete(config: EngineConfig) -> EngineConfig:
-    """Replace the model's name by its directory, and settle the number of standby workers.
+    """Replace the model's name by its directory, and set the number of standby workers.
 
     Raises:
-        ConfigError: there is no such model; the text says what is possible.
+        ConfigError: there is no such model.
     """
     model = config.model
     recovery = msgspec.structs.replace(config.recovery, standby_workers=num_standby_workers(config))
@@ -53,7 +53,6 @@ def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = _GPU_NO
 
 
 def served_name(config: EngineConfig) -> str:
-    """The model's name in the API."""
     return config.model.served_model_name or Path(config.model.model).name
 
 
@@ -74,7 +73,6 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Root of the HTTP server's addresses."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -103,7 +101,7 @@ def write_failure(run_dir: str | None, failure: str) -> None:
 
 
 def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:
-    """Read the command line. Wrong arguments end the program with status 2."""
+    """Parse the command line. Wrong arguments end the program with status 2."""
     parser = argparse.ArgumentParser(
         program, description="Serve a model over HTTP.", allow_abbrev=False
     )

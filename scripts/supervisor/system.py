@@ -4,13 +4,71 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
 from protocol.process.child_handle import Child
 from protocol.process.fork_server import ForkServer, reap_strangers
 from protocol.transport.runtime import Clock, Poller, SocketFactory
-from scripts.supervisor.death_causes import OomCounter
+
+_KILL_TO_DEATH_S = 10.0
+"""Longest time from the kernel's count of a kill to the end of the process."""
+
+
+class OomCounter:
+    """The kernel's count of processes killed for lack of memory in this control group.
+
+    A counter that cannot be read never grows.
+    """
+
+    def __init__(
+        self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")
+    ) -> None:
+        self._file = _counter_file(root, proc)
+        self._num_seen = 0
+        self._num_seen = self._read()
+        self._grown_at: float | None = None
+
+    def has_grown(self) -> bool:
+        """Return whether it has grown since the last call, which each death must make once."""
+        before, self._num_seen = self._num_seen, self._read()
+        self._grown_at = None
+        return self._num_seen > before
+
+    def expire(self, now: float) -> None:
+        """Forget a kill that no death has followed: it was the kill of another process."""
+        if self._read() <= self._num_seen:
+            return
+        if self._grown_at is None:
+            self._grown_at = now
+        elif now - self._grown_at > _KILL_TO_DEATH_S:
+            self.has_grown()
+
+    def _read(self) -> int:
+        try:
+            lines = [] if self._file is None else self._file.read_text().splitlines()
+        except OSError:
+            return self._num_seen
+        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        return int(counts.get("oom_kill", 0))
+
+
+def _counter_file(root: Path, proc: Path) -> Path | None:
+    """The file with this control group's counts, in version 2 or 1."""
+    try:
+        groups = (proc / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    files: list[Path] = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files += [root / path[1:] / "memory.events"]
+        elif "memory" in controllers.split(","):
+            memory = root / "memory"
+            files += [memory / path[1:] / "memory.oom_control", memory / "memory.oom_control"]
+    return next((file for file in files if file.is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Watcher:
     """Compares marks with the time."""
 
     def __init__(self, longest_look_s: float) -> None:
-        """Ask for a look every `longest_look_s` seconds at least, to notice new processes."""
+        """Require a look every `longest_look_s` seconds at least, to notice new processes."""
         self._longest_look_s = longest_look_s
         self._watched: dict[Slot, _Watched] = {}
         self.next_look: float | None = None
@@ -75,10 +75,8 @@ class Watcher:
     ) -> list[HangReport]:
         """Compare all processes with the time.
 
-        Args:
-            living: epochs of the processes to watch.
-            marks: those that could be read; where one is missing, the last one holds.
-            now: monotonic time in seconds.
+        `living` has the epochs of the processes to watch. Where a mark could not be read, the last
+        one holds.
         """
         late_s = 0.0 if self.next_look is None else now - self.next_look
         reports = self._update(living, marks, now)

@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.url:
             server = ExternalServer(arguments.url, arguments.kill_command, arguments.kill_pattern)
-            session: Session = ExternalSession(options, base, _say, server)
+            session: Session = ExternalSession(options, base, _log, server)
         elif arguments.every is not None:
-            session = SteadySession(options, base, _say, arguments.every)
+            session = SteadySession(options, base, _log, arguments.every)
         else:
-            session = Session(options, base, _say)
+            session = Session(options, base, _log)
         asyncio.run(session.run())
     except (EngineFailed, Declined, OSError, KeyboardInterrupt) as error:
-        _say(f"stopped: {error}")
+        _log(f"stopped: {error}")
         session.failure = str(error) or "interrupted"
     finally:
         if arguments.keep:
@@ -104,7 +104,7 @@ def _keep(directory: Path, base: Path, session: Session) -> None:
     (directory / "golden.json").write_bytes(msgspec.json.encode(session.golden))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -62,7 +62,7 @@ class StreamClient:
         Args:
             request: the request.
             deadline: monotonic time at which to stop waiting.
-            may_leave: disconnect as the request's `disconnect_after` says.
+            may_leave: disconnect after as many tokens as `disconnect_after`.
         """
         recording = Recording(request.name, time.monotonic())
         try:

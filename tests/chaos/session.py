@@ -59,13 +59,13 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Session:
     """Chaos against an engine of its own."""
 
-    def __init__(self, options: SessionOptions, base: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, options: SessionOptions, base: Path, log: Callable[[str], None]) -> None:
         """Prepare.
 
         Args:
             options: the arguments of the run.
             base: an empty directory with a short path.
-            say: receives lines about the progress.
+            log: receives lines about the progress.
         """
         self.results: list[RoundResult] = []
         self.skipped: list[tuple[Fault, Phase]] = []
@@ -74,7 +74,7 @@ class Session:
         self.golden: list[Recording] = []
         self._options = options
         self._base = base
-        self._say = say
+        self._log = log
         self._kinds: Sequence[str] | None = None
         """Of streams; None: all."""
 
@@ -142,7 +142,7 @@ class Session:
         faults = [fault for fault in self._options.faults if roles.issuperset(fault.roles)]
         for fault in self._options.faults:
             if fault not in faults:
-                self._say(f"skipped: {fault}, the engine has no such process")
+                self._log(f"skipped: {fault}, the engine has no such process")
                 self.skipped += cells([fault], self._options.phases)
         if not faults:
             raise EngineFailed("the engine has none of the processes to kill")
@@ -200,7 +200,7 @@ class Session:
         missed = f", MISSED: {result.missed}" if result.missed else ""
         bad = f", {len(result.violations)} VIOLATIONS" if result.violations else ""
         how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "no kill"
-        self._say(
+        self._log(
             f"round {result.number} {result.fault} {result.phase}: {how}{stall}"
             f" in {result.seconds:.1f} s{missed}{bad}"
         )
@@ -225,10 +225,10 @@ class ExternalSession(Session):
         self,
         options: SessionOptions,
         base: Path,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         server: ExternalServer,
     ) -> None:
-        super().__init__(options, base, say)
+        super().__init__(options, base, log)
         self._server = server
         self._model = ""
 

@@ -33,10 +33,10 @@ class SteadySession(Session):
     """Kills at a steady rate."""
 
     def __init__(
-        self, options: SessionOptions, base: Path, say: Callable[[str], None], every_s: float
+        self, options: SessionOptions, base: Path, log: Callable[[str], None], every_s: float
     ) -> None:
         """Prepare to kill one process every `every_s` seconds in the mean."""
-        super().__init__(options, base, say)
+        super().__init__(options, base, log)
         self._every_s = every_s
         self._kinds = _KINDS
         self._rng = random.Random(options.seed)
@@ -143,4 +143,4 @@ class SteadySession(Session):
             result.num_unnoticed += detection is None
             longest = f"{max(known):.2f} s" if known else "none"
             at = f"{kill.time - began:.1f} s"
-            self._say(f"{at}: {kill.role} {kill.pid}, longest stall {longest} of {len(known)}")
+            self._log(f"{at}: {kill.role} {kill.pid}, longest stall {longest} of {len(known)}")

@@ -27,7 +27,7 @@ from scripts.supervisor.actions import (
     Start,
     Swap,
 )
-from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import STANDBY_DELAY_S, STANDBY_OF
 from scripts.supervisor.policy import SupervisorPolicy
 

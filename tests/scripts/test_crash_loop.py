@@ -28,15 +28,17 @@ def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
     """The API gets repeated reports with the time to the next start, and one at the end."""
     loop, groups = make()
     now = die(loop, DEATHS_IN_WINDOW - 1)
-    assert loop.news(now) == []
+    assert loop.report(now) == []
     now = die(loop, 1, now + 1)
     groups[Role.WORKER].resume_at = now + 3
-    assert loop.news(now) == [Send(groups[Role.API].processes[0].slot, Health(True, 4.0))]
-    assert loop.news(now) == []
-    assert loop.standing(now + 1) == [Send(groups[Role.API].processes[0].slot, Health(True, 3.0))]
+    assert loop.report(now) == [Send(groups[Role.API].processes[0].slot, Health(True, 4.0))]
+    assert loop.report(now) == []
+    assert loop.report(now + 1, is_repeat=True) == [
+        Send(groups[Role.API].processes[0].slot, Health(True, 3.0))
+    ]
     groups[Role.WORKER].processes[0].state = ProcessState.READY
-    assert loop.news(now) == [Send(groups[Role.API].processes[0].slot, Health(False))]
-    assert loop.news(now) == loop.standing(now) == []
+    assert loop.report(now) == [Send(groups[Role.API].processes[0].slot, Health(False))]
+    assert loop.report(now) == loop.report(now, is_repeat=True) == []
 
 
 def serve_and_die(loop: CrashLoop, groups: dict[Role, Group], times: int, served_s: float) -> float:
@@ -100,7 +102,7 @@ def test_time_served_before_a_planned_restart_counts() -> None:
     for _ in range(2 * DEATHS_IN_WINDOW):
         serve(groups, now)
         now += 86_400.0
-        loop.left(Role.WORKER, now)
+        loop.death(Role.WORKER, None, now)
         serve(groups, now)
         now += 10.0
         loop.death(Role.WORKER, DeathCause.SIGNAL, now)

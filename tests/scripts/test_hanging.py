@@ -17,7 +17,7 @@ from scripts.supervisor.actions import (
     Slot,
     Start,
 )
-from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.deaths import Evidence
 from tests.scripts.drill import API, CORE, WORKER, Drill
 
 LIMIT_S = 2.0

@@ -14,17 +14,14 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-import zmq
 
 from protocol.config import EngineConfig, ParallelConfig
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from protocol.process.child_handle import Child
 from scripts.supervisor import process_table
-from scripts.supervisor.actions import Slot
 from scripts.supervisor.console import Console
 from scripts.supervisor.loop import Supervisor
-from scripts.supervisor.pages import Pages
 from scripts.supervisor.policy import CRASH_LOOP_DEATHS
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.system import System
@@ -74,25 +71,6 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
     assert failure is not None
     assert "failed (start): [Errno 11] Resource temporarily unavailable" in failure
     assert max(map(tries.count, ("worker_proc", "core_proc"))) >= CRASH_LOOP_DEATHS
-
-
-class StillChild:
-    """Something with a pidfd."""
-
-    def __init__(self, pidfd: int) -> None:
-        self.pidfd = pidfd
-
-
-def test_the_dead_are_found_where_they_are_by_then() -> None:
-    """The last message of a process may move another, as when an API's successor is ready."""
-    pages = Pages([])
-    table = process_table.ProcessTable(CONFIG, zmq.Poller(), pages, None, System())
-    old, new, core = StillChild(3), StillChild(4), StillChild(5)
-    api, next_api = Slot(Role.API), Slot(Role.API, 1)
-    table._children = {api: old, next_api: new, Slot(Role.CORE): core}  # type: ignore[dict-item]
-    dead = table.dead({3: zmq.POLLIN, 5: zmq.POLLIN})
-    table.swap(api, next_api)
-    assert [table.slot_of(child) for child in dead] == [next_api, Slot(Role.CORE)]
 
 
 class MournedChild(Child):
@@ -148,13 +126,11 @@ def _harm(running: Supervisor, write_fd: int) -> None:
         for number in (signal.SIGKILL, signal.SIGSTOP):
             for role in (Role.WORKER, Role.CORE):
                 eventually(lambda: running.policy.is_ready, "all are ready")
-                child = running._table.find(Slot(role))
-                assert child is not None
+                heirs = MournedChild.predecessors[process_table.MODULES[role]]
+                old = heirs[-1]
                 with contextlib.suppress(ProcessLookupError):  # it was killed as hanging
-                    os.kill(child.pid, number)
-                module = process_table.MODULES[role]
-                heirs = MournedChild.predecessors[module]
-                eventually(lambda heirs=heirs, old=child: heirs[-1] is not old, "it has an heir")
+                    os.kill(old.pid, number)
+                eventually(lambda heirs=heirs, old=old: heirs[-1] is not old, "it has an heir")
         eventually(lambda: running.policy.is_ready, "all are ready")
     finally:
         os.write(write_fd, b"..")

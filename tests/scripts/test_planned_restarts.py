@@ -14,7 +14,7 @@ from protocol.lifecycle import (
     Stop,
 )
 from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Slot, Swap
-from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import STANDBY_DELAY_S
 from scripts.supervisor.planned_restarts import LEAVE_GRACE_S
 from tests.scripts.drill import (

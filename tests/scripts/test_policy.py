@@ -20,7 +20,7 @@ from protocol.lifecycle import (
     WorkerDied,
 )
 from scripts.supervisor.actions import Announce, Exit, Kill, Origin, Send, Show, Slot, Start
-from scripts.supervisor.death_causes import Evidence
+from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import CRASH_LOOP_DEATHS
 from tests.scripts.drill import API, CORE, WORKER, Drill, starts
 

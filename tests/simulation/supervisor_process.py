@@ -5,10 +5,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from scripts.supervisor.death_causes import OomCounter
+
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role
 from scripts.supervisor.console import Console
-from scripts.supervisor.death_causes import OomCounter
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.system import System
@@ -126,7 +127,7 @@ class SupervisorProcess(Process):
             system=self._system(),
         )
         self._inbox = cast(SimulatedSocket, supervisor._link.socket).inbox
-        self.on_death.append(supervisor._pages.close)
+        self.on_death.append(supervisor._table.close)
         return supervisor
 
     def _system(self) -> System:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.supervisor.death_causes import OomCounter
+from scripts.supervisor.system import OomCounter
 
 
 @pytest.mark.parametrize(

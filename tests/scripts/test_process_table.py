@@ -1,0 +1,124 @@
+"""Slots of the process table: connections from Hello and other messages, exchange, the dead."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+import zmq
+
+from protocol.config.settings import configure
+from protocol.lifecycle import Role, Stop
+from protocol.process.child_handle import ChildHandle
+from protocol.transport.channel import RouterChannel
+from scripts.supervisor.actions import Origin, Slot, Start
+from scripts.supervisor.process_table import ProcessTable
+from scripts.supervisor.system import System
+
+API, NEXT_API = Slot(Role.API), Slot(Role.API, 1)
+CORE, STANDBY_CORE = Slot(Role.CORE), Slot(Role.STANDBY_CORE)
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, int]] = []
+        self.forgotten: list[bytes] = []
+
+    def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
+        self.sent.append((peer, epoch))
+        return True
+
+    def forget(self, peer: bytes) -> None:
+        self.forgotten.append(peer)
+
+
+class FakeChild:
+    """A process that ends when the test says so: its pid is ten times its pidfd."""
+
+    def __init__(self, epoch: int, pidfd: int) -> None:
+        self.epoch = epoch
+        self.pidfd = pidfd
+        self.pid = 10 * pidfd
+        self.status: int | None = None
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    """A table with a core, its standby and two APIs, which have the pidfds 3 to 6."""
+
+    def __init__(self) -> None:
+        self.link = FakeLink()
+        self.children = {
+            slot: FakeChild(epoch, epoch + 2)
+            for epoch, slot in enumerate((CORE, STANDBY_CORE, API, NEXT_API), 1)
+        }
+        self.table = ProcessTable(
+            configure(model="null"),
+            self.children,
+            None,
+            cast(RouterChannel, self.link),
+            zmq.Poller(),
+            system=System(),
+        )
+        for slot, child in self.children.items():
+            self.table._enter(slot, cast(ChildHandle, child))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    with contextlib.closing(made.table):
+        yield made
+
+
+def test_process_whose_hello_was_lost_is_reached_after_its_next_message(bench: Bench) -> None:
+    """A Hello takes precedence, because it names the process."""
+    bench.table.send(CORE, Stop())
+    assert bench.link.sent == []
+    bench.table.connect(CORE, 1, b"one", None)
+    bench.table.send(CORE, Stop())
+    bench.table.connect(CORE, 1, b"forged", 77)
+    bench.table.connect(CORE, 1, b"two", 30)
+    bench.table.connect(CORE, 1, b"one", None)
+    bench.table.send(CORE, Stop())
+    assert bench.link.sent == [(b"one", 1), (b"two", 1)]
+
+
+def test_promoted_process_keeps_its_connection(bench: Bench) -> None:
+    """`Promote` and all before it have the epoch of the standby."""
+    bench.table.connect(STANDBY_CORE, 2, b"standby", 40)
+    bench.children[CORE].status = 1
+    bench.table.reap(CORE)
+    bench.table.start(Start(CORE, 9, Origin.PROMOTED))
+    bench.table.send(STANDBY_CORE, Stop())
+    bench.table.send(CORE, Stop())
+    assert bench.link.sent == [(b"standby", 2), (b"standby", 9)]
+    bench.children[STANDBY_CORE].status = 1
+    bench.table.reap(CORE)
+    assert bench.link.forgotten == [b"standby"]
+
+
+def test_connections_of_other_programs_are_forgotten_after_the_answer(bench: Bench) -> None:
+    bench.table.connect(CORE, 1, b"core", 30)
+    for peer in (b"core", b"tool"):
+        bench.table.answer(peer, Stop())
+    assert bench.link.sent == [(b"core", 0), (b"tool", 0)]
+    assert bench.link.forgotten == [b"tool"]
+
+
+def test_the_dead_are_found_in_their_present_slots(bench: Bench) -> None:
+    """The last message of a process may move another, as when an API's successor is ready."""
+    dead = bench.table.dead({3, 5})
+    bench.table.swap(API, NEXT_API)
+    assert [bench.table.slot_of(child) for child in dead] == [CORE, NEXT_API]
+
+
+def test_helpers_are_reaped_first(bench: Bench) -> None:
+    """A dead standby must not be promoted."""
+    dead = bench.table.dead({3, 4})
+    assert [bench.table.slot_of(child) for child in dead] == [STANDBY_CORE, CORE]
