@@ -333,7 +333,8 @@ class ProcessTable:
 
     def status(self, processes: Iterable[Process], state: ProcessState) -> list[ProcessStatus]:
         """A line for each process; the first is the supervisor, with the state of the engine."""
-        lines = [(Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)]
+        first = (Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)
+        lines: list[tuple[Slot, int | None, int, ProcessState, int]] = [first]
         lines += [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
         return [
             ProcessStatus(slot.role, slot.rank, pid, epoch, state, rss_bytes(pid or 0), number)

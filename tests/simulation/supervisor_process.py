@@ -5,14 +5,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from scripts.supervisor.death_causes import OomCounter
-
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role
 from scripts.supervisor.console import Console
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.system import System
+from scripts.supervisor.system import OomCounter, System
 from tests.simulation.child import RUN_DIR, Incarnation
 from tests.simulation.children import (
     ROLES,
