@@ -73,7 +73,6 @@ def findings(paths: Iterable[Path]) -> Iterator[str]:
             yield f"{path}:{text.count(chr(10), 0, start) + 1}: {phrase!r} ({advice})"
 
 
-@pytest.mark.xfail(strict=False, reason="the rest of the tree is being rewritten")
 def test_language_is_plain() -> None:
     found = list(findings(tracked()))
     assert not found, "\n".join([f"{len(found)} findings", *found])

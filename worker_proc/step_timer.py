@@ -9,7 +9,7 @@ from collections import deque
 from protocol.config import RecoveryConfig
 
 _HISTORY = 128
-"""Steps of a class that count. Of so few, the 99th percentile is the second largest."""
+"""Steps of a class that count; the 99th percentile of them is the second largest."""
 _RECOUNT = 16
 
 

@@ -33,7 +33,7 @@ class FakeLink:
 
 
 class FakeChild:
-    """A process that ends when the test says so: its pid is ten times its pidfd."""
+    """A process that ends when the test ends it: its pid is ten times its pidfd."""
 
     def __init__(self, epoch: int, pidfd: int) -> None:
         self.epoch = epoch
