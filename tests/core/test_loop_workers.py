@@ -20,8 +20,8 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied
 from protocol.message import encode
-from protocol.sampling import SamplingParams
 from protocol.process.progress_page import CoreMarks, Death, ProgressPage
+from protocol.sampling import SamplingParams
 from protocol.transport.channel import PeerGone, Received, RouterChannel
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
 
