@@ -11,6 +11,7 @@ Without it:
 `RunningEngine(run_dir)` does the same to an engine that the program itself has started.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -240,12 +241,11 @@ class EngineFactory:
         self.close()
 
     def close(self) -> None:
-        """End all engines and remove the directory."""
-        try:
+        """End all engines, also after an error of one, and remove the directory."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.base)
             for engine in self.engines:
-                engine.close()
-        finally:
-            shutil.rmtree(self.base)
+                stack.callback(engine.close)
 
 
 def _has_pids(reply: StatusReply) -> bool:
