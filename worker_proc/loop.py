@@ -10,7 +10,6 @@ import zmq
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
-    ModelRunnerOutput,
     SchedulerOutput,
     WorkerToCore,
     decode_from_core,
@@ -160,7 +159,7 @@ class WorkerLoop:
         failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
         self._step_timer.observe(num_tokens, self._clock.monotonic() - began)
-        if isinstance(reply, ModelRunnerOutput):
-            self._reporter.step_completed()
+        if epoch == self._shim.link_epoch and self._shim.failure is None:
+            self._reporter.step_completed()  # also on ranks that do not reply
         failpoint("worker.after_step")
         return reply

@@ -1,5 +1,6 @@
 """The module that embedding services test with: its documented example, and use without pytest."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from protocol.process.launch import EngineProcesses
+from scripts import testing
 from scripts.testing import EngineFactory, RunningEngine, eventually, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +82,20 @@ def test_an_engine_that_ends_is_reported_with_its_log() -> None:
 def test_a_wait_that_ends_in_vain_names_its_condition() -> None:
     with pytest.raises(TimeoutError, match=r"not within 0\.02 s: the sky falls"):
         eventually(lambda: None, "the sky falls", 0.02)
+
+
+def test_an_engine_that_cannot_be_closed_does_not_keep_the_others_alive() -> None:
+    start_engine = EngineFactory()
+    first, second = start_engine(), start_engine()
+    first.all_pids.add(os.getpid())  # as if a process had survived
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            testing, "eventually", lambda condition, what: eventually(condition, what, 0.1)
+        )
+        with pytest.raises(TimeoutError, match="all processes are gone"):
+            start_engine.close()
+    assert second.process.poll() is not None
+    assert not Path(start_engine.base).exists()
 
 
 def test_it_imports_without_pytest() -> None:

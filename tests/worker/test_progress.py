@@ -72,3 +72,22 @@ def test_each_step_is_marked_before_it_is_computed(bench: Bench, runner: Watched
     assert last.step_id is None
     assert last.limit_s == 3.0
     assert bench.loop._poll_ms() == 500, "it wakes without a message"
+
+
+def test_a_rank_that_does_not_reply_records_its_steps(bench: Bench, runner: WatchedRunner) -> None:
+    """A step of another epoch, and one that fails, are not completed."""
+    bench.loop._shim._rank = 1
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(8, step(0))
+    bench.until(lambda: bench.loop._shim.num_fenced_frames)
+    assert runner.page.last_completing_epoch == 0
+    bench.send(9, step(0))
+    bench.until(lambda: runner.page.last_completing_epoch == OWN_EPOCH)
+    assert not bench.replies
+    runner.page.write_completed(0)
+    runner.error = ValueError("bad")
+    bench.send(9, step(1))
+    with pytest.raises(ValueError, match="bad"):
+        bench.until(lambda: False)
+    assert runner.page.last_completing_epoch == 0
