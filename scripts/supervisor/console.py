@@ -34,7 +34,7 @@ class PhaseClock:
     phases: list[tuple[str, float]] = field(default_factory=list)
 
     def enter(self, phase: str, now: float) -> None:
-        """A phase goes on, or a new one begins."""
+        """Begin a phase, unless it is the present one."""
         if not self.phases or self.phases[-1][0] != phase:
             self.phases.append((phase, now))
 

@@ -224,7 +224,7 @@ class SupervisorPolicy:
         step = "" if mark.step_id is None else f" {mark.step_id}"
         what = f"{slot} ({mark.phase.name.lower()}{step})"
         if report.status is HangStatus.CLEARED:
-            note = Note(logging.WARNING, f"{what} goes on after {report.age_s:.1f} s")
+            note = Note(logging.WARNING, f"{what} continues after {report.age_s:.1f} s")
             return [note, *self._death_notices.suspicion(process, 0.0)]
         text = f"{what} has shown no progress for {report.age_s:.1f} s"
         if report.status is HangStatus.SUSPECT:

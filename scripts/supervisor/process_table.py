@@ -333,12 +333,11 @@ class ProcessTable:
 
     def status(self, processes: Iterable[Process], state: ProcessState) -> list[ProcessStatus]:
         """A line for each process; the first is the supervisor, with the state of the engine."""
-        first = (Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)
-        lines: list[tuple[Slot, int | None, int, ProcessState, int]] = [first]
-        lines += [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
+        own = (Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)
+        lines = [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
         return [
             ProcessStatus(slot.role, slot.rank, pid, epoch, state, rss_bytes(pid or 0), number)
-            for slot, pid, epoch, state, number in lines
+            for slot, pid, epoch, state, number in [own, *lines]
         ]
 
 

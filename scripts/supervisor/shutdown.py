@@ -88,7 +88,7 @@ class Shutdown:
         if self._state is _State.RUNNING:
             self._state = _State.DRAINING
             self.deadline = now + self._timeout_s
-            note = Note(logging.INFO, "finishing what runs; another signal stops at once")
+            note = Note(logging.INFO, "finishing open requests; another signal stops at once")
             if self._timeout_s == 0:
                 return [note, *self.stop(now)]
             return [note, *self._drain_front(), *self.advance(now)]
@@ -121,7 +121,7 @@ class Shutdown:
         if self.deadline is None or now < self.deadline:
             return []
         if self._state is _State.DRAINING:
-            text = f"not finished after {self._timeout_s:g} s"
+            text = f"requests are not finished after {self._timeout_s:g} s"
             return [Note(logging.WARNING, text), *self.stop(now)]
         kills = self._kills()
         if kills:

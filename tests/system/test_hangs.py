@@ -178,7 +178,7 @@ def test_hanging_worker_that_recovers_in_time_is_spared(
     worker = engine.pid(Role.WORKER)
     harms = [lambda: failpoints.arm(armed, "worker.before_step", "delay:3000@1")]
     assert streams_through(engine, harms) == expected_tokens(PROMPTS, PARAMS)
-    assert re.search(r"worker \(step \d+\) goes on after", engine.log)
+    assert re.search(r"worker \(step \d+\) continues after", engine.log)
     assert engine.pid(Role.WORKER) == worker
 
 

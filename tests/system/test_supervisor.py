@@ -112,7 +112,7 @@ def test_running_request_is_finished_before_the_end(start_engine: EngineFactory)
         worker = engine.pid(Role.WORKER)
         os.kill(worker, signal.SIGSTOP)  # so that the request cannot end before the signal
         engine.process.send_signal(signal.SIGINT)
-        eventually(lambda: "finishing what runs" in engine.log, "draining has begun")
+        eventually(lambda: "finishing open requests" in engine.log, "draining has begun")
         os.kill(worker, signal.SIGKILL)
         events = [line for line in stream.read().splitlines() if line]
     assert events[-1] == b"data: [DONE]"
