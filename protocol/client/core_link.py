@@ -135,10 +135,9 @@ class CoreLink:
                 self._flush_soon(_RETRY_S)
 
     def send_backlog(self, bodies: Iterator[bytes]) -> None:
-        """Send many messages, each of them made when there is room for it.
+        """Send many messages, each of them made when there is room for it; `send` goes before.
 
-        Messages of `send` do not wait for them. They replace an earlier backlog; what is left of
-        them is dropped with the epoch.
+        They replace an earlier backlog, and are dropped with the epoch.
         """
         self._backlog = bodies
         self._flush_soon(0.0)

@@ -24,7 +24,6 @@ from protocol.process.status import StatusLink
 from protocol.transport.channel import client_address
 
 CLOSE_GRACE_S = 3.0
-_SUPERVISOR = "scripts.supervisor"
 _POLL_S = 0.02
 _QUERY_TIMEOUT_S = 1.0
 
@@ -60,7 +59,7 @@ class EngineProcesses:
         self._lock = threading.Lock()
         self._owner_pid = os.getpid()
         try:
-            self._child = Child(_SUPERVISOR, config, epoch=0, arguments=arguments)
+            self._child = Child("scripts.supervisor", config, epoch=0, arguments=arguments)
         except OSError as error:
             self._clear()
             raise EngineStartError(f"the supervisor cannot be started: {error}") from error

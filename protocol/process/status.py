@@ -58,10 +58,7 @@ class StatusLink:
         self._end()
 
     def _end(self) -> None:
-        """Close the socket, unless a query uses it: then that query closes it at its end.
-
-        The query may even be this thread's, below a signal handler.
-        """
+        """Close the socket; if a query uses it, even one below a signal handler, the query does."""
         if not self._lock.acquire(blocking=False):
             return
         try:

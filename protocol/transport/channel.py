@@ -232,8 +232,11 @@ class RouterChannel(_Channel):
         self._first_seq = 0
         """First number of a new sequence: frames to a forgotten peer must not look repeated."""
 
-    def send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
+    def send(self, peer: bytes, epoch: int, body: bytes) -> bool:
         """Send one message, or raise PeerGone or FrameTooLarge; False: the peer's queue is full."""
+        return self._send(peer, epoch, body)
+
+    def _send(self, peer: bytes, epoch: int, body: bytes, flags: int = 0) -> bool:
         sequence = self._sequence(peer)
         if sequence.owes_beginning:
             flags |= _BEGINS
@@ -277,7 +280,7 @@ class RouterChannel(_Channel):
 
     def _send_empty(self, peer: bytes, flag: Flag) -> None:
         with contextlib.suppress(PeerGone):
-            self.send(peer, NO_EPOCH, b"", flag)
+            self._send(peer, NO_EPOCH, b"", flag)
 
 
 class DealerChannel(_Channel):
