@@ -70,15 +70,7 @@ class EngineCore:
     # Workers ------------------------------------------------------------------------------------
 
     def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
-        """Start or continue with workers that know no request; returns the id of their first step.
-
-        Args:
-            facts: Of the model and its memory.
-            swap_cost_tokens: Of `WorkerHello`; the value of the first workers is kept.
-
-        Raises:
-            FactsChanged: Clients were promised other facts.
-        """
+        """Start or continue with workers that know no request; returns their first step's id."""
         running = self.running
         if running is None:
             running = RunningEngine(self._config, facts, swap_cost_tokens, self._owners)
@@ -165,16 +157,11 @@ class EngineCore:
         return self.running is not None and self._has_workers and self.running.pausing.is_sleep_due
 
     def sleep_sent(self) -> None:
-        """`Sleep` was sent to the workers."""
         if self.running is not None:
             self.running.pausing.sleep_sent()
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
-        """Take in the results of a step; returns the outputs for each client.
-
-        Raises:
-            WorkerMisbehaved: It is not an answer to the oldest step in flight; nothing has changed.
-        """
+        """Take in the results of a step; returns the outputs for each client."""
         if self.running is None:
             raise WorkerMisbehaved(f"output of step {output.step_id} came before any step was sent")
         return self.running.update(output)
@@ -198,7 +185,6 @@ class EngineCore:
 
     @property
     def state(self) -> EngineState:
-        """The state that clients see."""
         if self.running is None:
             return EngineState.STARTING
         if self._is_draining:
@@ -207,12 +193,10 @@ class EngineCore:
 
     @property
     def pause_mode(self) -> PauseMode:
-        """What is paused."""
         return PauseMode.RUNNING if self.running is None else self.running.pausing.mode
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether a sleep is in force."""
         return self.running is not None and self.running.pausing.is_sleeping
 
     @property
@@ -236,7 +220,6 @@ class EngineCore:
         return self.running is not None and self.running.scheduler.has_unfinished
 
     def stats(self) -> EngineStats:
-        """Return gauges and counters as of now."""
         return msgspec.structs.replace(
             EngineStats() if self.running is None else self.running.stats(),
             fenced_frames=self.num_fenced_frames,

@@ -97,7 +97,6 @@ class CoreLoop:
         return not self._engine.is_computing or self._clock.monotonic() >= self._leaves_at
 
     def _read_predecessor(self) -> None:
-        """Read how the last core ended, and which of its steps were in flight."""
         page = self._reporter.page
         death = None if page is None else page.read_death()
         if page is None or death is None:
@@ -130,7 +129,6 @@ class CoreLoop:
         return until_status_ms if tick_ms is None else min(until_status_ms, tick_ms)
 
     def _reclaim(self, ready: Mapping[object, int]) -> None:
-        """Take back the steps of dead workers, and drop dead clients."""
         workers, clients = self._workers.dead(ready), self._clients.dead(ready)
         if workers:
             self._workers.reap(workers)

@@ -30,11 +30,9 @@ class Pausing:
 
     @property
     def mode(self) -> PauseMode:
-        """What is paused."""
         return self._scheduler.pause_mode
 
     def handle(self, client: Client, control: Control) -> None:
-        """Carry out a control and answer it."""
         if control.restores and self._is_overtaken(control):
             self._answer(client, control.number, ok=False)
             return
@@ -102,7 +100,6 @@ class Pausing:
         return self.is_sleeping and not self._is_sleep_sent and not self._scheduler.in_flight
 
     def sleep_sent(self) -> None:
-        """`Sleep` was sent to the workers."""
         self._is_sleep_sent = True
         self._answer_sleepers(ok=True)
 

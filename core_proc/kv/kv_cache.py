@@ -33,7 +33,6 @@ class KVCacheManager:
     """Gives blocks to requests, and takes them back."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        """Manage the pool that `options` describes."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
         self.groups = options.kv_groups
@@ -43,7 +42,6 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
         return self.pool.num_free
 
     @property
@@ -68,11 +66,7 @@ class KVCacheManager:
         return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
     def prepare(self, request: Request) -> bool:
-        """Hash some more blocks of a waiting request, so that no long prompt holds up the core.
-
-        Returns:
-            Whether `find_cached_prefix` has nothing left to hash.
-        """
+        """Hash some more blocks of a waiting request; returns whether all are hashed."""
         if not self.may_read_cache(request):
             return True
         num_full = request.num_tokens // self.block_size
@@ -81,11 +75,9 @@ class KVCacheManager:
         return most >= num_full
 
     def find_cached_prefix(self, request: Request) -> Tables:
-        """Find the longest known prefix of the request that is cached; changes nothing.
+        """Find the longest known prefix that is cached, as the leading entries of its tables.
 
-        Returns:
-            The leading entries of its tables, as many for every group; NULL_BLOCK where a window
-            has passed.
+        There are as many for every group; NULL_BLOCK where a window has passed.
         """
         if not self.may_read_cache(request):
             return [[] for _ in self.groups]
@@ -147,7 +139,6 @@ class KVCacheManager:
         return True
 
     def take_events(self) -> list[KVEvent]:
-        """Return what happened to the cache since the last call, if events are recorded."""
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> Iterator[KVEvent]:
@@ -186,19 +177,11 @@ class KVCacheManager:
         num_reserved: int = 0,
         headroom: int = 0,
     ) -> bool:
-        """Give a request its first blocks, if they fit.
+        """Give a request its first blocks; False, with no change, if they do not fit.
 
-        Args:
-            request: Holds no blocks yet.
-            hits: What `find_cached_prefix` returns for it now, `without_passed`.
-            start: Position of the first token that is going to be computed. The KV between the
-                hits and it comes from elsewhere, before this step computes.
-            num_tokens: Tokens that need slots now.
-            num_reserved: Tokens that must fit too, although their blocks are not taken yet.
-            headroom: Blocks that must stay free.
-
-        Returns:
-            Whether it fitted; if not, nothing changed.
+        Computing begins at position `start`; KV between the hits and it comes from elsewhere before
+        that. `num_tokens` need slots now; the blocks for `num_reserved` must fit, too, but are not
+        taken yet, and `headroom` blocks must stay free.
         """
         assert not request.block_tables
         if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
@@ -216,7 +199,6 @@ class KVCacheManager:
         return True
 
     def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
-        """Build the tables: hits, what the windows have passed, and new blocks."""
         for table in hits:
             self.pool.touch(live_blocks(table))
         num_entries = self.num_blocks_for(num_tokens)
@@ -228,17 +210,11 @@ class KVCacheManager:
         request.num_hashed_blocks = len(hits[0])
 
     def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
-        """Extend the tables to slots for `num_tokens`.
+        """Extend the tables to slots for the first `num_tokens`.
 
-        Args:
-            request: Holds blocks.
-            num_tokens: From the first on.
-            again: The same step has granted it tokens before, which still attend to all that
-                their window shows them.
-
-        Returns:
-            The new blocks of each group; empty if it needs none. None, and nothing is taken, if
-            they do not fit.
+        Returns the new blocks of each group; empty if it needs none; None, and nothing is taken, if
+        they do not fit. `again`: the same step has granted it tokens before, which still attend to
+        all that their window shows them.
         """
         tables, pool = request.block_tables, self.pool
         if self._has_windows and not again:
@@ -256,7 +232,6 @@ class KVCacheManager:
         return new
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request can grow to `num_tokens`."""
         num_new = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
         return num_new * len(request.block_tables) <= self.pool.num_free
 
@@ -276,7 +251,6 @@ class KVCacheManager:
                 table[first:end] = [NULL_BLOCK] * (end - first)
 
     def num_slots(self, request: Request) -> int:
-        """Tokens that fit into the request's blocks."""
         return len(request.block_tables[0]) * self.block_size
 
     def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
@@ -351,7 +325,6 @@ class KVCacheManager:
             request.num_hashed_blocks = index + 1
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
-        """Extend the prefix hashes to `num_full` blocks."""
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first >= num_full:

@@ -32,7 +32,6 @@ class Swapper:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the host that no request holds."""
         return self._num_usable + len(self._leaving)
 
     @property
@@ -114,7 +113,6 @@ class Swapper:
         self._out, self._in, self._leaving = BlockCopies(), BlockCopies(), []
 
     def check_invariants(self, waiting: list[Request]) -> None:
-        """Compare the lists of blocks with the requests that have KV on the host."""
         held = [
             block_id
             for request in waiting

@@ -70,12 +70,10 @@ class Outbox:
         return f"{OUTBOX_BYTES} bytes" if self.num_bytes > OUTBOX_BYTES else None
 
     def append(self, body: bytes) -> None:
-        """Add a message."""
         self.bodies.append(body)
         self.num_bytes += len(body)
 
     def popleft(self) -> None:
-        """Remove the first message."""
         self.num_bytes -= len(self.bodies.popleft())
 
 
@@ -141,7 +139,6 @@ class Clients:
         self.send(peer, Refused(request_id, error, header.seq))
 
     def _answer_failed(self, peer: bytes, message: ClientToCore) -> None:
-        """Answer a message whose handling has failed."""
         if isinstance(message, AddRequest):
             self._give_up(peer, message.request_id, "the request could not be taken in")
         elif isinstance(message, Control):
@@ -188,7 +185,6 @@ class Clients:
         self.send(peer, self._engine.status())
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
-        """Return the clients whose death is among the results of a poll."""
         return self._monitor.dead(ready)
 
     def lose(self, peer: bytes, why: str) -> None:

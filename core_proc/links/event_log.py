@@ -52,12 +52,7 @@ class EventLog:
     """The newest events, and the place of each subscriber."""
 
     def __init__(self, epoch: int, snapshot: Snapshot) -> None:
-        """Start to number events.
-
-        Args:
-            epoch: Of this life of the core.
-            snapshot: Returns the contents of the cache after all events that were appended.
-        """
+        """Number the events of life `epoch`; `snapshot` returns all that the cache holds."""
         self._next_seq = epoch * _SEQS_PER_LIFE + 1
         self._snapshot = snapshot
         self._kept: list[bytes] = []
@@ -85,7 +80,6 @@ class EventLog:
         self._subscribers[client] = _Subscriber(asked.subscription, next_seq)
 
     def unsubscribe(self, client: Client) -> None:
-        """Send a client no more events."""
         self._subscribers.pop(client, None)
 
     def refuse(self, client: Client, reason: str) -> KVEventsRefused:

@@ -17,17 +17,7 @@ def check_output(
     vocab_size: int,
     most_drafts: int,
 ) -> None:
-    """Check the step id, the numbers of tokens and logprobs, and their values.
-
-    Args:
-        output: As received.
-        due: Id of the oldest step in flight and the requests that sample in it; None: none is due.
-        vocab_size: Of the model.
-        most_drafts: Draft tokens that one request may have.
-
-    Raises:
-        WorkerMisbehaved: A value is wrong.
-    """
+    """Raise WorkerMisbehaved unless this answers `due`, the oldest step in flight."""
     if due is None or due[0] != output.step_id:
         text = f"step {due[0]} is" if due is not None else "none is"
         raise WorkerMisbehaved(f"output of step {output.step_id} came, and {text} due")
@@ -62,7 +52,6 @@ def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_d
 
 
 def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
-    """Check that each request with logprobs sampled, and has one of them for each of its tokens."""
     counts = output.num_sampled_tokens or [1] * len(sampling)
     expected = {request.req_id: count for request, count in zip(sampling, counts, strict=True)}
     for req_id, rows in output.logprobs.items():

@@ -21,7 +21,6 @@ class Owner:
 
 
 def owner_of(request: Request) -> Owner:
-    """Return the owner that the engine attached to a request."""
     owner = request.owner
     assert isinstance(owner, Owner)
     return owner
@@ -37,11 +36,9 @@ class Owners:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests of all clients."""
         return sum(map(len, self._open.values()))
 
     def has(self, client: Client, request_id: int) -> bool:
-        """Whether a client's request is open."""
         return request_id in self._open.get(client, ())
 
     def waits_for(self, request: Request) -> bool:
@@ -50,7 +47,6 @@ class Owners:
         return self._open.get(owner.client, {}).get(owner.request_id) == request.req_id
 
     def enter(self, client: Client, request_id: int, req_id: int) -> None:
-        """Add a request that was not open."""
         self._open.setdefault(client, {})[request_id] = req_id
 
     def remove(self, client: Client, request_id: int) -> int | None:
@@ -66,10 +62,8 @@ class Owners:
         return list(self._open.pop(client, {}).values())
 
     def post(self, client: Client, message: CoreToClient) -> None:
-        """Leave a message for a client."""
         self._mail.append((client, message))
 
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
-        """Return all messages that were left, in order."""
         mail, self._mail = self._mail, []
         return mail

@@ -29,7 +29,6 @@ class PidfdMonitor:
         return True
 
     def remove(self, peer: bytes) -> None:
-        """Stop to monitor a peer, if it is monitored."""
         pidfd = self._pidfds.pop(peer, None)
         if pidfd is not None:
             del self._peers[pidfd]

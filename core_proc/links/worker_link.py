@@ -218,7 +218,6 @@ class WorkerLink:
             self._engine.sleep_sent()
 
     def _write_marks(self) -> None:
-        """Write the marks of the steps in flight where they survive this process."""
         if self._page is not None and (edits := self._engine.take_marks()) is not None:
             self._page.write_marks(self._core_epoch, edits)
 

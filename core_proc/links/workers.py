@@ -33,17 +33,14 @@ class WorkerGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank is connected."""
         return len(self._workers) == self._size
 
     @property
     def peers(self) -> list[bytes]:
-        """Connections of the ranks."""
         return [worker.peer for worker in self._workers.values()]
 
     @property
     def epochs(self) -> set[int]:
-        """The workers' own epochs."""
         return {worker.epoch for worker in self._workers.values()}
 
     @property
@@ -73,7 +70,6 @@ class WorkerGroup:
         return None
 
     def rank_of(self, peer: bytes) -> int | None:
-        """Return the rank of a connection; None if it has none."""
         return next((rank for rank, w in self._workers.items() if w.peer == peer), None)
 
     def enter(self, peer: bytes, epoch: int, hello: WorkerHello) -> bool:
@@ -93,7 +89,6 @@ class WorkerGroup:
         return True
 
     def peer_of(self, epoch: int) -> bytes | None:
-        """Return the connection of the worker with this epoch, if there is one."""
         return next((w.peer for w in self._workers.values() if w.epoch == epoch), None)
 
     def leave(self, peer: bytes) -> bool:

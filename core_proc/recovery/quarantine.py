@@ -125,11 +125,7 @@ class Quarantine:
         self._marks.replace(self._stage, ())
 
     def attribute_crash(self, now: float) -> Request | None:
-        """Continue the search: the workers lost last died of what they computed.
-
-        Returns:
-            The culprit, if it is certain now; pass it to `reject`.
-        """
+        """Continue the search: the lost workers died of what they computed. Returns the culprit."""
         ran, self._ran = self._ran, []
         if not ran or now < self._systemic_until:
             return None
@@ -157,11 +153,7 @@ class Quarantine:
         return None
 
     def reject(self, request: Request, now: float) -> list[Request]:
-        """Go on without the culprit.
-
-        Returns:
-            It and all requests with the same fingerprint; they are to be ended.
-        """
+        """Go on without the culprit; returns all requests like it, which are to be ended."""
         log.error("request %d has killed its worker alone, twice: quarantined", request.req_id)
         key = _fingerprint_of(request)
         same = [r for r in self._scheduler.requests.values() if _fingerprint_of(r) == key]
@@ -312,7 +304,6 @@ class Quarantine:
         return self._scheduler.pause_mode is PauseMode.PAUSED_NEW and not request.has_begun()
 
     def _end_trial(self) -> None:
-        """Go on after a trial without a crash."""
         if self._stage is not Stage.CANARY:
             self._next_trial()
             return
@@ -343,7 +334,7 @@ class Quarantine:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         # With an output it counts as begun, and a pause of new requests does not keep it out.
         outputs = [0] if params.max_tokens > 1 else []
-        self._canary = Request(self._canary_id, [0], params, output_token_ids=outputs)
+        self._canary = Request(self._canary_id, [0], params, outputs=outputs)
         self._scheduler.add_request(self._canary)
         self._try([self._canary], Stage.CANARY)
 

@@ -120,7 +120,6 @@ class Admission:
         return self._watermark_blocks if num_running else 0
 
     def take_blocks(self, candidate: Candidate, num_new: int, num_running: int) -> bool:
-        """Give the request the blocks for its first tokens; returns whether they fitted."""
         is_admitted = self._kv.admit(
             candidate.request,
             candidate.hits,
