@@ -67,8 +67,6 @@ class EngineCore:
         self.loop_histogram = LoopHistogram()
         self.num_fenced_frames = 0
 
-    # Workers ------------------------------------------------------------------------------------
-
     def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
         """Start or continue with workers that know no request; returns their first step's id."""
         running = self.running
@@ -76,7 +74,7 @@ class EngineCore:
             running = RunningEngine(self._config, facts, swap_cost_tokens, self._owners)
             running.quarantine.inherit(self._inherited_marks, self.now)
             if self._is_draining:
-                running.drain()
+                running.pausing.drain()
             self.running = running
         elif facts.can_replace(running.facts):
             running.replace_workers(facts)
@@ -104,8 +102,6 @@ class EngineCore:
         """Return what has changed in the marks of the steps in flight; None: nothing."""
         return None if self.running is None else self.running.quarantine.take_marks()
 
-    # Clients ------------------------------------------------------------------------------------
-
     def add(self, client: Client, add: AddRequest) -> Refused | None:
         """Accept a request or refuse it. An open request with the same id ends in either case."""
         if self.running is None:
@@ -119,7 +115,7 @@ class EngineCore:
             self.running.abort(client, request_ids)
 
     def drop_client(self, client: Client) -> int:
-        """Abort all requests of a client that is gone; returns their number."""
+        """Abort all requests of a client; returns their number."""
         req_ids = self._owners.drop(client)
         if self.running is not None:
             self.running.drop_client(client, req_ids)
@@ -129,7 +125,7 @@ class EngineCore:
         """Refuse new requests from now on; accepted ones are finished, which ends any pause."""
         self._is_draining = True
         if self.running is not None:
-            self.running.drain()
+            self.running.pausing.drain()
 
     def control(self, client: Client, control: Control) -> None:
         """Handle a request about the whole engine; the answer is left in the mail."""
@@ -143,10 +139,7 @@ class EngineCore:
         """Return all messages for clients except outputs; called once in every turn."""
         return self._owners.take_mail()
 
-    # Steps --------------------------------------------------------------------------------------
-
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to compute or enough is in flight."""
         if self.running is None or not self._has_workers:
             return None
         return self.running.schedule()
@@ -166,22 +159,16 @@ class EngineCore:
             raise WorkerMisbehaved(f"output of step {output.step_id} came before any step was sent")
         return self.running.update(output)
 
-    # The prefix cache ---------------------------------------------------------------------------
-
     @property
     def has_kv_events(self) -> bool:
-        """Whether changes of the prefix cache are recorded."""
         return self._config.cache.enable_kv_events
 
     def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call."""
         return [] if self.running is None else self.running.scheduler.kv.take_events()
 
     def snapshot_kv_events(self) -> Iterator[KVEvent]:
         """Return events that bring an empty cache to the present contents, made lazily."""
         return iter(()) if self.running is None else self.running.scheduler.kv.snapshot_events()
-
-    # Reports ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
@@ -201,12 +188,10 @@ class EngineCore:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all requests that were accepted before `drain` are finished."""
         return self._is_draining and not self.has_unfinished
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is in flight."""
         return self.running is not None and bool(self.running.scheduler.in_flight)
 
     @property
@@ -216,7 +201,6 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any accepted request is open."""
         return self.running is not None and self.running.scheduler.has_unfinished
 
     def stats(self) -> EngineStats:

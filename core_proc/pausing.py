@@ -18,7 +18,6 @@ class Pausing:
     """
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Client, ControlDone], None]) -> None:
-        """`send` is called with every answer, at once or later."""
         self._scheduler = scheduler
         self._send = send
         self._sleepers: list[tuple[Client, int]] = []

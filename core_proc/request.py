@@ -144,8 +144,9 @@ class Request:
     swapped_out: SwappedOut | None = None
 
     def __post_init__(self, prompt: Sequence[int] | bytes, outputs: Sequence[int]) -> None:
-        is_packed = isinstance(prompt, bytes)
-        self.token_ids = unpack_token_array(prompt) if is_packed else array("I", prompt)
+        self.token_ids = (
+            unpack_token_array(prompt) if isinstance(prompt, bytes) else array("I", prompt)
+        )
         self.num_prompt_tokens = len(self.token_ids)
         self.token_ids.extend(outputs)
         self.num_arrived_tokens = len(self.token_ids)

@@ -7,8 +7,7 @@ import msgspec
 
 from core_proc.invariants import check_invariants
 from core_proc.links.output_check import check_output
-from core_proc.links.outputs import output_row, prompt_rows
-from core_proc.links.owners import Client, Owner, Owners, owner_of
+from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
 from core_proc.options import SchedulerOptions
 from core_proc.pausing import Pausing
 from core_proc.recovery.quarantine import Quarantine
@@ -52,8 +51,6 @@ class RunningEngine:
         self.pausing = Pausing(self.scheduler, owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID)
 
-    # Workers ------------------------------------------------------------------------------------
-
     def replace_workers(self, facts: ModelFacts) -> None:
         self.facts = facts
         self._num_worker_restarts += 1
@@ -71,8 +68,6 @@ class RunningEngine:
                 self.scheduler.abort_request(request.req_id)
                 text = "the request has killed its worker twice"
                 self._refuse(request, text, ErrorCode.QUARANTINED)
-
-    # Clients ------------------------------------------------------------------------------------
 
     def add(self, client: Client, add: AddRequest, now: float) -> Refused | None:
         was_accepted = add.resent or self._owners.has(client, add.request_id)
@@ -112,7 +107,6 @@ class RunningEngine:
         return validate_request(add, self.facts)
 
     def _overload(self, num_prompt_tokens: int) -> RequestError | None:
-        """Return why the queue has no room for one more request."""
         scheduler, limits = self.scheduler, self._limits
         num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
         if num_waiting >= limits.max_num_waiting:
@@ -133,11 +127,6 @@ class RunningEngine:
         for req_id in req_ids:
             self.scheduler.abort_request(req_id)
         self.pausing.forget(client)
-
-    def drain(self) -> None:
-        self.pausing.drain()
-
-    # Steps --------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         self.quarantine.advance()

@@ -236,7 +236,6 @@ class Scheduler:
             self.partial_prefills.follow(request)
 
     def _preempt_in(self, step: ScheduledStep, victim: Request) -> None:
-        """Preempt a running request, and withdraw what the step has granted to it."""
         withdrawn = step.withdraw(victim)
         if withdrawn:
             victim.num_drafts_in_flight = 0
@@ -415,7 +414,7 @@ class Scheduler:
         assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
         self.in_flight.popleft()
         results: list[StepResult] = []
-        running = RequestStatus.RUNNING
+        append, running = results.append, RequestStatus.RUNNING
         for request, token_id in zip(sampling, output.sampled_token_ids, strict=True):
             if request.status is not running:
                 if request.is_finished:
@@ -423,8 +422,7 @@ class Scheduler:
                 request.num_late_tokens -= 1
             token_ids = request.token_ids
             token_ids.append(token_id)
-            result = StepResult(request, [token_id])
-            results.append(result)
+            append(result := StepResult(request, [token_id]))
             if len(token_ids) >= request.max_num_tokens or token_id in request.stop_token_ids:
                 self._check_stop(result, token_id)
         self.num_generation_tokens += len(results)
@@ -542,7 +540,6 @@ class Scheduler:
         return failures
 
     def _finish(self, request: Request, reason: FinishReason, stop: int | None = None) -> None:
-        """End a request in any state, and release all that it holds."""
         if request.status is RequestStatus.RUNNING:
             self._finished_req_ids.append(request.req_id)
         self.queues.finish(request, reason, stop)

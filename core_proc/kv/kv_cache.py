@@ -59,8 +59,6 @@ class KVCacheManager:
         most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
         return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
 
-    # The prefix cache ---------------------------------------------------------------------------
-
     def may_read_cache(self, request: Request) -> bool:
         """Whether the request may use hits: for prompt logprobs it must compute all tokens."""
         return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
@@ -91,7 +89,6 @@ class KVCacheManager:
             limit = shortest
 
     def _hits(self, request: Request, group: int, limit: int) -> list[int]:
-        """Find one group's longest hit of at most `limit` blocks."""
         if self.groups[group].window is not None:
             return self._hits_in_window(request, group, limit)
         keys = request.block_hashes[:limit]
@@ -144,8 +141,6 @@ class KVCacheManager:
     def snapshot_events(self) -> Iterator[KVEvent]:
         """Return events that bring an empty cache to the current state, made one by one."""
         return iter(()) if self._recorder is None else self._recorder.snapshot()
-
-    # Blocks -------------------------------------------------------------------------------------
 
     def num_missing_blocks(
         self, hits: Tables, start: int, num_tokens: int, num_reserved: int
@@ -300,8 +295,6 @@ class KVCacheManager:
         request.block_tables = []
         request.num_hashed_blocks = 0
 
-    # Hashes -------------------------------------------------------------------------------------
-
     def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the full blocks among the first tokens, as far as their ids are known.
 
@@ -315,13 +308,14 @@ class KVCacheManager:
         if num_full <= first:
             return
         self._extend_hashes(request, num_full)
-        hashes, tables = request.block_hashes, request.block_tables
+        hashes, recorder = request.block_hashes, self._recorder
         for index in range(first, num_full):
-            for group, table in enumerate(tables):
-                if table[index] != NULL_BLOCK:
-                    is_new = self.pool.remember(table[index], group_key(hashes[index], group))
-                    if is_new and self._recorder is not None:
-                        self._recorder.stored(request, index, group)
+            for group, table in enumerate(request.block_tables):
+                block_id = table[index]
+                if block_id != NULL_BLOCK:
+                    key = hashes[index] if group == 0 else group_key(hashes[index], group)
+                    if self.pool.remember(block_id, key) and recorder is not None:
+                        recorder.stored(request, index, group)
             request.num_hashed_blocks = index + 1
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:

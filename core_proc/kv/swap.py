@@ -55,7 +55,6 @@ class Swapper:
         return num_blocks * self._cost_tokens < num_lost_tokens
 
     def _num_entries(self, victim: Request) -> int:
-        """Count the leading entries of the victim's tables whose blocks hold computed KV."""
         return -(-victim.num_computed_tokens // self._block_size)
 
     def take_out(self, victim: Request) -> None:

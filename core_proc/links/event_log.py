@@ -7,6 +7,7 @@ is encoded once for all subscribers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
@@ -38,14 +39,12 @@ _NOT_KEPT = 0
 Snapshot = Callable[[], Iterable[KVEvent]]
 
 
+@dataclass(slots=True)
 class _Subscriber:
-    __slots__ = ("next_seq", "snapshot", "subscription")
-
-    def __init__(self, subscription: int, next_seq: int) -> None:
-        self.subscription = subscription
-        self.next_seq = next_seq
-        self.snapshot: Iterator[KVEvent] | None = None
-        """The rest of a snapshot; the log continues after it, from `next_seq`."""
+    subscription: int
+    next_seq: int
+    snapshot: Iterator[KVEvent] | None = None
+    """The rest of a snapshot; the log continues after it, from `next_seq`."""
 
 
 class EventLog:

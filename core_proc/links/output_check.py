@@ -22,11 +22,9 @@ def check_output(
         text = f"step {due[0]} is" if due is not None else "none is"
         raise WorkerMisbehaved(f"output of step {output.step_id} came, and {text} due")
     _check_counts(output, due[1], most_drafts)
-    token_ids = output.sampled_token_ids
-    if token_ids and max(token_ids) >= vocab_size:
-        raise WorkerMisbehaved(
-            f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
-        )
+    greatest = max(output.sampled_token_ids, default=0)
+    if greatest >= vocab_size:
+        raise WorkerMisbehaved(f"token id {greatest} is outside the vocabulary of {vocab_size}")
     if output.logprobs:
         _check_logprobs(output, due[1])
     if output.request_errors:
@@ -57,8 +55,7 @@ def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> N
     for req_id, rows in output.logprobs.items():
         num_tokens = expected.get(req_id, 0)
         if len(rows) != num_tokens:
-            raise WorkerMisbehaved(
-                f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
-            )
+            text = f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
+            raise WorkerMisbehaved(text)
         if any(isnan(row.logprob) for row in rows):
             raise WorkerMisbehaved(f"a logprob of request {req_id} is not a number")

@@ -5,6 +5,8 @@ The epoch of the link is at least as great as those of both sides, and rises wit
 that a frame sent before an adoption is never taken for one sent after it.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from protocol.core_worker import ModelFacts, WorkerHello
@@ -13,13 +15,10 @@ _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""
 
 
-class _Worker:
-    __slots__ = ("epoch", "hello", "peer")
-
-    def __init__(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
-        self.peer = peer
-        self.epoch = epoch
-        self.hello = hello
+class _Worker(NamedTuple):
+    peer: bytes
+    epoch: int
+    hello: WorkerHello
 
 
 class WorkerGroup:

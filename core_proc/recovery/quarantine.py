@@ -64,13 +64,9 @@ class Stage(enum.IntEnum):
 
     QUIET = 0
     GROUP = 1
-    """Some suspects compute; the others wait."""
     ALONE = 2
-    """One suspect computes; no other request does."""
     CANARY = 3
-    """A harmless request computes alone, to find out whether workers survive at all."""
     RETRIAL = 4
-    """Workers survive; the suspect computes alone again."""
 
 
 _LONELY = frozenset({Stage.ALONE, Stage.CANARY, Stage.RETRIAL})
@@ -80,7 +76,6 @@ class Quarantine:
     """The search for one culprit at a time; it holds and releases requests of a scheduler."""
 
     def __init__(self, scheduler: Scheduler, canary_id: int) -> None:
-        """`canary_id` is a request id that nothing else uses."""
         self._scheduler = scheduler
         self._canary_id = canary_id
         self._canary = Request(canary_id, [0], SamplingParams())
@@ -116,8 +111,6 @@ class Quarantine:
     def is_canary(self, request: Request) -> bool:
         """Whether this is the quarantine's own request, which has no client."""
         return request.req_id == self._canary_id
-
-    # Crashes ------------------------------------------------------------------------------------
 
     def workers_lost(self) -> None:
         """Note the running requests; they are about to be taken back."""
@@ -182,8 +175,6 @@ class Quarantine:
         self._groups.clear()
         self._next_trial()
 
-    # Arrivals -----------------------------------------------------------------------------------
-
     def refuses(self, prompt: Sequence[int] | bytes, params: SamplingParams, now: float) -> bool:
         """Whether the same request, with a prompt of ids or packed ids, was rejected recently."""
         while self._refused and next(iter(self._refused.values())) <= now:
@@ -207,8 +198,6 @@ class Quarantine:
             self._inherited.remove(_fingerprint_of(request))
             self._returned.append(request)
             self._hold(request)
-
-    # The core's own death -----------------------------------------------------------------------
 
     def dispatched(self, step: SchedulerOutput) -> None:
         """Follow a step: outside of a search all requests that the workers mirror are marked."""
@@ -265,8 +254,6 @@ class Quarantine:
         else:
             self._groups.extend(_halves(suspects))
             self._next_trial()
-
-    # Trials -------------------------------------------------------------------------------------
 
     def computed(self, requests: Iterable[Request]) -> None:
         """Clear the requests on trial that have got far enough with these results."""
@@ -348,9 +335,8 @@ class Quarantine:
         return 1 + options.max_steps_in_flight * (1 + options.num_speculative_tokens)
 
     def _try(self, group: list[Request], stage: Stage) -> None:
-        log.warning(
-            "looking for a request that kills workers: %s of %d", stage.name.lower(), len(group)
-        )
+        what = stage.name.lower()
+        log.warning("looking for a request that kills workers: %s of %d", what, len(group))
         self._stage = stage
         self._num_trials += 1
         ends = {r: min(r.num_tokens + self._num_ahead, r.max_num_tokens) for r in group}

@@ -24,20 +24,6 @@ def longest_sequence(block_size: int, num_groups: int = 1) -> int:
 class ScheduledStep:
     """The budget of one step, and the grants from it."""
 
-    __slots__ = (
-        "_new_ids_left",
-        "_scored_left",
-        "_total",
-        "budget",
-        "granted",
-        "grown",
-        "new_reqs",
-        "num_behind",
-        "ran_out_of_blocks",
-        "sampling",
-        "threshold",
-    )
-
     def __init__(self, budget: int, threshold: int) -> None:
         self._total = budget
         self.budget = budget

@@ -44,7 +44,7 @@ class Listener:
 class NoOomCounter:
     """An `OomCounter` of a control group without a limit of memory."""
 
-    def take(self) -> bool:
+    def has_grown(self) -> bool:
         """Return whether the kernel has killed a process for memory: never."""
         return False
 
