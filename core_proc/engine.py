@@ -67,24 +67,14 @@ class EngineCore:
         self.loop_histogram = LoopHistogram()
         self.num_fenced_frames = 0
 
-    # Workers ------------------------------------------------------------------------------------
-
     def adopt_workers(self, facts: ModelFacts, swap_cost_tokens: float = 0.0) -> int:
-        """Start or continue with workers that know no request; returns the id of their first step.
-
-        Args:
-            facts: Of the model and its memory.
-            swap_cost_tokens: Of `WorkerHello`; the value of the first workers is kept.
-
-        Raises:
-            FactsChanged: Clients were promised other facts.
-        """
+        """Start or continue with workers that know no request; returns their first step's id."""
         running = self.running
         if running is None:
             running = RunningEngine(self._config, facts, swap_cost_tokens, self._owners)
             running.quarantine.inherit(self._inherited_marks, self.now)
             if self._is_draining:
-                running.drain()
+                running.pausing.drain()
             self.running = running
         elif facts.can_replace(running.facts):
             running.replace_workers(facts)
@@ -112,8 +102,6 @@ class EngineCore:
         """Return what has changed in the marks of the steps in flight; None: nothing."""
         return None if self.running is None else self.running.quarantine.take_marks()
 
-    # Clients ------------------------------------------------------------------------------------
-
     def add(self, client: Client, add: AddRequest) -> Refused | None:
         """Accept a request or refuse it. An open request with the same id ends in either case."""
         if self.running is None:
@@ -127,7 +115,7 @@ class EngineCore:
             self.running.abort(client, request_ids)
 
     def drop_client(self, client: Client) -> int:
-        """Abort all requests of a client that is gone; returns their number."""
+        """Abort all requests of a client; returns their number."""
         req_ids = self._owners.drop(client)
         if self.running is not None:
             self.running.drop_client(client, req_ids)
@@ -137,7 +125,7 @@ class EngineCore:
         """Refuse new requests from now on; accepted ones are finished, which ends any pause."""
         self._is_draining = True
         if self.running is not None:
-            self.running.drain()
+            self.running.pausing.drain()
 
     def control(self, client: Client, control: Control) -> None:
         """Handle a request about the whole engine; the answer is left in the mail."""
@@ -151,10 +139,7 @@ class EngineCore:
         """Return all messages for clients except outputs; called once in every turn."""
         return self._owners.take_mail()
 
-    # Steps --------------------------------------------------------------------------------------
-
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to compute or enough is in flight."""
         if self.running is None or not self._has_workers:
             return None
         return self.running.schedule()
@@ -165,40 +150,28 @@ class EngineCore:
         return self.running is not None and self._has_workers and self.running.pausing.is_sleep_due
 
     def sleep_sent(self) -> None:
-        """`Sleep` was sent to the workers."""
         if self.running is not None:
             self.running.pausing.sleep_sent()
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
-        """Take in the results of a step; returns the outputs for each client.
-
-        Raises:
-            WorkerMisbehaved: It is not an answer to the oldest step in flight; nothing has changed.
-        """
+        """Take in the results of a step; returns the outputs for each client."""
         if self.running is None:
             raise WorkerMisbehaved(f"output of step {output.step_id} came before any step was sent")
         return self.running.update(output)
 
-    # The prefix cache ---------------------------------------------------------------------------
-
     @property
     def has_kv_events(self) -> bool:
-        """Whether changes of the prefix cache are recorded."""
         return self._config.cache.enable_kv_events
 
     def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call."""
         return [] if self.running is None else self.running.scheduler.kv.take_events()
 
     def snapshot_kv_events(self) -> Iterator[KVEvent]:
         """Return events that bring an empty cache to the present contents, made lazily."""
         return iter(()) if self.running is None else self.running.scheduler.kv.snapshot_events()
 
-    # Reports ------------------------------------------------------------------------------------
-
     @property
     def state(self) -> EngineState:
-        """The state that clients see."""
         if self.running is None:
             return EngineState.STARTING
         if self._is_draining:
@@ -207,22 +180,18 @@ class EngineCore:
 
     @property
     def pause_mode(self) -> PauseMode:
-        """What is paused."""
         return PauseMode.RUNNING if self.running is None else self.running.pausing.mode
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether a sleep is in force."""
         return self.running is not None and self.running.pausing.is_sleeping
 
     @property
     def is_drained(self) -> bool:
-        """Whether all requests that were accepted before `drain` are finished."""
         return self._is_draining and not self.has_unfinished
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is in flight."""
         return self.running is not None and bool(self.running.scheduler.in_flight)
 
     @property
@@ -232,11 +201,9 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any accepted request is open."""
         return self.running is not None and self.running.scheduler.has_unfinished
 
     def stats(self) -> EngineStats:
-        """Return gauges and counters as of now."""
         return msgspec.structs.replace(
             EngineStats() if self.running is None else self.running.stats(),
             fenced_frames=self.num_fenced_frames,

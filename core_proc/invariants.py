@@ -10,11 +10,7 @@ from protocol.core_worker import NULL_BLOCK
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Compare everything that must agree with everything else.
-
-    Raises:
-        AssertionError: at the first contradiction.
-    """
+    """Compare everything that must agree; AssertionError at the first contradiction."""
     running, waiting = scheduler.running, scheduler.waiting.in_order()
     options = scheduler.options
     check_blocks(scheduler.kv, scheduler.holders())
@@ -65,11 +61,7 @@ def _num_owed(scheduler: Scheduler, request: Request) -> int:
 
 
 def check_blocks(kv: KVCacheManager, holders: Iterable[Request]) -> None:
-    """Compare the pool with the tables of all requests that hold blocks.
-
-    Raises:
-        AssertionError: a block is lost, or shared by requests whose texts up to its end differ.
-    """
+    """Compare the pool with the tables of all requests that hold blocks."""
     kv.pool.check_invariants()
     counts: dict[int, int] = {}
     texts: dict[int, int] = {}

@@ -50,13 +50,12 @@ class CoreLoop:
         self._reporter = child.reporter
         self._engine = engine
         self._poller = poller
-        clients_link = RouterChannel(
-            child.context, child.core_client_address, HighWaterMark.CLIENT_LINK
+        ends = (
+            (child.core_client_address, HighWaterMark.CLIENT_LINK),
+            (child.core_worker_address, HighWaterMark.WORKER_LINK),
         )
-        workers_link = RouterChannel(
-            child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
-        )
-        self._links = (clients_link, workers_link)
+        self._links = [RouterChannel(child.context, *end) for end in ends]
+        clients_link, workers_link = self._links
         monitor = PidfdMonitor(poller, processes)
         self._clients = Clients(clients_link, monitor, engine, child.epoch, clock.monotonic)
         group = WorkerGroup(child.config.parallel.tensor_parallel_size, child.epoch)
@@ -97,13 +96,11 @@ class CoreLoop:
         return not self._engine.is_computing or self._clock.monotonic() >= self._leaves_at
 
     def _read_predecessor(self) -> None:
-        """Read how the last core ended, and which of its steps were in flight."""
         page = self._reporter.page
         death = None if page is None else page.read_death()
-        if page is None or death is None:
-            return
-        self._has_predecessor = True
-        self._workers.on_core_death(death, page.read_marks())
+        if page is not None and death is not None:
+            self._has_predecessor = True
+            self._workers.on_core_death(death, page.read_marks())
 
     def turn(self, timeout_ms: int) -> None:
         """Wait for messages or deaths, at most `timeout_ms`, and handle them."""
@@ -129,7 +126,6 @@ class CoreLoop:
         return until_status_ms if tick_ms is None else min(until_status_ms, tick_ms)
 
     def _reclaim(self, ready: Mapping[object, int]) -> None:
-        """Take back the steps of dead workers, and drop dead clients."""
         workers, clients = self._workers.dead(ready), self._clients.dead(ready)
         if workers:
             self._workers.reap(workers)

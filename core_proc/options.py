@@ -1,6 +1,7 @@
 """The options of a scheduler: settings of the user, and facts of the model."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -88,35 +89,17 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         cls, config: EngineConfig, facts: ModelFacts, swap_cost_tokens: float
     ) -> "SchedulerOptions":
         """Take the settings from `config`, and all else from the workers' report."""
-        scheduler, cache = config.scheduler, config.cache
-        return cls(
-            num_blocks=facts.num_gpu_blocks,
-            block_size=facts.block_size,
-            kv_groups=tuple(facts.kv_groups),
-            num_host_blocks=facts.num_host_blocks,
-            swap_cost_tokens=swap_cost_tokens,
-            max_model_len=facts.max_model_len,
-            eos_token_ids=tuple(facts.eos_token_ids),
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens,
-            max_steps_in_flight=scheduler.max_steps_in_flight,
-            num_speculative_tokens=scheduler.num_speculative_tokens,
-            enable_chunked_prefill=scheduler.enable_chunked_prefill,
-            long_prefill_token_threshold=scheduler.long_prefill_token_threshold,
-            long_prefill_token_threshold_adaptive=scheduler.long_prefill_token_threshold_adaptive,
-            max_num_partial_prefills=scheduler.max_num_partial_prefills,
-            max_long_partial_prefills=scheduler.max_long_partial_prefills,
-            elastic_token_budget=scheduler.elastic_token_budget,
-            policy=scheduler.scheduling_policy,
-            tenant_weights=scheduler.tenant_weights,
-            preempt_for_priority=scheduler.preempt_for_priority,
-            victim_choice=scheduler.victim_choice,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            enable_kv_events=cache.enable_kv_events,
-            scheduler_reserve_full_isl=scheduler.scheduler_reserve_full_isl,
-            watermark=scheduler.watermark,
-        )
+        values: dict[str, Any] = {}
+        for source in (config.cache, config.scheduler, facts):  # facts replace what was asked for
+            values |= {name: getattr(source, name) for name in source.__struct_fields__}
+        values |= {
+            "num_blocks": facts.num_gpu_blocks,
+            "kv_groups": tuple(facts.kv_groups),
+            "eos_token_ids": tuple(facts.eos_token_ids),
+            "swap_cost_tokens": swap_cost_tokens,
+            "policy": config.scheduler.scheduling_policy,
+        }
+        return cls(**{name: values[name] for name in cls.__struct_fields__})
 
     @property
     def token_budget(self) -> int:

@@ -18,7 +18,6 @@ class Pausing:
     """
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Client, ControlDone], None]) -> None:
-        """`send` is called with every answer, at once or later."""
         self._scheduler = scheduler
         self._send = send
         self._sleepers: list[tuple[Client, int]] = []
@@ -30,11 +29,9 @@ class Pausing:
 
     @property
     def mode(self) -> PauseMode:
-        """What is paused."""
         return self._scheduler.pause_mode
 
     def handle(self, client: Client, control: Control) -> None:
-        """Carry out a control and answer it."""
         if control.restores and self._is_overtaken(control):
             self._answer(client, control.number, ok=False)
             return
@@ -102,7 +99,6 @@ class Pausing:
         return self.is_sleeping and not self._is_sleep_sent and not self._scheduler.in_flight
 
     def sleep_sent(self) -> None:
-        """`Sleep` was sent to the workers."""
         self._is_sleep_sent = True
         self._answer_sleepers(ok=True)
 

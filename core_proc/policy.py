@@ -151,11 +151,6 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(options: SchedulerOptions) -> Policy:
-    """Build the policy that the options name.
-
-    Raises:
-        ValueError: there is no policy of this name.
-    """
     if options.policy not in POLICIES:
         raise ValueError(f"policy {options.policy!r} must be one of {', '.join(POLICIES)}")
     return POLICIES[options.policy](options)

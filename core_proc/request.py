@@ -3,6 +3,7 @@
 import enum
 from array import array
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
 from protocol.message import unpack_token_array
@@ -37,45 +38,27 @@ class RequestStatus(enum.Enum):
     FINISHED_ERROR = "finished_error"
 
 
+_S = RequestStatus
 FINISHED_STATUS = {
-    FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
-    FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH_CAPPED,
-    FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
-    FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+    FinishReason.STOP: _S.FINISHED_STOPPED,
+    FinishReason.LENGTH: _S.FINISHED_LENGTH_CAPPED,
+    FinishReason.ABORT: _S.FINISHED_ABORTED,
+    FinishReason.ERROR: _S.FINISHED_ERROR,
 }
 
 _FINISHED = frozenset(FINISHED_STATUS.values())
-_GIVEN_UP = frozenset({RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR})
-BLOCKED = frozenset(
-    {
-        RequestStatus.WAITING_FOR_GRAMMAR,
-        RequestStatus.WAITING_FOR_REMOTE_KV,
-        RequestStatus.WAITING_FOR_TRIAL,
-    }
-)
+_GIVEN_UP = frozenset({_S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+BLOCKED = frozenset({_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL})
 """Waiting, and not admitted before `Scheduler.unblock`."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: (
-        frozenset(
-            {
-                RequestStatus.RUNNING,
-                RequestStatus.WAITING_FOR_REMOTE_KV,
-                RequestStatus.WAITING_FOR_TRIAL,
-            }
-        )
-        | _GIVEN_UP
-    ),
-    RequestStatus.WAITING_FOR_GRAMMAR: frozenset({RequestStatus.WAITING}) | _GIVEN_UP,
-    RequestStatus.WAITING_FOR_REMOTE_KV: frozenset({RequestStatus.WAITING}) | _GIVEN_UP,
-    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED}) | _FINISHED,
+    _S.WAITING: _GIVEN_UP | {_S.RUNNING, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL},
+    _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING},
+    _S.WAITING_FOR_REMOTE_KV: _GIVEN_UP | {_S.WAITING},
+    _S.RUNNING: _FINISHED | {_S.PREEMPTED},
     # A preempted request may still stop: a token of a step in flight arrives late.
-    RequestStatus.PREEMPTED: (
-        frozenset({RequestStatus.RUNNING, RequestStatus.WAITING_FOR_TRIAL}) | _FINISHED
-    ),
-    RequestStatus.WAITING_FOR_TRIAL: (
-        frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED}) | _FINISHED
-    ),
+    _S.PREEMPTED: _FINISHED | {_S.RUNNING, _S.WAITING_FOR_TRIAL},
+    _S.WAITING_FOR_TRIAL: _FINISHED | {_S.WAITING, _S.PREEMPTED},
     **dict.fromkeys(_FINISHED, frozenset()),
 }
 """From each status to the ones that may follow it."""
@@ -90,128 +73,83 @@ class SwappedOut(NamedTuple):
     """One per KV group: the host's block, or NO_BLOCK, for each block of the table."""
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request, from its arrival to its end; compared by identity."""
 
-    __slots__ = (
-        "adapter_id",
-        "admission_index",
-        "arrival_clock",
-        "arrival_index",
-        "arrival_time",
-        "block_hashes",
-        "block_tables",
-        "cache_salt",
-        "due_at",
-        "fingerprint",
-        "finish_reason",
-        "max_num_tokens",
-        "num_arrived_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_draft_tokens",
-        "num_drafts_in_flight",
-        "num_hashed_blocks",
-        "num_late_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "owner",
-        "prefix_hash",
-        "priority",
-        "req_id",
-        "sampling_params",
-        "status",
-        "stop_token_id",
-        "stop_token_ids",
-        "swapped_out",
-        "tenant",
-        "token_ids",
-        "virtual_start",
-    )
+    req_id: int
+    prompt: InitVar[Sequence[int] | bytes]
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    outputs: InitVar[Sequence[int]] = ()
+    """Tokens of an earlier life."""
+    priority: int = 0
+    arrival_time: float = 0.0
+    """Seconds, on the core's clock: when its client accepted it."""
+    cache_salt: str = ""
+    adapter_id: int = 0
+    """LoRA adapter that its KV depends on; 0: none. For adapters: clients cannot set it yet."""
+    tenant: str = ""
+    owner: object = None
+    """What the engine attaches to it; opaque to the scheduler."""
 
-    def __init__(
-        self,
-        req_id: int,
-        prompt: Sequence[int] | bytes,
-        sampling_params: SamplingParams,
-        *,
-        output_token_ids: Sequence[int] = (),
-        priority: int = 0,
-        arrival_time: float = 0.0,
-        cache_salt: str = "",
-        adapter_id: int = 0,
-        tenant: str = "",
-        owner: object = None,
-    ) -> None:
-        self.req_id = req_id
-        self.sampling_params = sampling_params
-        self.priority = priority
-        self.arrival_time = arrival_time
-        """Seconds, on the core's clock: when its client accepted it."""
-        self.cache_salt = cache_salt
-        self.adapter_id = adapter_id
-        """LoRA adapter that its KV depends on; 0: none. For adapters: clients cannot set it yet."""
-        self.tenant = tenant
-        self.owner = owner
-        """What the engine attaches to it; opaque to the scheduler."""
+    token_ids: "array[int]" = field(init=False)
+    """Prompt and outputs, as far as they have arrived from the worker."""
+    num_prompt_tokens: int = field(init=False)
+    num_arrived_tokens: int = field(init=False)
+    """Tokens at its arrival: the prompt, and outputs of an earlier life."""
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache when first admitted; None until then."""
+    num_preemptions: int = 0
+    fingerprint: int | None = None
+    """Equal for equal requests; None until the quarantine needs it."""
 
+    # Written by the scheduler.
+    arrival_index: int = 0
+    """Counts the requests in the order in which the scheduler got them."""
+    arrival_clock: int = 0
+    """Tokens that the scheduler had granted in all at its arrival."""
+    virtual_start: float = 0.0
+    """Where it begins in the virtual time of the fair policy."""
+    admission_index: int = 0
+    """Counts admissions: the running requests, and the worker's mirror, are in this order."""
+    num_computed_tokens: int = 0
+    """Positions whose KV exists once every step sent so far has run."""
+    due_at: int = 0
+    """The step in which `DueIndex` returns it; 0: none."""
+    num_late_tokens: int = 0
+    """Outputs that steps in flight still owe to a preempted request."""
+    num_draft_tokens: int = 0
+    """Drafts that the worker has for the next step."""
+    num_drafts_in_flight: int = 0
+    """Drafts among the computed tokens, which a step in flight verifies."""
+    max_num_tokens: int = 0
+    """Prompt and outputs at which the request ends."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """EOS, unless ignored, and the request's own stop tokens."""
+
+    # Written by the KV manager.
+    block_tables: list[list[int]] = field(default_factory=list)
+    """One per KV group, all equally long; none while it holds no blocks. Entry i holds the KV
+    of positions from i x block_size on; NULL_BLOCK where the group's window has passed."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Entry i is the hash of all tokens up to the end of block i; extended when needed."""
+    prefix_hash: _Hash | None = None
+    """The running hash behind them."""
+    num_hashed_blocks: int = 0
+    """Leading blocks of the tables that are in the prefix cache."""
+    swapped_out: SwappedOut | None = None
+
+    def __post_init__(self, prompt: Sequence[int] | bytes, outputs: Sequence[int]) -> None:
         self.token_ids = (
             unpack_token_array(prompt) if isinstance(prompt, bytes) else array("I", prompt)
         )
-        """Prompt and outputs, as far as they have arrived from the worker."""
         self.num_prompt_tokens = len(self.token_ids)
-        self.token_ids.extend(output_token_ids)
+        self.token_ids.extend(outputs)
         self.num_arrived_tokens = len(self.token_ids)
-        """Tokens at its arrival: the prompt, and outputs of an earlier life."""
-
-        self.status = RequestStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.stop_token_id: int | None = None
-        self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache when first admitted; None until then."""
-        self.num_preemptions = 0
-
-        self.fingerprint: int | None = None
-        """Equal for equal requests; None until the quarantine needs it."""
-
-        # Written by the scheduler.
-        self.arrival_index = 0
-        """Counts the requests in the order in which the scheduler got them."""
-        self.arrival_clock = 0
-        """Tokens that the scheduler had granted in all at its arrival."""
-        self.virtual_start = 0.0
-        """Where it begins in the virtual time of the fair policy."""
-        self.admission_index = 0
-        """Counts admissions: the running requests, and the worker's mirror, are in this order."""
-        self.num_computed_tokens = 0
-        """Positions whose KV exists once every step sent so far has run."""
-        self.due_at = 0
-        """The step in which `DueIndex` returns it; 0: none."""
-        self.num_late_tokens = 0
-        """Outputs that steps in flight still owe to a preempted request."""
-        self.num_draft_tokens = 0
-        """Drafts that the worker has for the next step."""
-        self.num_drafts_in_flight = 0
-        """Drafts among the computed tokens, which a step in flight verifies."""
-        self.max_num_tokens = 0
-        """Prompt and outputs at which the request ends."""
-        self.stop_token_ids: frozenset[int] = frozenset()
-        """EOS, unless ignored, and the request's own stop tokens."""
-
-        self._init_kv()
-
-    def _init_kv(self) -> None:
-        """Set the fields that the KV manager writes."""
-        self.block_tables: list[list[int]] = []
-        """One per KV group, all equally long; none while it holds no blocks. Entry i holds the KV
-        of positions from i x block_size on; NULL_BLOCK where the group's window has passed."""
-        self.block_hashes: list[bytes] = []
-        """Entry i is the hash of all tokens up to the end of block i; extended when needed."""
-        self.prefix_hash: _Hash | None = None
-        """The running hash behind them."""
-        self.num_hashed_blocks = 0
-        """Leading blocks of the tables that are in the prefix cache."""
-        self.swapped_out: SwappedOut | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -220,7 +158,6 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Known output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -234,17 +171,14 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """A copy of the prompt."""
         return self.token_ids[: self.num_prompt_tokens].tolist()
 
     @property
     def output_token_ids(self) -> list[int]:
-        """A copy of the known outputs."""
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended, for any reason."""
         return self.finish_reason is not None
 
     def has_begun(self) -> bool:
@@ -252,11 +186,7 @@ class Request:
         return self.num_cached_tokens is not None or self.num_output_tokens > 0
 
     def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
-        """Work out which tokens and which length end the request.
-
-        Raises:
-            ValueError: no token is left to sample; the text names the field.
-        """
+        """Set what ends it; ValueError, naming the field, if no token is left to sample."""
         params = self.sampling_params
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         own = params.stop_token_ids
@@ -280,7 +210,6 @@ class Request:
         self.status = status
 
     def finish(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
-        """Enter the finished status of `reason`."""
         self.become(FINISHED_STATUS[reason])
         self.finish_reason = reason
         self.stop_token_id = stop_token_id

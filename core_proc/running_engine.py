@@ -7,8 +7,7 @@ import msgspec
 
 from core_proc.invariants import check_invariants
 from core_proc.links.output_check import check_output
-from core_proc.links.outputs import output_row, prompt_rows
-from core_proc.links.owners import Client, Owner, Owners, owner_of
+from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
 from core_proc.options import SchedulerOptions
 from core_proc.pausing import Pausing
 from core_proc.recovery.quarantine import Quarantine
@@ -52,15 +51,11 @@ class RunningEngine:
         self.pausing = Pausing(self.scheduler, owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID)
 
-    # Workers ------------------------------------------------------------------------------------
-
     def replace_workers(self, facts: ModelFacts) -> None:
-        """Continue with other workers, whose facts can replace those before."""
         self.facts = facts
         self._num_worker_restarts += 1
 
     def lose_workers(self) -> None:
-        """Take back all steps in flight."""
         self.quarantine.workers_lost()
         self.scheduler.recompute_all()
         self.pausing.workers_lost()
@@ -74,10 +69,7 @@ class RunningEngine:
                 text = "the request has killed its worker twice"
                 self._refuse(request, text, ErrorCode.QUARANTINED)
 
-    # Clients ------------------------------------------------------------------------------------
-
     def add(self, client: Client, add: AddRequest, now: float) -> Refused | None:
-        """Accept a request or refuse it. An open request with the same id ends in either case."""
         was_accepted = add.resent or self._owners.has(client, add.request_id)
         error = self._why_not(add, now, was_accepted=was_accepted)
         self.abort(client, [add.request_id])
@@ -88,7 +80,7 @@ class RunningEngine:
             req_id,
             add.prompt,
             add.sampling_params,
-            output_token_ids=add.output_token_ids,
+            outputs=add.output_token_ids,
             priority=add.priority,
             arrival_time=now - add.age_s,
             cache_salt=add.cache_salt,
@@ -104,7 +96,6 @@ class RunningEngine:
         return None
 
     def _why_not(self, add: AddRequest, now: float, *, was_accepted: bool) -> RequestError | None:
-        """Return the reason to refuse a request, if there is one."""
         if not was_accepted:
             if self.pausing.is_draining:
                 return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
@@ -116,7 +107,6 @@ class RunningEngine:
         return validate_request(add, self.facts)
 
     def _overload(self, num_prompt_tokens: int) -> RequestError | None:
-        """Return why the queue has no room for one more request, if it has none."""
         scheduler, limits = self.scheduler, self._limits
         num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
         if num_waiting >= limits.max_num_waiting:
@@ -128,26 +118,17 @@ class RunningEngine:
         return RequestError(ErrorCode.OVERLOADED, text)
 
     def abort(self, client: Client, request_ids: Iterable[int]) -> None:
-        """End requests whose outputs are not wanted any more; unknown ids are ignored."""
         for request_id in request_ids:
             req_id = self._owners.remove(client, request_id)
             if req_id is not None:
                 self.scheduler.abort_request(req_id)
 
     def drop_client(self, client: Client, req_ids: Iterable[int]) -> None:
-        """End these requests of a client that is gone."""
         for req_id in req_ids:
             self.scheduler.abort_request(req_id)
         self.pausing.forget(client)
 
-    def drain(self) -> None:
-        """Refuse new requests from now on."""
-        self.pausing.drain()
-
-    # Steps --------------------------------------------------------------------------------------
-
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step; None if there is nothing to compute or enough is in flight."""
         self.quarantine.advance()
         step = self.scheduler.schedule()
         if step is not None:
@@ -158,7 +139,6 @@ class RunningEngine:
         return step
 
     def update(self, output: ModelRunnerOutput) -> dict[Client, StepOutputs]:
-        """Take in the results of a step; see `EngineCore.update`."""
         in_flight = self.scheduler.in_flight
         oldest = in_flight[0] if in_flight else None
         num_drafts = self._limits.num_speculative_tokens

@@ -74,11 +74,6 @@ class Scheduler:
     """Decides every step from integers alone: no sockets, no threads, no clock."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        """Start with no requests and an empty cache.
-
-        Raises:
-            ValueError: there is no policy of this name.
-        """
         self.options = options
         # No request may outgrow what one step can introduce to the worker.
         longest = longest_sequence(options.block_size, len(options.kv_groups))
@@ -126,19 +121,12 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that run, in order of admission; see `RequestQueues.running`."""
         return self.queues.running
 
     # A step -------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step.
-
-        Returns:
-            The message for the worker, which must be sent; it grants no tokens if only notices of
-            requests that left must be sent. None if there is nothing to send, or
-            `max_steps_in_flight` steps are in flight.
-        """
+        """Decide the next step; None if nothing is to be sent, or enough steps are in flight."""
         self.is_preparing = False
         if len(self.in_flight) >= self.options.max_steps_in_flight:
             return None
@@ -227,7 +215,6 @@ class Scheduler:
     def _grow(
         self, request: Request, num_new: int, step: ScheduledStep, *, again: bool = False
     ) -> bool:
-        """Get the slots for more tokens of a running request; returns whether they fitted."""
         new_blocks = self.kv.grow(request, request.num_computed_tokens + num_new, again=again)
         if new_blocks:
             step.add_blocks(request, new_blocks)
@@ -249,7 +236,6 @@ class Scheduler:
             self.partial_prefills.follow(request)
 
     def _preempt_in(self, step: ScheduledStep, victim: Request) -> None:
-        """Preempt a running request, and withdraw what the step has granted to it."""
         withdrawn = step.withdraw(victim)
         if withdrawn:
             victim.num_drafts_in_flight = 0
@@ -320,11 +306,7 @@ class Scheduler:
             self.num_prefix_hits += num_computed
 
     def _make_room(self, request: Request, step: ScheduledStep) -> bool:
-        """Preempt less important requests if that lets the front of the queue in.
-
-        Returns:
-            Whether any request was preempted.
-        """
+        """Preempt less important requests if that lets the front in; returns whether any was."""
         if not self.options.preempt_for_priority or step.new_reqs or self._is_futile(request):
             return False
         rank = self.policy.rank(request)
@@ -390,11 +372,7 @@ class Scheduler:
             step.sampling.sort(key=_admission_index)
 
     def _fail(self, request: Request, step: ScheduledStep, error: Exception) -> None:
-        """End a request that cannot be scheduled, and no other.
-
-        A failed assertion ends the core instead: its books are wrong, and its successor starts
-        with empty ones.
-        """
+        """End a request that cannot be scheduled; a failed assertion ends the core instead."""
         if isinstance(error, AssertionError):
             raise error
         log.error("request %d cannot be scheduled", request.req_id, exc_info=error)
@@ -406,7 +384,6 @@ class Scheduler:
             self._finished_req_ids.remove(request.req_id)
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:
-        """Build the step's message, and keep which requests sample."""
         if not (step.num_tokens or self._preempted_req_ids or self._finished_req_ids):
             return None
         message = step.message(
@@ -425,9 +402,7 @@ class Scheduler:
     def update_from_output(self, output: ModelRunnerOutput) -> list[StepResult]:
         """Append the tokens of the oldest step in flight, and end the requests that they finish.
 
-        Returns:
-            One result for each request that got a token, in mirror order. Tokens of requests that
-            have ended in the meantime are dropped.
+        The results are in mirror order. Tokens of requests that have ended meanwhile are dropped.
         """
         assert self.in_flight, f"output of step {output.step_id}, but none is in flight"
         step_id, sampling = self.in_flight[0]
@@ -438,7 +413,7 @@ class Scheduler:
         assert num_tokens == len(sampling), f"{num_tokens} tokens, {len(sampling)} requests sampled"
         self.in_flight.popleft()
         results: list[StepResult] = []
-        running = RequestStatus.RUNNING
+        append, running = results.append, RequestStatus.RUNNING
         for request, token_id in zip(sampling, output.sampled_token_ids, strict=True):
             if request.status is not running:
                 if request.is_finished:
@@ -446,8 +421,7 @@ class Scheduler:
                 request.num_late_tokens -= 1
             token_ids = request.token_ids
             token_ids.append(token_id)
-            result = StepResult(request, [token_id])
-            results.append(result)
+            append(result := StepResult(request, [token_id]))
             if len(token_ids) >= request.max_num_tokens or token_id in request.stop_token_ids:
                 self._check_stop(result, token_id)
         self.num_generation_tokens += len(results)
@@ -479,7 +453,6 @@ class Scheduler:
         return results
 
     def _check_stop(self, result: StepResult, token_id: int) -> bool:
-        """Finish the request if this token ends it; returns whether it does."""
         reason = result.check_stop(token_id, self._eos_token_ids)
         if reason is None:
             return False
@@ -491,10 +464,8 @@ class Scheduler:
     def add_request(self, request: Request, blocked: RequestStatus | None = None) -> None:
         """Queue a request; with outputs (of an earlier life) it continues after them.
 
-        Args:
-            request: New here.
-            blocked: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`. No caller
-                yet: for requests whose grammar is compiled elsewhere.
+        `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`. No caller yet:
+        for requests whose grammar is compiled elsewhere.
 
         Raises:
             ValueError: it could never be scheduled, or its id is taken. The text names the field.
@@ -550,11 +521,7 @@ class Scheduler:
         self.queues.requeue(request)
 
     def abort_request(self, req_id: int) -> Request | None:
-        """End a request in any state; its blocks are free at once, late tokens are dropped.
-
-        Returns:
-            The request; None if the id is unknown, which includes finished requests.
-        """
+        """End a request in any state; its blocks are free at once, late tokens are dropped."""
         request = self.requests.get(req_id)
         if request is not None:
             self._finish(request, FinishReason.ABORT)
@@ -568,12 +535,10 @@ class Scheduler:
             self._failures.append(Failure(request, error, code))
 
     def take_failures(self) -> list[Failure]:
-        """Return the requests that failed since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def _finish(self, request: Request, reason: FinishReason, stop: int | None = None) -> None:
-        """End a request in any state, and release all that it holds."""
         if request.status is RequestStatus.RUNNING:
             self._finished_req_ids.append(request.req_id)
         self.queues.finish(request, reason, stop)
@@ -592,15 +557,10 @@ class Scheduler:
     # Remote KV: no caller yet; for KV that another replica or a prefill worker computes. ---------
 
     def begin_remote_load(self, req_id: int, num_tokens: int) -> Tables | None:
-        """Block a waiting request, and give it blocks for KV that another process writes.
+        """Block a request that has never run, and give it blocks that another process writes to.
 
-        Args:
-            req_id: Of a request that waits and has never run.
-            num_tokens: Its leading tokens whose KV comes: whole blocks.
-
-        Returns:
-            Where to write, one table per KV group; None, and nothing has changed, if these do not
-            fit. Steps in flight may still write there too, so the load must come after them.
+        Returns the tables for its first `num_tokens`, whole blocks; None, and nothing has changed,
+        if these do not fit. Steps in flight may still write there: the load must come after them.
         """
         request = self.requests[req_id]
         assert request.status is RequestStatus.WAITING
@@ -634,29 +594,17 @@ class Scheduler:
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Continue after a pause or a sleep."""
         self.pause_mode = PauseMode.RUNNING
 
     def sleep(self) -> bool:
-        """Release all KV, so that its memory can be used otherwise, and pause until `resume`.
-
-        Returns:
-            Whether it was done: not while a remote load is under way.
-        """
+        """Release all KV, and pause until `resume`; False while a remote load is under way."""
         if not self.reset_prefix_cache(reset_running_requests=True):
             return False
         self.pause(PauseMode.PAUSED_ALL)
         return True
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached contents, as after a change of the weights.
-
-        Args:
-            reset_running_requests: Preempt all running requests, which keep order and outputs.
-
-        Returns:
-            Whether it was done: not while any block is held, or is being loaded.
-        """
+        """Forget all cached contents; refused (False) while blocks are held or loaded."""
         if self._loading:
             return False
         if reset_running_requests:
@@ -686,7 +634,6 @@ class Scheduler:
         self._lose_kv()
 
     def _lose_kv(self) -> None:
-        """Forget what the pool and the host's memory held."""
         self.swapper.forget()
         for request in self.requests.values():
             request.swapped_out = None
@@ -697,12 +644,10 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
         return bool(self.requests)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a sequence slot."""
         return len(self.running)
 
     @property
@@ -712,9 +657,7 @@ class Scheduler:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Held share of the KV blocks, 0 to 1."""
         return self.kv.usage
 
     def holders(self) -> list[Request]:
-        """List all requests that hold blocks."""
         return [*self.running, *self._loading.values()]

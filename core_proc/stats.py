@@ -14,7 +14,6 @@ class LoopHistogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one turn."""
         self.counts[bisect.bisect_left(LOOP_BUCKETS_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -47,7 +46,6 @@ class StatsLine:
         self._last_time = now
 
     def due(self, now: float) -> bool:
-        """Whether the interval is over."""
         return now - self._last_time >= self._interval_s
 
     def render(self, stats: EngineStats, now: float) -> str | None:

@@ -39,7 +39,7 @@ STATE_MACHINES = {
     "core_proc": [
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/swap"),
-        *("links/event_log", "links/outputs", "links/workers"),
+        *("links/event_log", "links/owners", "links/workers"),
         *("recovery/quarantine",),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
         *("scheduling/request_queues", "scheduling/results", "scheduling/step"),

@@ -105,7 +105,6 @@ class BlockPool:
         return run
 
     def cached_block(self, block_hash: bytes) -> int | None:
-        """Find the oldest block that holds this content."""
         blocks = self._blocks_of.get(block_hash)
         return blocks[0] if blocks else None
 
@@ -121,7 +120,6 @@ class BlockPool:
         return len(blocks) == 1
 
     def forget(self, block_id: int) -> None:
-        """Remove a block's content from the cache."""
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         self._hashes[block_id] = None
@@ -157,15 +155,12 @@ class BlockPool:
         return [ref_counts[block_id] for block_id in block_ids].count(0)
 
     def ref_count(self, block_id: int) -> int:
-        """Return how many tables hold the block."""
         return self._ref_counts[block_id]
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """Return the cached content's hash, if the block's content is cached."""
         return self._hashes[block_id]
 
     def free_ids(self) -> list[int]:
-        """List the free queue, front first (in O(free blocks): for tests)."""
         ids = []
         block_id = self._next[NULL_BLOCK]
         while block_id != NULL_BLOCK:
@@ -174,7 +169,6 @@ class BlockPool:
         return ids
 
     def check_invariants(self) -> None:
-        """Compare the queue, the counts and the hash map with each other."""
         free = self.free_ids()
         assert len(free) == len(set(free)) == self.num_free
         assert self._ref_counts[NULL_BLOCK] == 0

@@ -71,7 +71,6 @@ class EventRecorder:
             self._records = [AllBlocksCleared(), *self._stored.values()]
 
     def cleared(self) -> None:
-        """Record that the cache is empty."""
         self._stored.clear()
         self._records.append(AllBlocksCleared())
 

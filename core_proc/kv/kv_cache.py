@@ -33,7 +33,6 @@ class KVCacheManager:
     """Gives blocks to requests, and takes them back."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        """Manage the pool that `options` describes."""
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
         self.groups = options.kv_groups
@@ -43,7 +42,6 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
         return self.pool.num_free
 
     @property
@@ -61,18 +59,12 @@ class KVCacheManager:
         most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
         return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
 
-    # The prefix cache ---------------------------------------------------------------------------
-
     def may_read_cache(self, request: Request) -> bool:
         """Whether the request may use hits: for prompt logprobs it must compute all tokens."""
         return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
 
     def prepare(self, request: Request) -> bool:
-        """Hash some more blocks of a waiting request, so that no long prompt holds up the core.
-
-        Returns:
-            Whether `find_cached_prefix` has nothing left to hash.
-        """
+        """Hash some more blocks of a waiting request; returns whether all are hashed."""
         if not self.may_read_cache(request):
             return True
         num_full = request.num_tokens // self.block_size
@@ -81,11 +73,9 @@ class KVCacheManager:
         return most >= num_full
 
     def find_cached_prefix(self, request: Request) -> Tables:
-        """Find the longest known prefix of the request that is cached; changes nothing.
+        """Find the longest known prefix that is cached, as the leading entries of its tables.
 
-        Returns:
-            The leading entries of its tables, as many for every group; NULL_BLOCK where a window
-            has passed.
+        There are as many for every group; NULL_BLOCK where a window has passed.
         """
         if not self.may_read_cache(request):
             return [[] for _ in self.groups]
@@ -99,7 +89,6 @@ class KVCacheManager:
             limit = shortest
 
     def _hits(self, request: Request, group: int, limit: int) -> list[int]:
-        """Find one group's longest hit of at most `limit` blocks."""
         if self.groups[group].window is not None:
             return self._hits_in_window(request, group, limit)
         keys = request.block_hashes[:limit]
@@ -147,14 +136,11 @@ class KVCacheManager:
         return True
 
     def take_events(self) -> list[KVEvent]:
-        """Return what happened to the cache since the last call, if events are recorded."""
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> Iterator[KVEvent]:
         """Return events that bring an empty cache to the current state, made one by one."""
         return iter(()) if self._recorder is None else self._recorder.snapshot()
-
-    # Blocks -------------------------------------------------------------------------------------
 
     def num_missing_blocks(
         self, hits: Tables, start: int, num_tokens: int, num_reserved: int
@@ -186,19 +172,11 @@ class KVCacheManager:
         num_reserved: int = 0,
         headroom: int = 0,
     ) -> bool:
-        """Give a request its first blocks, if they fit.
+        """Give a request its first blocks; False, with no change, if they do not fit.
 
-        Args:
-            request: Holds no blocks yet.
-            hits: What `find_cached_prefix` returns for it now, `without_passed`.
-            start: Position of the first token that is going to be computed. The KV between the
-                hits and it comes from elsewhere, before this step computes.
-            num_tokens: Tokens that need slots now.
-            num_reserved: Tokens that must fit too, although their blocks are not taken yet.
-            headroom: Blocks that must stay free.
-
-        Returns:
-            Whether it fitted; if not, nothing changed.
+        Computing begins at position `start`; KV between the hits and it comes from elsewhere before
+        that. `num_tokens` need slots now; the blocks for `num_reserved` must fit, too, but are not
+        taken yet, and `headroom` blocks must stay free.
         """
         assert not request.block_tables
         if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
@@ -216,7 +194,6 @@ class KVCacheManager:
         return True
 
     def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
-        """Build the tables: hits, what the windows have passed, and new blocks."""
         for table in hits:
             self.pool.touch(live_blocks(table))
         num_entries = self.num_blocks_for(num_tokens)
@@ -228,17 +205,11 @@ class KVCacheManager:
         request.num_hashed_blocks = len(hits[0])
 
     def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
-        """Extend the tables to slots for `num_tokens`.
+        """Extend the tables to slots for the first `num_tokens`.
 
-        Args:
-            request: Holds blocks.
-            num_tokens: From the first on.
-            again: The same step has granted it tokens before, which still attend to all that
-                their window shows them.
-
-        Returns:
-            The new blocks of each group; empty if it needs none. None, and nothing is taken, if
-            they do not fit.
+        Returns the new blocks of each group; empty if it needs none; None, and nothing is taken, if
+        they do not fit. `again`: the same step has granted it tokens before, which still attend to
+        all that their window shows them.
         """
         tables, pool = request.block_tables, self.pool
         if self._has_windows and not again:
@@ -256,7 +227,6 @@ class KVCacheManager:
         return new
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request can grow to `num_tokens`."""
         num_new = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
         return num_new * len(request.block_tables) <= self.pool.num_free
 
@@ -276,7 +246,6 @@ class KVCacheManager:
                 table[first:end] = [NULL_BLOCK] * (end - first)
 
     def num_slots(self, request: Request) -> int:
-        """Tokens that fit into the request's blocks."""
         return len(request.block_tables[0]) * self.block_size
 
     def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
@@ -326,8 +295,6 @@ class KVCacheManager:
         request.block_tables = []
         request.num_hashed_blocks = 0
 
-    # Hashes -------------------------------------------------------------------------------------
-
     def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache the full blocks among the first tokens, as far as their ids are known.
 
@@ -341,17 +308,17 @@ class KVCacheManager:
         if num_full <= first:
             return
         self._extend_hashes(request, num_full)
-        hashes, tables = request.block_hashes, request.block_tables
+        hashes, recorder = request.block_hashes, self._recorder
         for index in range(first, num_full):
-            for group, table in enumerate(tables):
-                if table[index] != NULL_BLOCK:
-                    is_new = self.pool.remember(table[index], group_key(hashes[index], group))
-                    if is_new and self._recorder is not None:
-                        self._recorder.stored(request, index, group)
+            for group, table in enumerate(request.block_tables):
+                block_id = table[index]
+                if block_id != NULL_BLOCK:
+                    key = hashes[index] if group == 0 else group_key(hashes[index], group)
+                    if self.pool.remember(block_id, key) and recorder is not None:
+                        recorder.stored(request, index, group)
             request.num_hashed_blocks = index + 1
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
-        """Extend the prefix hashes to `num_full` blocks."""
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first >= num_full:

@@ -32,7 +32,6 @@ class Swapper:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the host that no request holds."""
         return self._num_usable + len(self._leaving)
 
     @property
@@ -56,7 +55,6 @@ class Swapper:
         return num_blocks * self._cost_tokens < num_lost_tokens
 
     def _num_entries(self, victim: Request) -> int:
-        """Count the leading entries of the victim's tables whose blocks hold computed KV."""
         return -(-victim.num_computed_tokens // self._block_size)
 
     def take_out(self, victim: Request) -> None:
@@ -114,7 +112,6 @@ class Swapper:
         self._out, self._in, self._leaving = BlockCopies(), BlockCopies(), []
 
     def check_invariants(self, waiting: list[Request]) -> None:
-        """Compare the lists of blocks with the requests that have KV on the host."""
         held = [
             block_id
             for request in waiting

@@ -7,7 +7,8 @@ falls too far behind is dropped with its requests.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from core_proc.engine import EngineCore
 from core_proc.links.event_log import EventLog
@@ -47,20 +48,12 @@ OUTBOX_BYTES = 64 * 2**20
 log = logging.getLogger("troika.core")
 
 
+@dataclass(slots=True)
 class Outbox:
     """The messages that one client has not taken yet."""
 
-    __slots__ = ("bodies", "num_bytes")
-
-    def __init__(self) -> None:
-        self.bodies: deque[bytes] = deque()
-        self.num_bytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.bodies)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self.bodies)
+    bodies: deque[bytes] = field(default_factory=deque)
+    num_bytes: int = 0
 
     @property
     def excess(self) -> str | None:
@@ -70,12 +63,10 @@ class Outbox:
         return f"{OUTBOX_BYTES} bytes" if self.num_bytes > OUTBOX_BYTES else None
 
     def append(self, body: bytes) -> None:
-        """Add a message."""
         self.bodies.append(body)
         self.num_bytes += len(body)
 
     def popleft(self) -> None:
-        """Remove the first message."""
         self.num_bytes -= len(self.bodies.popleft())
 
 
@@ -90,7 +81,6 @@ class Clients:
         epoch: int,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` returns monotonic seconds."""
         self._link = link
         self._monitor = monitor
         self._engine = engine
@@ -103,7 +93,9 @@ class Clients:
     @property
     def is_behind(self) -> bool:
         """Whether messages or events wait for any client."""
-        return any(self._outboxes.values()) or bool(self._events.waiting())
+        return any(outbox.bodies for outbox in self._outboxes.values()) or bool(
+            self._events.waiting()
+        )
 
     def drain(self) -> None:
         """Handle the messages that have arrived, up to the bounds of a turn; flush the outboxes."""
@@ -113,7 +105,7 @@ class Clients:
             num_bytes += len(received.body)
             if num_bytes >= DRAIN_BYTES or self._clock() >= deadline:
                 break
-        for peer in [peer for peer, outbox in self._outboxes.items() if outbox]:
+        for peer in [peer for peer, outbox in self._outboxes.items() if outbox.bodies]:
             self._flush(peer)
 
     def _on_frame(self, received: Received) -> None:
@@ -141,7 +133,6 @@ class Clients:
         self.send(peer, Refused(request_id, error, header.seq))
 
     def _answer_failed(self, peer: bytes, message: ClientToCore) -> None:
-        """Answer a message whose handling has failed."""
         if isinstance(message, AddRequest):
             self._give_up(peer, message.request_id, "the request could not be taken in")
         elif isinstance(message, Control):
@@ -164,18 +155,15 @@ class Clients:
         elif isinstance(message, Control):
             self._engine.control(peer, message)
         elif isinstance(message, SubscribeKVEvents):
-            self._subscribe(peer, message)
+            if self._engine.has_kv_events:
+                self._events.subscribe(peer, message)
+            else:
+                reason = "the engine was started without enable_kv_events"
+                self.send(peer, KVEventsRefused(message.subscription, reason))
         elif isinstance(message, UnsubscribeKVEvents):
             self._events.unsubscribe(peer)
         elif isinstance(message, KVEventsTaken):
             self._events.taken(peer)
-
-    def _subscribe(self, peer: bytes, message: SubscribeKVEvents) -> None:
-        if self._engine.has_kv_events:
-            self._events.subscribe(peer, message)
-        else:
-            reason = "the engine was started without enable_kv_events"
-            self.send(peer, KVEventsRefused(message.subscription, reason))
 
     def _on_connect(self, peer: bytes, message: Connect) -> None:
         """Start anew with a client; one that was known has lost a frame and resends everything."""
@@ -188,7 +176,6 @@ class Clients:
         self.send(peer, self._engine.status())
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
-        """Return the clients whose death is among the results of a poll."""
         return self._monitor.dead(ready)
 
     def lose(self, peer: bytes, why: str) -> None:
@@ -207,7 +194,7 @@ class Clients:
             self.send(peer, message)
         self._events.append(self._engine.take_kv_events())
         for peer in self._events.waiting():
-            if not self._outboxes[peer]:
+            if not self._outboxes[peer].bodies:
                 self._send_events(peer)
 
     def _send_events(self, peer: bytes) -> None:
@@ -250,7 +237,7 @@ class Clients:
     def _flush(self, peer: bytes) -> None:
         outbox = self._outboxes[peer]
         try:
-            while outbox and self._link.send(peer, self._epoch, outbox.bodies[0]):
+            while outbox.bodies and self._link.send(peer, self._epoch, outbox.bodies[0]):
                 outbox.popleft()
         except PeerGone:
             self.lose(peer, "has disconnected")

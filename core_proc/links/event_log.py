@@ -7,6 +7,7 @@ is encoded once for all subscribers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import cast
 
@@ -38,26 +39,19 @@ _NOT_KEPT = 0
 Snapshot = Callable[[], Iterable[KVEvent]]
 
 
+@dataclass(slots=True)
 class _Subscriber:
-    __slots__ = ("next_seq", "snapshot", "subscription")
-
-    def __init__(self, subscription: int, next_seq: int) -> None:
-        self.subscription = subscription
-        self.next_seq = next_seq
-        self.snapshot: Iterator[KVEvent] | None = None
-        """The rest of a snapshot; the log continues after it, from `next_seq`."""
+    subscription: int
+    next_seq: int
+    snapshot: Iterator[KVEvent] | None = None
+    """The rest of a snapshot; the log continues after it, from `next_seq`."""
 
 
 class EventLog:
     """The newest events, and the place of each subscriber."""
 
     def __init__(self, epoch: int, snapshot: Snapshot) -> None:
-        """Start to number events.
-
-        Args:
-            epoch: Of this life of the core.
-            snapshot: Returns the contents of the cache after all events that were appended.
-        """
+        """Number the events of life `epoch`; `snapshot` returns all that the cache holds."""
         self._next_seq = epoch * _SEQS_PER_LIFE + 1
         self._snapshot = snapshot
         self._kept: list[bytes] = []
@@ -85,7 +79,6 @@ class EventLog:
         self._subscribers[client] = _Subscriber(asked.subscription, next_seq)
 
     def unsubscribe(self, client: Client) -> None:
-        """Send a client no more events."""
         self._subscribers.pop(client, None)
 
     def refuse(self, client: Client, reason: str) -> KVEventsRefused:

@@ -17,26 +17,14 @@ def check_output(
     vocab_size: int,
     most_drafts: int,
 ) -> None:
-    """Check the step id, the numbers of tokens and logprobs, and their values.
-
-    Args:
-        output: As received.
-        due: Id of the oldest step in flight and the requests that sample in it; None: none is due.
-        vocab_size: Of the model.
-        most_drafts: Draft tokens that one request may have.
-
-    Raises:
-        WorkerMisbehaved: A value is wrong.
-    """
+    """Raise WorkerMisbehaved unless this answers `due`, the oldest step in flight."""
     if due is None or due[0] != output.step_id:
         text = f"step {due[0]} is" if due is not None else "none is"
         raise WorkerMisbehaved(f"output of step {output.step_id} came, and {text} due")
     _check_counts(output, due[1], most_drafts)
-    token_ids = output.sampled_token_ids
-    if token_ids and max(token_ids) >= vocab_size:
-        raise WorkerMisbehaved(
-            f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
-        )
+    greatest = max(output.sampled_token_ids, default=0)
+    if greatest >= vocab_size:
+        raise WorkerMisbehaved(f"token id {greatest} is outside the vocabulary of {vocab_size}")
     if output.logprobs:
         _check_logprobs(output, due[1])
     if output.request_errors:
@@ -62,14 +50,12 @@ def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_d
 
 
 def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
-    """Check that each request with logprobs sampled, and has one of them for each of its tokens."""
     counts = output.num_sampled_tokens or [1] * len(sampling)
     expected = {request.req_id: count for request, count in zip(sampling, counts, strict=True)}
     for req_id, rows in output.logprobs.items():
         num_tokens = expected.get(req_id, 0)
         if len(rows) != num_tokens:
-            raise WorkerMisbehaved(
-                f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
-            )
+            text = f"{len(rows)} logprobs for {num_tokens} tokens of request {req_id}"
+            raise WorkerMisbehaved(text)
         if any(isnan(row.logprob) for row in rows):
             raise WorkerMisbehaved(f"a logprob of request {req_id} is not a number")

@@ -1,27 +1,30 @@
-"""The open requests of every client, and the messages that wait for it."""
+"""The open requests of every client, the messages that wait for it, and the rows of its outputs."""
+
+from dataclasses import dataclass
 
 from core_proc.request import Request
-from protocol.api_core import CoreToClient
+from core_proc.scheduling.results import StepResult
+from protocol.api_core import CoreToClient, RequestOutput
+from protocol.core_worker import ModelRunnerOutput, PromptLogprobs
 
+_MAX_ENTRIES = 4096
+"""Prompt logprobs in one output, so that the outputs of a long prompt fit into frames."""
 Client = bytes
 """Identity of a client's connection."""
 
 
+@dataclass(slots=True, eq=False)
 class Owner:
     """The client of a request, and what it was sent already."""
 
-    __slots__ = ("client", "next_prompt_position", "request_id", "sent_cached")
-
-    def __init__(self, client: Client, request_id: int) -> None:
-        self.client = client
-        self.request_id = request_id
-        self.sent_cached = False
-        self.next_prompt_position = 0
-        """Of the first prompt logprob that was not sent yet."""
+    client: Client
+    request_id: int
+    sent_cached: bool = False
+    next_prompt_position: int = 0
+    """Of the first prompt logprob that was not sent yet."""
 
 
 def owner_of(request: Request) -> Owner:
-    """Return the owner that the engine attached to a request."""
     owner = request.owner
     assert isinstance(owner, Owner)
     return owner
@@ -37,11 +40,9 @@ class Owners:
 
     @property
     def num_open(self) -> int:
-        """Number of open requests of all clients."""
         return sum(map(len, self._open.values()))
 
     def has(self, client: Client, request_id: int) -> bool:
-        """Whether a client's request is open."""
         return request_id in self._open.get(client, ())
 
     def waits_for(self, request: Request) -> bool:
@@ -50,7 +51,6 @@ class Owners:
         return self._open.get(owner.client, {}).get(owner.request_id) == request.req_id
 
     def enter(self, client: Client, request_id: int, req_id: int) -> None:
-        """Add a request that was not open."""
         self._open.setdefault(client, {})[request_id] = req_id
 
     def remove(self, client: Client, request_id: int) -> int | None:
@@ -66,10 +66,46 @@ class Owners:
         return list(self._open.pop(client, {}).values())
 
     def post(self, client: Client, message: CoreToClient) -> None:
-        """Leave a message for a client."""
         self._mail.append((client, message))
 
     def take_mail(self) -> list[tuple[Client, CoreToClient]]:
-        """Return all messages that were left, in order."""
         mail, self._mail = self._mail, []
         return mail
+
+
+def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
+    """Return rows with the prompt logprobs that are new; a prompt computed again repeats them.
+
+    They go out before the first token, so a request with outputs has all of them.
+    """
+    if request.num_output_tokens:
+        return []
+    owner = owner_of(request)
+    rows = []
+    end = part.first_position + len(part.entries)
+    for first in range(max(owner.next_prompt_position, part.first_position), end, _MAX_ENTRIES):
+        index = first - part.first_position
+        piece = PromptLogprobs(part.req_id, first, part.entries[index : index + _MAX_ENTRIES])
+        rows.append(RequestOutput(owner.request_id, 0, [], prompt_logprobs=[piece]))
+    owner.next_prompt_position = max(owner.next_prompt_position, end)
+    return rows
+
+
+def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> RequestOutput:
+    """Return the row with the tokens of a step for one request, and its end."""
+    request, token_ids = result.request, result.new_token_ids
+    first_index = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
+    if owner.sent_cached and not output.logprobs and result.finish_reason is None:
+        return RequestOutput(owner.request_id, first_index, token_ids)
+    num_cached = None if owner.sent_cached else request.num_cached_tokens
+    owner.sent_cached = True
+    logprobs = output.logprobs.get(request.req_id)
+    return RequestOutput(
+        owner.request_id,
+        first_index,
+        token_ids,
+        result.finish_reason,
+        result.stop_token_id,
+        num_cached,
+        None if logprobs is None else logprobs[: len(token_ids)],
+    )

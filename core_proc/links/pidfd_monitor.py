@@ -20,8 +20,11 @@ class PidfdMonitor:
     def add(self, peer: bytes, pid: int) -> bool:
         """Monitor a process, instead of any other of this peer; False if that is impossible."""
         self.remove(peer)
-        pidfd = self._open_pidfd(pid)
-        if pidfd < 0:
+        if pid <= 0 or pid == self._processes.getpid():
+            return False
+        try:
+            pidfd = self._processes.pidfd_open(pid)
+        except (OSError, OverflowError):
             return False
         self._pidfds[peer] = pidfd
         self._peers[pidfd] = peer
@@ -29,7 +32,6 @@ class PidfdMonitor:
         return True
 
     def remove(self, peer: bytes) -> None:
-        """Stop to monitor a peer, if it is monitored."""
         pidfd = self._pidfds.pop(peer, None)
         if pidfd is not None:
             del self._peers[pidfd]
@@ -51,12 +53,3 @@ class PidfdMonitor:
         """
         peers = self._peers
         return [peers[item] for item in ready if isinstance(item, int) and item in peers]
-
-    def _open_pidfd(self, pid: int) -> int:
-        """Return a descriptor that becomes readable at the death of `pid`; -1 if there is none."""
-        if pid <= 0 or pid == self._processes.getpid():
-            return -1
-        try:
-            return self._processes.pidfd_open(pid)
-        except (OSError, OverflowError):
-            return -1

@@ -219,7 +219,6 @@ class WorkerLink:
         return self._adopted_epoch is not None and not is_held_back and self._engine.is_preparing
 
     def _write_marks(self) -> None:
-        """Write the marks of the steps in flight where they survive this process."""
         if self._page is not None and (edits := self._engine.take_marks()) is not None:
             self._page.write_marks(self._core_epoch, edits)
 

@@ -5,6 +5,8 @@ The epoch of the link is at least as great as those of both sides, and rises wit
 that a frame sent before an adoption is never taken for one sent after it.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from protocol.core_worker import ModelFacts, WorkerHello
@@ -13,13 +15,10 @@ _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""
 
 
-class _Worker:
-    __slots__ = ("epoch", "hello", "peer")
-
-    def __init__(self, peer: bytes, epoch: int, hello: WorkerHello) -> None:
-        self.peer = peer
-        self.epoch = epoch
-        self.hello = hello
+class _Worker(NamedTuple):
+    peer: bytes
+    epoch: int
+    hello: WorkerHello
 
 
 class WorkerGroup:
@@ -33,17 +32,14 @@ class WorkerGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank is connected."""
         return len(self._workers) == self._size
 
     @property
     def peers(self) -> list[bytes]:
-        """Connections of the ranks."""
         return [worker.peer for worker in self._workers.values()]
 
     @property
     def epochs(self) -> set[int]:
-        """The workers' own epochs."""
         return {worker.epoch for worker in self._workers.values()}
 
     @property
@@ -73,7 +69,6 @@ class WorkerGroup:
         return None
 
     def rank_of(self, peer: bytes) -> int | None:
-        """Return the rank of a connection; None if it has none."""
         return next((rank for rank, w in self._workers.items() if w.peer == peer), None)
 
     def enter(self, peer: bytes, epoch: int, hello: WorkerHello) -> bool:
@@ -93,7 +88,6 @@ class WorkerGroup:
         return True
 
     def peer_of(self, epoch: int) -> bytes | None:
-        """Return the connection of the worker with this epoch, if there is one."""
         return next((w.peer for w in self._workers.values() if w.epoch == epoch), None)
 
     def leave(self, peer: bytes) -> bool:

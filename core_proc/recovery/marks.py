@@ -28,14 +28,12 @@ class Marks:
             self.add(req_id, fingerprint)
 
     def add(self, req_id: int, fingerprint: int) -> None:
-        """Mark a request that is not marked yet."""
         place = self._places[req_id] = len(self._numbers)
         self._numbers.append(fingerprint)
         self._req_ids.append(req_id)
         self._changed.add(place)
 
     def discard(self, req_id: int) -> None:
-        """Remove the mark of a request, if there is one."""
         place = self._places.pop(req_id, None)
         if place is None:
             return
@@ -46,11 +44,7 @@ class Marks:
             self._changed.add(place)
 
     def take_edits(self, *, is_computing: bool) -> MarkEdits | None:
-        """Return what has changed since the last call; None: nothing.
-
-        Args:
-            is_computing: Whether a step is in flight; without one there are no marks.
-        """
+        """Return what has changed since the last call, if anything; at rest there are no marks."""
         total = len(self._numbers) if is_computing else 0
         if total == self._written_total and not (total and self._changed):
             return None

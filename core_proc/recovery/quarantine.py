@@ -64,13 +64,9 @@ class Stage(enum.IntEnum):
 
     QUIET = 0
     GROUP = 1
-    """Some suspects compute; the others wait."""
     ALONE = 2
-    """One suspect computes; no other request does."""
     CANARY = 3
-    """A harmless request computes alone, to find out whether workers survive at all."""
     RETRIAL = 4
-    """Workers survive; the suspect computes alone again."""
 
 
 _LONELY = frozenset({Stage.ALONE, Stage.CANARY, Stage.RETRIAL})
@@ -80,7 +76,6 @@ class Quarantine:
     """The search for one culprit at a time; it holds and releases requests of a scheduler."""
 
     def __init__(self, scheduler: Scheduler, canary_id: int) -> None:
-        """`canary_id` is a request id that nothing else uses."""
         self._scheduler = scheduler
         self._canary_id = canary_id
         self._canary = Request(canary_id, [0], SamplingParams())
@@ -117,19 +112,13 @@ class Quarantine:
         """Whether this is the quarantine's own request, which has no client."""
         return request.req_id == self._canary_id
 
-    # Crashes ------------------------------------------------------------------------------------
-
     def workers_lost(self) -> None:
         """Note the running requests; they are about to be taken back."""
         self._ran = list(self._scheduler.running) if self._scheduler.in_flight else []
         self._marks.replace(self._stage, ())
 
     def attribute_crash(self, now: float) -> Request | None:
-        """Continue the search: the workers lost last died of what they computed.
-
-        Returns:
-            The culprit, if it is certain now; pass it to `reject`.
-        """
+        """Continue the search: the lost workers died of what they computed. Returns the culprit."""
         ran, self._ran = self._ran, []
         if not ran or now < self._systemic_until:
             return None
@@ -157,11 +146,7 @@ class Quarantine:
         return None
 
     def reject(self, request: Request, now: float) -> list[Request]:
-        """Go on without the culprit.
-
-        Returns:
-            It and all requests with the same fingerprint; they are to be ended.
-        """
+        """Go on without the culprit; returns all requests like it, which are to be ended."""
         log.error("request %d has killed its worker alone, twice: quarantined", request.req_id)
         key = _fingerprint_of(request)
         same = [r for r in self._scheduler.requests.values() if _fingerprint_of(r) == key]
@@ -190,8 +175,6 @@ class Quarantine:
         self._groups.clear()
         self._next_trial()
 
-    # Arrivals -----------------------------------------------------------------------------------
-
     def refuses(self, prompt: Sequence[int] | bytes, params: SamplingParams, now: float) -> bool:
         """Whether the same request, with a prompt of ids or packed ids, was rejected recently."""
         while self._refused and next(iter(self._refused.values())) <= now:
@@ -215,8 +198,6 @@ class Quarantine:
             self._inherited.remove(_fingerprint_of(request))
             self._returned.append(request)
             self._hold(request)
-
-    # The core's own death -----------------------------------------------------------------------
 
     def dispatched(self, step: SchedulerOutput) -> None:
         """Follow a step: outside of a search all requests that the workers mirror are marked."""
@@ -274,8 +255,6 @@ class Quarantine:
             self._groups.extend(_halves(suspects))
             self._next_trial()
 
-    # Trials -------------------------------------------------------------------------------------
-
     def computed(self, requests: Iterable[Request]) -> None:
         """Clear the requests on trial that have got far enough with these results."""
         self._systemic_until = 0.0
@@ -312,7 +291,6 @@ class Quarantine:
         return self._scheduler.pause_mode is PauseMode.PAUSED_NEW and not request.has_begun()
 
     def _end_trial(self) -> None:
-        """Go on after a trial without a crash."""
         if self._stage is not Stage.CANARY:
             self._next_trial()
             return
@@ -343,7 +321,7 @@ class Quarantine:
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         # With an output it counts as begun, and a pause of new requests does not keep it out.
         outputs = [0] if params.max_tokens > 1 else []
-        self._canary = Request(self._canary_id, [0], params, output_token_ids=outputs)
+        self._canary = Request(self._canary_id, [0], params, outputs=outputs)
         self._scheduler.add_request(self._canary)
         self._try([self._canary], Stage.CANARY)
 
@@ -357,9 +335,8 @@ class Quarantine:
         return 1 + options.max_steps_in_flight * (1 + options.num_speculative_tokens)
 
     def _try(self, group: list[Request], stage: Stage) -> None:
-        log.warning(
-            "looking for a request that kills workers: %s of %d", stage.name.lower(), len(group)
-        )
+        what = stage.name.lower()
+        log.warning("looking for a request that kills workers: %s of %d", what, len(group))
         self._stage = stage
         self._num_trials += 1
         ends = {r: min(r.num_tokens + self._num_ahead, r.max_num_tokens) for r in group}

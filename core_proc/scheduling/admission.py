@@ -59,8 +59,8 @@ class Admission:
 
     def candidate(self, request: Request) -> Candidate:
         """Look for KV of the request in the prefix cache and on the host."""
-        refusal = self._refusal
-        if refusal is not None and self._is_current(refusal, request):
+        refusal = self._current_refusal(request)
+        if refusal is not None:
             return refusal.candidate
         hits = self._kv.find_cached_prefix(request)
         num_cached = len(hits[0]) * self._kv.block_size
@@ -69,12 +69,15 @@ class Admission:
         start = min(num_cached, request.num_tokens - 1)
         return Candidate(request, self._kv.without_passed(hits, start), start, num_cached)
 
-    def _is_current(self, refusal: _Refusal, request: Request) -> bool:
-        return refusal.candidate.request is request and self._kv.pool.is_watched_unchanged
+    def _current_refusal(self, request: Request) -> _Refusal | None:
+        refusal = self._refusal
+        if refusal is None or refusal.candidate.request is not request:
+            return None
+        return refusal if self._kv.pool.is_watched_unchanged else None
 
     def knows(self, request: Request) -> bool:
         """Whether `candidate` returns what it returned when the request was refused."""
-        return self._refusal is not None and self._is_current(self._refusal, request)
+        return self._current_refusal(request) is not None
 
     def refuse(self, candidate: Candidate) -> None:
         """Keep the candidate, which cannot be admitted now."""
@@ -91,8 +94,8 @@ class Admission:
         What it lacks shrinks by one for every block that is freed, at most: a hit that others take
         up meanwhile needs no free block any more, but is not one of the free ones either.
         """
-        refusal = self._refusal
-        if refusal is None or not self._is_current(refusal, request):
+        refusal = self._current_refusal(request)
+        if refusal is None:
             return False
         return self._kv.pool.num_freed - refusal.num_freed < refusal.num_missing
 
@@ -120,7 +123,6 @@ class Admission:
         return self._watermark_blocks if num_running else 0
 
     def take_blocks(self, candidate: Candidate, num_new: int, num_running: int) -> bool:
-        """Give the request the blocks for its first tokens; returns whether they fitted."""
         is_admitted = self._kv.admit(
             candidate.request,
             candidate.hits,

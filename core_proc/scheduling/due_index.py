@@ -43,7 +43,6 @@ class DueIndex:
         self._entries.setdefault(request.due_at, []).append(request)
 
     def due_next(self) -> list[Request]:
-        """List the requests that are due in the next step, in order of admission."""
         due_at = self.now + 1
         due = {request for request in self._entries.get(due_at, ()) if request.due_at == due_at}
         return sorted(
@@ -56,7 +55,6 @@ class DueIndex:
         self._entries.clear()
 
     def check_invariants(self, running: list[Request]) -> None:
-        """Check that every running request will be visited."""
         for request in running:
             assert request.due_at > self.now
             assert request in self._entries[request.due_at]

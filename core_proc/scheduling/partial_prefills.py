@@ -37,7 +37,6 @@ class PartialPrefills:
             self._num_long += self.is_long(request)
 
     def drop(self, request: Request) -> None:
-        """Stop counting a request."""
         if request in self._members:
             self._members.remove(request)
             self._num_long -= self.is_long(request)
@@ -49,11 +48,9 @@ class PartialPrefills:
 
     @property
     def has_room_for_long(self) -> bool:
-        """Whether a long prompt may begin."""
         return self._most_long == 0 or self._num_long < self._most_long
 
     def check_invariants(self, running: list[Request]) -> None:
-        """Compare the counts with the requests that run."""
         assert self._members <= set(running)
         assert all(r.num_computed_tokens < r.num_tokens for r in self._members)
         assert self._num_long == sum(map(self.is_long, self._members))

@@ -41,7 +41,6 @@ class RequestQueues:
         return self._running
 
     def add(self, request: Request) -> None:
-        """Enter a new request into the waiting queue."""
         request.arrival_index = next(self._arrivals)
         self.waiting.push(request)
         self.requests[request.req_id] = request
@@ -56,7 +55,6 @@ class RequestQueues:
         self.num_moves += 1
 
     def requeue(self, request: Request) -> None:
-        """Move a running request to its place in the waiting queue."""
         self._leave_running()
         request.become(RequestStatus.PREEMPTED)
         self.waiting.push(request)

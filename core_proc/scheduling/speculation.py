@@ -26,13 +26,8 @@ class Speculation:
     def num_drafts(self, request: Request, kv: KVCacheManager, room: int) -> int:
         """Return how many drafts to verify besides the one known token that is left to compute.
 
-        Args:
-            request: Runs.
-            kv: Where its blocks are. Without blocks for the drafts there are none: no request is
-                preempted for a guess.
-            room: Most drafts, so that the requests behind this one get a token.
-
-        Drafts that could only be cut at the request's end are not verified either.
+        None without blocks for them, as no request is preempted for a guess; none that could only
+        be cut at the request's end; at most `room`, so that the requests behind get a token.
         """
         left = request.max_num_tokens - request.num_tokens - 1
         num_drafts = min(request.num_draft_tokens, left, room)

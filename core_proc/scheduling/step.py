@@ -24,20 +24,6 @@ def longest_sequence(block_size: int, num_groups: int = 1) -> int:
 class ScheduledStep:
     """The budget of one step, and the grants from it."""
 
-    __slots__ = (
-        "_new_ids_left",
-        "_scored_left",
-        "_total",
-        "budget",
-        "granted",
-        "grown",
-        "new_reqs",
-        "num_behind",
-        "ran_out_of_blocks",
-        "sampling",
-        "threshold",
-    )
-
     def __init__(self, budget: int, threshold: int) -> None:
         self._total = budget
         self.budget = budget
@@ -60,7 +46,6 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens handed out."""
         return self._total - self.budget
 
     def extend(self, num_tokens: int) -> None:
@@ -82,11 +67,7 @@ class ScheduledStep:
         return _num_ids(request, num_blocks) <= self._new_ids_left
 
     def advance(self, requests: list[Request]) -> int:
-        """Grant one token each to requests that decode, in order, until the budget ends.
-
-        Returns:
-            The number of requests that got their token.
-        """
+        """Grant one token to each of these, in order, while the budget lasts; returns how many."""
         if len(requests) > self.budget:
             requests = requests[: self.budget]
         for request in requests:
@@ -124,23 +105,17 @@ class ScheduledStep:
         self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
 
     def num_granted_to(self, requests: Sequence[Request]) -> int:
-        """Count the tokens that these requests have got in this step."""
         sampling = set(self.sampling)
         return sum(self.granted.get(r.req_id, int(r in sampling)) for r in requests)
 
     def add_blocks(self, request: Request, new_blocks: Tables) -> None:
-        """Add new blocks of a request, which the worker knows or which was introduced."""
         before = self.grown.get(request.req_id)
         if before is not None:
             new_blocks = [old + new for old, new in zip(before, new_blocks, strict=True)]
         self.grown[request.req_id] = new_blocks
 
     def withdraw(self, request: Request) -> int:
-        """Undo a grant of this step.
-
-        Returns:
-            The number of tokens it was for; 0 if there was none.
-        """
+        """Undo a grant of this step; returns the number of its tokens."""
         num_tokens = self.num_granted_to([request])
         self.granted.pop(request.req_id, None)
         if request in self.sampling:

@@ -56,12 +56,7 @@ class WaitingQueue:
         return len(self._row_of)
 
     def front(self, *, with_long: bool = True, with_new: bool = True) -> Request | None:
-        """Return the request that is next, without taking it.
-
-        Args:
-            with_long: Consider long prompts too.
-            with_new: Consider requests that have not begun too.
-        """
+        """Return the next request without taking it: of all, or without long or new ones."""
         rows = [
             row
             for (is_long, is_new), heap in self._heaps.items()
@@ -79,7 +74,6 @@ class WaitingQueue:
         return None
 
     def remove(self, request: Request) -> None:
-        """Remove a request."""
         self.num_prompt_tokens -= request.num_prompt_tokens
         if request in self._blocked:
             self._blocked.remove(request)

@@ -121,7 +121,7 @@ class Harness:
             req_id,
             ids,
             params or SamplingParams(max_tokens=max_tokens),
-            output_token_ids=outputs,
+            outputs=outputs,
             priority=priority,
             arrival_time=float(req_id) if arrival_time is None else arrival_time,
             cache_salt=salt,

@@ -108,7 +108,7 @@ class Machine:
             req_id,
             prompt,
             params,
-            output_token_ids=earlier,
+            outputs=earlier,
             priority=drawn["priority"],
             arrival_time=drawn["arrival_time"],
             tenant=drawn["tenant"],
