@@ -42,17 +42,6 @@ class Listener:
         return "127.0.0.1", 0
 
 
-<<<<<<< HEAD
-=======
-class NoOomCounter:
-    """An `OomCounter` of a control group without a limit of memory."""
-
-    def has_grown(self) -> bool:
-        """Return whether the kernel has killed a process for memory: never."""
-        return False
-
-
->>>>>>> wave2-core
 class EpochSource:
     """As much of a `RunDir` as the supervisor uses."""
 

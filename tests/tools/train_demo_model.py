@@ -254,9 +254,9 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    here = Path(__file__).resolve().parent
+    scripts = Path(__file__).resolve().parents[2] / "scripts"
     scratch = Path(tempfile.gettempdir()) / "troika-demo-model"
-    parser.add_argument("--out", type=Path, default=here / "demo_model")
+    parser.add_argument("--out", type=Path, default=scripts / "demo_model")
     parser.add_argument("--checkpoints", type=Path, default=scratch, help="kept every 3 minutes")
     parser.add_argument("--minutes", type=float, default=27.0, help="wall-clock training budget")
     for name, default in (
