@@ -49,8 +49,7 @@ class _SizeClass:
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=_HISTORY)
         self._num_seen = 0
-        self.p99_s = 0.0
-        """99th percentile, recomputed every few steps; at first the maximum."""
+        self.p99_s = 0.0  # 99th percentile, recomputed every few steps; at first the maximum
 
     def observe(self, duration_s: float) -> None:
         self._durations.append(duration_s)
