@@ -8,8 +8,7 @@ from collections import deque
 
 from protocol.config import RecoveryConfig
 
-_HISTORY = 128
-"""Steps of a class that count. Of so few, the 99th percentile is the second largest."""
+_HISTORY = 128  # steps of a class that count; their 99th percentile is the second largest
 _RECOUNT = 16
 
 
