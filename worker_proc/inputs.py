@@ -69,9 +69,12 @@ def pack_step(
             num_prompt_rows = max(min(part.end, request.num_prompt_tokens - 1) - start, 0)
         if num_prompt_rows or samples:
             ranges.append(LogitsRange(part, len(logits_rows), num_prompt_rows, num_drafts))
+        if num_prompt_rows:
             logits_rows += range(first_row, first_row + num_prompt_rows)
+        if num_drafts:
+            logits_rows += range(len(tokens) - 1 - num_drafts, len(tokens) - 1)
         if samples:
-            logits_rows += range(len(tokens) - 1 - num_drafts, len(tokens))
+            logits_rows.append(len(tokens) - 1)
     return StepInputs(
         parts=parts,
         first_rows=first_rows,
@@ -93,8 +96,9 @@ def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> li
         request, position, num_tokens, _ = part
         end, table = position + num_tokens, request.block_tables[group]
         num_unwritten = min(max(request.num_cached_tokens - position, 0), num_tokens)
-        slots += [NULL_SLOT] * num_unwritten
-        position += num_unwritten
+        if num_unwritten:
+            slots += [NULL_SLOT] * num_unwritten
+            position += num_unwritten
         while position < end:
             index, offset = divmod(position, block_size)
             count = min(block_size - offset, end - position)
