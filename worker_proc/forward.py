@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from worker_proc.attention.interface import AttentionBackend, PagedLayer, attach
+from worker_proc.attention.interface import AttentionBackend, PagedLayer
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_pool import KVPool
@@ -17,10 +17,7 @@ def attach_cache(
     num_blocks: int,
     num_host_blocks: int = 0,
 ) -> KVPool:
-    """Allocate a pool of `num_blocks` and attach each attention module to its part of it.
-
-    Replaces the pool that was attached before.
-    """
+    """Allocate a pool and attach each attention module to its part of it, instead of the last."""
     specs = [layer.spec for layer in loaded.layers]
     shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
     pool = KVPool(shapes, num_host_blocks, loaded.dtype, loaded.device)
@@ -28,7 +25,8 @@ def attach_cache(
         for tensors, index in zip(pool.tensors, group.layers, strict=False):
             layer = loaded.layers[index]
             module = loaded.model.get_submodule(layer.module_name)
-            attach(module, PagedLayer(layer.spec, tensors, backend, number))
+            # Not by setattr: the layer is not a submodule and owns no parameter.
+            module.__dict__["paged_layer"] = PagedLayer(layer.spec, tensors, backend, number)
     return pool
 
 

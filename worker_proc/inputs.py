@@ -26,15 +26,13 @@ class StepInputs:
     """One packed step of T tokens; N rows get logits."""
 
     parts: Sequence[ScheduledRequest]
-    first_rows: list[int]
-    """Row of each part's first token."""
+    first_rows: list[int]  # row of each part's first token
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
     slot_mappings: list[torch.Tensor]
     """For each KV group, `[T]`: block · block_size + offset of each token's KV."""
     logits_indices: torch.Tensor  # [N]
-    logits_ranges: list[LogitsRange]
-    """In mirror order; requests without logits are left out."""
+    logits_ranges: list[LogitsRange]  # in mirror order; requests without logits are left out
 
 
 def to_device(values: list[int], device: torch.device) -> torch.Tensor:
@@ -54,8 +52,8 @@ def pack_step(
     logits_rows: list[int] = []
     ranges: list[LogitsRange] = []
     for part in parts:
-        request, start, num_tokens, _ = part
-        first_row = len(tokens)
+        request, start, num_tokens, samples = part
+        first_row, num_drafts = len(tokens), 0
         first_rows.append(first_row)
         if num_tokens == 1:
             tokens.append(request.token_ids[start])
@@ -65,7 +63,18 @@ def pack_step(
             if num_drafts := part.num_drafts:
                 tokens += request.draft_token_ids[:num_drafts]
             positions += range(start, part.end)
-        _add_logits_rows(part, first_row, logits_rows, ranges)
+        num_prompt_rows = 0
+        if request.sampling_params.prompt_logprobs is not None:
+            # The row of position p predicts the token at p + 1, which must still be of the prompt.
+            num_prompt_rows = max(min(part.end, request.num_prompt_tokens - 1) - start, 0)
+        if num_prompt_rows or samples:
+            ranges.append(LogitsRange(part, len(logits_rows), num_prompt_rows, num_drafts))
+        if num_prompt_rows:
+            logits_rows += range(first_row, first_row + num_prompt_rows)
+        if num_drafts:
+            logits_rows += range(len(tokens) - 1 - num_drafts, len(tokens) - 1)
+        if samples:
+            logits_rows.append(len(tokens) - 1)
     return StepInputs(
         parts=parts,
         first_rows=first_rows,
@@ -87,8 +96,9 @@ def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> li
         request, position, num_tokens, _ = part
         end, table = position + num_tokens, request.block_tables[group]
         num_unwritten = min(max(request.num_cached_tokens - position, 0), num_tokens)
-        slots += [NULL_SLOT] * num_unwritten
-        position += num_unwritten
+        if num_unwritten:
+            slots += [NULL_SLOT] * num_unwritten
+            position += num_unwritten
         while position < end:
             index, offset = divmod(position, block_size)
             count = min(block_size - offset, end - position)
@@ -96,20 +106,3 @@ def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> li
             slots += range(first, first + count)
             position += count
     return slots
-
-
-def _add_logits_rows(
-    part: ScheduledRequest, first_row: int, rows: list[int], ranges: list[LogitsRange]
-) -> None:
-    num_prompt_rows = 0
-    if part.request.sampling_params.prompt_logprobs is not None:
-        # The row of position p predicts the token at p + 1, which must still be of the prompt.
-        num_prompt_rows = max(min(part.end, part.request.num_prompt_tokens - 1) - part.start, 0)
-    if not num_prompt_rows and not part.samples:
-        return
-    num_drafts = 0 if part.num_tokens == 1 else part.num_drafts
-    ranges.append(LogitsRange(part, len(rows), num_prompt_rows, num_drafts))
-    rows += range(first_row, first_row + num_prompt_rows)
-    if part.samples:
-        end_row = first_row + part.num_tokens
-        rows += range(end_row - 1 - num_drafts, end_row)

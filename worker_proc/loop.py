@@ -52,8 +52,7 @@ class WorkerLoop:
         self._is_connected = False
         self._next_hello = 0.0
         self._num_frames_read = 0
-        self._silent_s = 0.0
-        """Seconds without a frame of the core that has adopted this worker."""
+        self._silent_s = 0.0  # without a frame of the core that has adopted this worker
         self._turned_at = clock.monotonic()
         self._poller = poller
         poller.register(self._core.socket, zmq.POLLIN)
@@ -62,11 +61,7 @@ class WorkerLoop:
             poller.register(child.lifecycle_socket, zmq.POLLIN)
 
     def run(self) -> None:
-        """Compute until the supervisor sends Stop.
-
-        Raises:
-            Exception: the error of a step, once it was reported to the core.
-        """
+        """Compute until the supervisor sends Stop; raises errors that were sent to the core."""
         gc_tuning.freeze()
         while self.turn(self._poll_ms()):
             pass

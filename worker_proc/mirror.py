@@ -30,14 +30,12 @@ class MirroredRequest:
     """One running request."""
 
     req_id: int
-    token_ids: list[int]
-    """Prompt and outputs so far; grows with every sampled token."""
+    token_ids: list[int]  # prompt and outputs so far; grows with every sampled token
     num_prompt_tokens: int
     sampling_params: SamplingParams
     block_tables: list[list[int]]  # one per KV group
     num_computed_tokens: int
-    num_cached_tokens: int
-    """No KV is written for positions before this one."""
+    num_cached_tokens: int  # no KV is written for positions before this one
     draft_token_ids: list[int] = field(default_factory=list)
     """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
     ngram_index: NgramIndex | None = None
@@ -51,8 +49,7 @@ class ScheduledRequest(NamedTuple):
     """One request's part of a step."""
 
     request: MirroredRequest
-    start: int
-    """Position of the first token to compute."""
+    start: int  # position of the first token to compute
     num_tokens: int
     samples: bool
     """Whether the step reaches the end of the known tokens, with or without drafts after it."""
@@ -89,8 +86,7 @@ class Mirror:
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
         """Apply the step's changes and return what it computes, in mirror order.
 
-        Raises:
-            MirrorError: a rule of the link is broken; the mirror cannot be used any more.
+        After a MirrorError the mirror cannot be used any more.
         """
         expected = self._next_step_id
         if expected is not None and step.step_id != expected:
@@ -117,9 +113,6 @@ class Mirror:
 
         `num_sampled_tokens` holds, for each part that samples, the number of its tokens: one, and
         one more for each draft that was right. Empty: one each.
-
-        Raises:
-            MirrorError: the numbers do not match `scheduled`.
         """
         tokens = iter(sampled_token_ids)
         for request, start, num_tokens, samples in scheduled:

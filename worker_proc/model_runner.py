@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -98,20 +97,13 @@ class ModelRunner:
         inputs = pack_step(scheduled, self.facts.block_size, self._device)
         logits = compute_logits(self._model, self._backend, inputs, self.facts.vocab_size)
         failpoint("worker.mid_step")
-        sampled = self._sample(inputs, logits)
+        token_ids, num_tokens, logprobs, errors = self._sample(inputs, logits)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
-        self._mirror.advance(scheduled, sampled.token_ids, sampled.num_tokens)
-        num_drafts = self._draft(scheduled) if self._num_speculative_tokens else []
-        forward_ns = time.perf_counter_ns() - began_ns
+        self._mirror.advance(scheduled, token_ids, num_tokens)
+        drafts = self._draft(scheduled) if self._num_speculative_tokens else []
+        ns = time.perf_counter_ns() - began_ns
         return ModelRunnerOutput(
-            step.step_id,
-            sampled.token_ids,
-            sampled.num_tokens,
-            num_drafts,
-            sampled.logprobs,
-            prompt_logprobs,
-            forward_ns,
-            sampled.errors,
+            step.step_id, token_ids, num_tokens, drafts, logprobs, prompt_logprobs, ns, errors
         )
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> _Sampled:
@@ -173,8 +165,7 @@ class ModelRunner:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedModel:
+class PreparedModel(NamedTuple):
     """A model with fused and packed modules, and the native kernels, if any."""
 
     loaded: LoadedModel
@@ -182,11 +173,7 @@ class PreparedModel:
 
 
 def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
-    """Load the configured checkpoint and size its KV cache.
-
-    Raises:
-        ValueError: one of worker_proc/errors.py.
-    """
+    """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py."""
     torch.set_num_threads(config.worker.num_threads or available_cpus())
     return build_runner(prepare_model(config, progress), config, progress)
 
@@ -294,7 +281,8 @@ def make_backend(
     """Return the native backend where its kernel covers the layers, else the portable one."""
     specs = [layer.spec for layer in loaded.layers]
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
-        return NativeBackend(library, layout.block_size, loaded.dtype, layout.windows)
+        windows = [group.window for group in layout.groups]
+        return NativeBackend(library, layout.block_size, loaded.dtype, windows)
     rules = {
         Rule(number, specs[index].window)
         for number, group in enumerate(layout.groups)

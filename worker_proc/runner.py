@@ -21,16 +21,10 @@ class Runner(Protocol):
         """Forget every request; the next step may carry any `step_id`."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step and return the sampled tokens, in mirror order.
-
-        Raises a MirrorError if the step contradicts those before it.
-        """
+        """Compute one step; raises a MirrorError if it contradicts those before it."""
 
     def sleep(self) -> None:
-        """Release the memory of the KV cache until the next step; its content is lost.
-
-        Raises a MirrorError if a request is still mirrored.
-        """
+        """Release the KV cache until the next step; raises a MirrorError if requests remain."""
 
 
 ReportProgress = Callable[[str, int, int], None]

@@ -8,8 +8,12 @@ from collections import deque
 
 from protocol.config import RecoveryConfig
 
+<<<<<<< HEAD
 _HISTORY = 128
 """Steps of a class that count; the 99th percentile of them is the second largest."""
+=======
+_HISTORY = 128  # steps of a class that count; their 99th percentile is the second largest
+>>>>>>> wave2-worker
 _RECOUNT = 16
 
 
@@ -49,8 +53,7 @@ class _SizeClass:
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=_HISTORY)
         self._num_seen = 0
-        self.p99_s = 0.0
-        """99th percentile, recomputed every few steps; at first the maximum."""
+        self.p99_s = 0.0  # 99th percentile, recomputed every few steps; at first the maximum
 
     def observe(self, duration_s: float) -> None:
         self._durations.append(duration_s)

@@ -9,11 +9,10 @@ from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.kv.kv_tensors import KVTensors
+from worker_proc.kv.kv_tensors import KVTensors, Shapes
 
 IMPLEMENTATION = "troika_paged"
 
@@ -36,9 +35,7 @@ class Scoring(NamedTuple):
 class AttentionBackend(Protocol):
     """One way to compute attention over the pool; holds the metadata of the current step."""
 
-    def pool_shapes(
-        self, spec: LayerSpec, num_blocks: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return the shapes of a layer's pools of keys and of values."""
 
     def begin_step(self, inputs: StepInputs) -> None:
@@ -59,17 +56,6 @@ class PagedLayer:
     kv: KVTensors
     backend: AttentionBackend
     group: int = 0
-
-
-def register() -> None:
-    """Register `paged_attention` with transformers."""
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
-
-
-def attach(module: nn.Module, layer: PagedLayer) -> None:
-    """Attach a paged layer to an attention module."""
-    # Not by setattr: the layer is not a submodule and owns no parameter.
-    module.__dict__["paged_layer"] = layer
 
 
 def paged_attention(  # noqa: PLR0917 (the signature is transformers')

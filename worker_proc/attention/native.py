@@ -11,6 +11,7 @@ import torch
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
 from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, StepArgs
 
@@ -50,9 +51,7 @@ class NativeBackend:
         self._steps: list[StepArgs] = []
         self._arrays: list[torch.Tensor] = []
 
-    def pool_shapes(
-        self, spec: LayerSpec, num_blocks: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`."""
         heads, size = (num_blocks, spec.num_kv_heads), self._block_size
         return (*heads, spec.head_dim, size), (*heads, size, spec.value_head_dim)

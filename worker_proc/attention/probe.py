@@ -26,8 +26,7 @@ from worker_proc.kv.kv_groups import LayerSpec
 
 PROBE = "troika_probe"
 NUM_PROBE_TOKENS = 8
-FAR_POSITION = 2**24
-"""Position whose query sees the whole of any window."""
+FAR_POSITION = 2**24  # position whose query sees the whole of any window
 
 _HARMLESS_ARGUMENTS = frozenset(
     {
@@ -61,8 +60,7 @@ class ProbedLayer:
 class ProbedModel:
     """What the forward over one packed row of tokens uses."""
 
-    layers: list[ProbedLayer]
-    """In the order in which the forward calls them."""
+    layers: list[ProbedLayer]  # in the order in which the forward calls them
     parameters: frozenset[str]
 
 

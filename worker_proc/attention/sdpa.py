@@ -15,12 +15,11 @@ from protocol.core_worker import NULL_BLOCK
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.inputs import StepInputs, to_device
 from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
 
-MAX_GROUP_TOKENS = 2**17
-"""Most padded tokens of one group, which bounds its memory."""
-MIN_FILL = 0.6
-"""Least ratio of a group's shortest context to its longest, in blocks."""
+MAX_GROUP_TOKENS = 2**17  # most padded tokens of one group, which bounds its memory
+MIN_FILL = 0.6  # least ratio of a group's shortest context to its longest, in blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +46,10 @@ class Rule(NamedTuple):
     """Group and window of layers that share their metadata."""
 
     group: int
-    window: int | None
-    """Window of the layers; that of the group is at least as large."""
+    window: int | None  # of the layers; that of the group is at least as large
 
 
-Decodes = list[tuple[int, ScheduledRequest]]
-"""Parts of one token, each with its row."""
+Decodes = list[tuple[int, ScheduledRequest]]  # parts of one token, each with its row
 
 
 class SdpaBackend:
@@ -68,9 +65,7 @@ class SdpaBackend:
         self._metadata: dict[tuple[int, int | None], tuple[list[DecodeGroup], list[Chunk]]] = {}
         self._slots: list[torch.Tensor] = []
 
-    def pool_shapes(
-        self, spec: LayerSpec, num_blocks: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, slot, kv_head, dim]`, for keys and for values."""
         rows = (num_blocks, self._block_size, spec.num_kv_heads)
         return (*rows, spec.head_dim), (*rows, spec.value_head_dim)

@@ -22,8 +22,7 @@ from worker_proc.loading.packed_linear import PackedLinear, can_pack
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
-MAX_PRODUCTS = 2**28
-"""Most multiplications in one trial of a module: some milliseconds."""
+MAX_PRODUCTS = 2**28  # most multiplications in one trial of a module: some milliseconds
 
 
 class Exactness(NamedTuple):
@@ -36,10 +35,7 @@ class Exactness(NamedTuple):
 def check_exactness(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, stepwise: list[torch.Tensor]
 ) -> Exactness:
-    """Check a model whose cache is attached; overwrites the first blocks.
-
-    `stepwise` is what `self_check.check_forward` returned.
-    """
+    """Check a model with its cache, given the result of `check_forward`; overwrites blocks."""
     reason = _obstacle(loaded, backend) or _difference(loaded, backend, layout, stepwise)
     return Exactness(not reason, reason)
 

@@ -21,8 +21,7 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 TEXT_LENGTHS = (5, 3)
-NUM_DECODED = 2
-"""Tokens at the end of each text that are computed in a step each."""
+NUM_DECODED = 2  # tokens at the end of each text that are computed in a step each
 MAX_ERROR = {torch.float32: 0.01}
 MAX_ERROR_OF_HALF = 0.15
 """Relative error. The median over rows counts: rounding may send one row to another expert."""

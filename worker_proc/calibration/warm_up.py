@@ -37,12 +37,7 @@ def warm_up(runner: Runner) -> None:
     ]
     lengths = {text.req_id: length for text in new} if length > 1 else {}
     runner.reset()
-    runner.execute(_step(0, new, lengths, NUM_TEXTS * length))
-    runner.execute(_step(1, [], {}, NUM_TEXTS))
+    none = CachedRequestData()
+    runner.execute(SchedulerOutput(0, new, none, lengths, NUM_TEXTS * length, [], []))
+    runner.execute(SchedulerOutput(1, [], none, {}, NUM_TEXTS, [], []))
     runner.reset()
-
-
-def _step(
-    step_id: int, new: list[NewRequestData], num_tokens: dict[int, int], total: int
-) -> SchedulerOutput:
-    return SchedulerOutput(step_id, new, CachedRequestData(), num_tokens, total, [], [])

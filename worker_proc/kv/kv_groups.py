@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from protocol.core_worker import KVGroup
 
 MAX_GROUPS = 64  # of the wire format
-MAX_PADDING = 1.25
-"""Kinds of layers whose counts differ by at most this factor fill one group each."""
+MAX_PADDING = 1.25  # kinds of layers whose counts differ by at most this factor fill one group each
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,7 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int  # of queries and keys
     value_head_dim: int
-    window: int | None
-    """Positions that a token attends to, itself included; None: all before it."""
+    window: int | None  # positions that a token attends to, itself included; None: all before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +42,6 @@ class KVLayout:
     groups: tuple[LayerGroup, ...]
     block_size: int
     max_chunk: int  # most tokens that one request computes in one step
-
-    @property
-    def windows(self) -> list[int | None]:
-        return [group.window for group in self.groups]
 
     @property
     def tensor_layers(self) -> tuple[int, ...]:

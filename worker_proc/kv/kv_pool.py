@@ -5,10 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from protocol.core_worker import BlockCopies
-from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Memory
-
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shapes of keys and of values; the first dimension counts blocks."""
+from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Shapes
 
 
 class KVPool:
@@ -23,10 +20,9 @@ class KVPool:
     ) -> None:
         """Allocate a pair of tensors for each of `shapes`, on the device and on the host."""
         self._device = device
-        self._memory: list[Memory] = []
+        self._memory: list[HostMemory | DeviceMemory] = []
         self._is_asleep = False
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Each tensor on the device and its counterpart on the host."""
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device and on the host
         self.tensors: list[KVTensors] = []
         for pair in shapes:
             keys, values = (self._allocate(shape, num_host_blocks, dtype) for shape in pair)

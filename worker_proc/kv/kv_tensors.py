@@ -10,6 +10,9 @@ import torch
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shapes of keys and of values; the first dimension counts blocks."""
+
 
 class KVTensors(NamedTuple):
     """Keys and values of one layer of each group, in the backend's shapes.
@@ -67,16 +70,11 @@ class DeviceMemory:
         self._num_bytes = self.tensor.untyped_storage().nbytes()
 
     def release(self) -> None:
-        """Return the memory to torch; its content is lost."""
         self.tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Make the tensor usable again, zeroed."""
         self.tensor.untyped_storage().resize_(self._num_bytes)
         self.tensor.zero_()
-
-
-Memory = HostMemory | DeviceMemory
 
 
 def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
@@ -107,10 +105,6 @@ def size_cache(
 
     Without a `max_model_len` it is the longest that fits, up to the model's own. An override is
     the exact number of blocks, the null block included.
-
-    Raises:
-        InsufficientMemory: `max_model_len` does not fit; names the memory needed and available,
-            and the greatest length that fits.
     """
     num_blocks = num_blocks_override or available_bytes // block_bytes
     wanted_len = max_model_len or model_len

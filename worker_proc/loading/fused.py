@@ -18,12 +18,10 @@ from worker_proc.loading.packed_linear import PackedLinear
 from worker_proc.native.kernels import NATIVE_DTYPES, Activation, NativeLibrary
 
 NUM_TRIAL_ROWS = 5
-NUM_TRIAL_VALUES = 492
-"""With the large ones, a multiple of the rows."""
+NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Relative to the largest value: another order of a sum, and one rounding."""
-TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
-"""Of the random rows."""
+TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)  # of the random rows
 TRIAL_RANGE = 9.0
 """Where activations bend; past it they should be 0 or their argument, which is tried too."""
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)

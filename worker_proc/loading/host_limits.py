@@ -16,10 +16,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def available_cpus(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int:
-    """Return how many threads can compute at the same time, 1 at least.
-
-    The CPUs that this process may run on, and not more than whole CPUs of its quota.
-    """
+    """Return how many threads can compute at a time: CPUs of this process, within its quota."""
     quotas = [_cpu_quota(directory) for directory in _cgroups(root, membership, "cpu")]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 

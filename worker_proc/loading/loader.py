@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from worker_proc.attention.interface import IMPLEMENTATION, register
+from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
 from worker_proc.attention.probe import ProbedLayer, probe_model
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import (
@@ -40,8 +41,7 @@ class LoadedModel:
     """A model with its weights, and the facts of its configuration."""
 
     model: PreTrainedModel
-    layers: list[ProbedLayer]
-    """Attention layers, in the order in which the forward calls them."""
+    layers: list[ProbedLayer]  # attention layers, in the order in which the forward calls them
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
@@ -54,9 +54,7 @@ def load_model(
 ) -> LoadedModel:
     """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
 
-    Raises:
-        CheckpointError: a file or tensor is missing, wrong or not used by the model.
-        UnsupportedModel: the model cannot be computed correctly here.
+    Raises CheckpointError or UnsupportedModel before weights are read, where that is possible.
     """
     progress("inspect", 0, 1)
     check_config_files(directory)
@@ -146,7 +144,7 @@ def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) ->
 def _load_weights(
     directory: str, dtype: torch.dtype, stored: dict[str, StoredTensor], progress: ReportProgress
 ) -> PreTrainedModel:
-    register()
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     try:
         with _reported(progress):
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -191,10 +189,7 @@ def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
 
 @contextmanager
 def _reported(progress: ReportProgress) -> Iterator[None]:
-    """Connect transformers' progress bar over the weights to `progress`, and print nothing.
-
-    Missing tensors are raised as an error by the caller, not reported here.
-    """
+    """Connect transformers' progress bar over the weights to `progress`, and print nothing."""
 
     def iterate(items: Any) -> Iterator[Any]:
         total = len(items)

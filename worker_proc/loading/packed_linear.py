@@ -15,8 +15,7 @@ from transformers.pytorch_utils import Conv1D
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
 WIDE_SLICE_ROWS = 32
-PACKING_ROWS = 64
-"""Number of rows for which oneDNN chooses the layout; it serves every other number."""
+PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
 
 
 class PackedLinear(nn.Module):

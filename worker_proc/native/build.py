@@ -57,11 +57,7 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Compile the library unless it exists, and return its path.
-
-    Raises:
-        RuntimeError: there is no compiler, or it fails; the text holds its messages.
-    """
+    """Compile the library unless it exists, and return its path; a RuntimeError has the reason."""
     target = library_path()
     if target.exists():
         return target

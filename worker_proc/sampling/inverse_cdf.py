@@ -17,8 +17,7 @@ from torch import Tensor
 from worker_proc.sampling.philox import NUM_DRAW_BITS
 from worker_proc.sampling.ranking import head, sorted_members
 
-MAX_VOCAB_SIZE = 2**22 - 1
-"""The weights of a row of this size sum to less than 2**62."""
+MAX_VOCAB_SIZE = 2**22 - 1  # the weights of a row of this size sum to less than 2**62
 
 _UNIT = 2**40
 _NUM_BUCKETS = 2048

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-NUM_DRAW_BITS = 62
-"""Width of one draw: an int64 product of two halves of it still fits."""
+NUM_DRAW_BITS = 62  # width of one draw: an int64 product of two halves of it still fits
 
 _NUM_ROUNDS = 10
 _WORD = 0xFFFFFFFF

@@ -17,8 +17,8 @@ from torch import Tensor
 from protocol.core_worker import TokenLogprobs
 from worker_proc.sampling.inverse_cdf import MAX_VOCAB_SIZE, Filters, sample_full, sample_top_k
 from worker_proc.sampling.logit_edits import SamplingRow, edit_scores, has_edits
-from worker_proc.sampling.logprobs import token_logprobs
 from worker_proc.sampling.philox import draw
+from worker_proc.sampling.ranking import token_logprobs
 
 _SMALL_TOP_K = 128
 """Heads are as wide as their group's largest top_k, so rows with large ones are grouped apart."""

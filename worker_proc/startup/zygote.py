@@ -121,11 +121,7 @@ class Zygote:
         return make
 
     def serve(self) -> ForkedWorker:
-        """Fork a worker for each request. Returns only in forked processes.
-
-        Raises:
-            LinkClosed: the supervisor is gone.
-        """
+        """Fork workers until the supervisor is gone (LinkClosed); returns in forked processes."""
         poller = select.poll()
         poller.register(self._link, select.POLLIN)
         poller.register(self._parent_fd, select.POLLIN)
