@@ -8,12 +8,7 @@ from collections import deque
 
 from protocol.config import RecoveryConfig
 
-<<<<<<< HEAD
-_HISTORY = 128
-"""Steps of a class that count; the 99th percentile of them is the second largest."""
-=======
 _HISTORY = 128  # steps of a class that count; their 99th percentile is the second largest
->>>>>>> wave2-worker
 _RECOUNT = 16
 
 
