@@ -19,7 +19,7 @@ from protocol.process.failpoints import failpoint
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
-from worker_proc.calibration.exactness import check_exactness
+from worker_proc.calibration.exactness import Exactness, check_exactness
 from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.calibration.self_check import check_forward, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
@@ -172,10 +172,18 @@ class PreparedModel(NamedTuple):
     kernels: NativeLibrary | None
 
 
+class Calibration(NamedTuple):
+    """What computing a few texts has shown. It holds for as many threads as it was taken with."""
+
+    exactness: Exactness
+    swap_cost_tokens: float
+
+
 def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
     """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py."""
     torch.set_num_threads(config.worker.num_threads or available_cpus())
-    return build_runner(prepare_model(config, progress), config, progress)
+    prepared = prepare_model(config, progress)
+    return build_runner(prepared, config, calibrate(prepared, config, progress), progress)
 
 
 def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedModel:
@@ -199,19 +207,38 @@ def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedMod
     return PreparedModel(loaded, library)
 
 
-def build_runner(
+def calibrate(
     prepared: PreparedModel, config: EngineConfig, progress: ReportProgress
-) -> ModelRunner:
-    """Size and allocate the KV cache of a loaded model, connect the two, and check them."""
+) -> Calibration:
+    """Check a loaded model with the threads that are set; its pool is undefined afterwards."""
     loaded = prepared.loaded
-    progress("allocate_cache", 0, 1)
+    progress("check_model", 0, 1)
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))
     stepwise = check_forward(loaded, backend, layout)
     exactness = check_exactness(loaded, backend, layout, stepwise)
-    specs = [loaded.layers[index].spec for index in layout.tensor_layers]
-    block_bytes = kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
+    can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
+    cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
+    return Calibration(exactness, cost)
+
+
+def build_runner(
+    prepared: PreparedModel,
+    config: EngineConfig,
+    calibration: Calibration,
+    progress: ReportProgress,
+) -> ModelRunner:
+    """Size and allocate the KV cache of a loaded and checked model, and connect the two.
+
+    Raises:
+        InsufficientMemory: the KV cache cannot hold max_model_len.
+    """
+    loaded, exactness = prepared.loaded, calibration.exactness
+    progress("allocate_cache", 0, 1)
+    layout = make_layout(loaded, config)
+    backend = make_backend(loaded, layout, prepared.kernels)
+    block_bytes = _block_bytes(loaded, layout)
     size = kv_tensors.size_cache(
         available_bytes=available_cache_bytes(loaded, backend, layout, config),
         block_bytes=block_bytes,
@@ -227,7 +254,6 @@ def build_runner(
             loaded.model_len,
         )
     num_host_blocks = count_host_blocks(config.cache.swap_space_bytes, block_bytes)
-    swap_cost_tokens = measure_swap_cost(loaded, backend, layout) if num_host_blocks else 0.0
     facts = ModelFacts(
         model=config.model.model,
         vocab_size=loaded.vocab_size,
@@ -249,9 +275,14 @@ def build_runner(
         facts,
         backend,
         pool,
-        swap_cost_tokens,
+        calibration.swap_cost_tokens,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
     )
+
+
+def _block_bytes(loaded: LoadedModel, layout: KVLayout) -> int:
+    specs = [loaded.layers[index].spec for index in layout.tensor_layers]
+    return kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
 
 
 def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:

@@ -15,7 +15,7 @@ STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
 """The role of the standby for each role; both have one process."""
 HELPERS = (Role.ZYGOTE, *STANDBY_OF.values())
 """Roles that serve no requests: the engine is ready without them."""
-STANDBY_DELAY_S = 0.5
+STANDBY_DELAY_S = 0.25
 """From Ready to the start of the standby: recovering requests need the processors first."""
 PATIENCE_S = 2.0
 """The longest wait for a standby that is starting."""

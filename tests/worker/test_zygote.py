@@ -284,10 +284,16 @@ config = configure(
 )
 make = load_to_fork(config, quiet)
 check_forkable()
+if os.fork() == 0:
+    make(quiet)
+    os._exit(0)
+assert os.wait()[1] == 0
 read_fd, write_fd = os.pipe()
 if os.fork() == 0:
-    runner = make(quiet)
+    phases = set()
+    runner = make(lambda phase, *_: phases.add(phase))
     found = {"tokens": tokens(runner), "blocks": runner.facts.num_gpu_blocks}
+    found["phases"], found["exact"] = sorted(phases), runner.facts.exact_resume
     found["threads"] = len(os.listdir("/proc/self/task"))
     os.write(write_fd, json.dumps(found).encode())
     os._exit(0)
@@ -300,7 +306,10 @@ print(json.dumps({"forked": forked, "cold": tokens(make_runner(config, quiet))})
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(dtype: str) -> None:
-    """Weights packed by one thread, computed by several: the same tokens, greedy and seeded."""
+    """Weights packed by one thread, computed by several: the same tokens, greedy and seeded.
+
+    The second fork takes over what the first one has checked with as many threads.
+    """
     done = subprocess.run(
         [sys.executable, "-c", COMPARE, dtype],
         cwd=ROOT,
@@ -314,3 +323,5 @@ def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(dtype: s
     assert found["forked"]["tokens"] == found["cold"]
     assert found["forked"]["blocks"] == 200
     assert found["forked"]["threads"] >= 2
+    assert found["forked"]["phases"] == ["allocate_cache"]
+    assert found["forked"]["exact"]

@@ -4,6 +4,8 @@ Everything here runs in one thread: OpenMP's pool does not survive a fork, and t
 process that has used it would hang. The weights are never written again: their pages stay shared.
 """
 
+import mmap
+
 import msgspec
 import torch
 
@@ -13,15 +15,19 @@ from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.model_runner import (
+    Calibration,
     ModelRunner,
     PreparedModel,
     build_runner,
+    calibrate,
     make_backend,
     make_layout,
     prepare_model,
     resolve_device,
 )
 from worker_proc.runner import ReportProgress, RunnerFactory
+
+_LENGTH_BYTES = 4
 
 
 def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
@@ -34,17 +40,57 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
         raise ValueError("standby_workers needs device cpu: no other device survives a fork")
     torch.set_num_threads(1)
     prepared = prepare_model(config, progress)
-    trial = build_runner(prepared, config, progress)  # also loads what the first forward loads
+    found = SharedCalibration()
+    calibration = calibrate(prepared, config, progress)  # also loads what the first forward loads
+    found.keep(1, calibration)
+    trial = build_runner(prepared, config, calibration, progress)
     num_blocks = trial.facts.num_gpu_blocks
     _shrink_cache(prepared, make_layout(prepared.loaded, config))
     cache = msgspec.structs.replace(config.cache, num_gpu_blocks_override=num_blocks)
     forked_config = msgspec.structs.replace(config, cache=cache)
 
     def make(progress: ReportProgress) -> ModelRunner:
-        torch.set_num_threads(config.worker.num_threads or available_cpus())
-        return build_runner(prepared, forked_config, progress)
+        num_threads = config.worker.num_threads or available_cpus()
+        torch.set_num_threads(num_threads)
+        calibration = found.of(num_threads)
+        if calibration is None:
+            calibration = calibrate(prepared, config, progress)
+            found.keep(num_threads, calibration)
+        return build_runner(prepared, forked_config, calibration, progress)
 
     return make
+
+
+class SharedCalibration:
+    """The last calibration, in memory that the zygote and its forks share.
+
+    The zygote calibrates with one thread, the first fork with all of its own, and later forks take
+    what that one has found: the model, its weights and its kernels are the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def keep(self, num_threads: int, calibration: Calibration) -> None:
+        """Replace the calibration; one that is too long is not kept."""
+        body = msgspec.msgpack.encode((num_threads, calibration))
+        if len(body) > len(self._memory) - _LENGTH_BYTES:
+            return
+        self._write_length(0)  # a fork may die here, and another may read
+        self._memory[_LENGTH_BYTES : _LENGTH_BYTES + len(body)] = body
+        self._write_length(len(body))
+
+    def of(self, num_threads: int) -> Calibration | None:
+        """Return the calibration with that number of threads, if it is known."""
+        length = int.from_bytes(self._memory[:_LENGTH_BYTES], "little")
+        if not length:
+            return None
+        body = self._memory[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        known_threads, calibration = msgspec.msgpack.decode(body, type=tuple[int, Calibration])
+        return calibration if known_threads == num_threads else None
+
+    def _write_length(self, length: int) -> None:
+        self._memory[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
 
 
 def _shrink_cache(prepared: PreparedModel, layout: KVLayout) -> None:

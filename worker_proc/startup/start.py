@@ -33,6 +33,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
     """
     if config.model.model == "null":
         return _null_runner(config)
+    _let_threads_sleep()
     progress("import", 0, 0)
     with lean_imports():
         from worker_proc.model_runner import load_model_runner
@@ -47,6 +48,7 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactor
     """
     if config.model.model == "null":
         return lambda _: _null_runner(config)
+    _let_threads_sleep()
     # Set before the libraries are loaded: they would start threads, which a fork does not copy.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
@@ -55,6 +57,16 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactor
         from worker_proc.startup.shared_model import load_shared_model
 
     return load_shared_model(config, progress)
+
+
+def _let_threads_sleep() -> None:
+    """Make OpenMP's threads sleep while they wait, unless the environment says otherwise.
+
+    By default they spin for milliseconds, on the processor that the awaited thread, or the API,
+    needs. OpenMP reads this when it is loaded.
+    """
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) -> None:
