@@ -62,9 +62,7 @@ def openai_app(
     if config.api_key is not None:
         middleware.append(Middleware(AuthMiddleware, api_key=config.api_key))
     app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={HTTPException: _on_http_exception},
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _on_http_exception}
     )
     app.router.redirect_slashes = False
     return app

@@ -53,10 +53,7 @@ class InprocEngine:
         return self._runner.facts
 
     def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        **options: Unpack[RequestOptions],
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> int:
         """Add a request and return its id; RequestFailed if it cannot be served, or not now."""
         request_id = self._ledger.next_request_id()

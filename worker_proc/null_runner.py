@@ -19,13 +19,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
-from worker_proc.mirror import (
-    Mirror,
-    MirroredRequest,
-    MirrorError,
-    ScheduledRequest,
-    first_visible,
-)
+from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
 from worker_proc.sampling.verification import count_valid
 
 CONTEXT_TOKENS = 4  # tokens before the next one that it depends on, besides its position
