@@ -56,10 +56,7 @@ def _stand_by(child: ChildProcess) -> bool:
 
 
 def _raise_priority() -> None:
-    """Run before tokenizers and kernels: all requests wait for the core, and it needs little time.
-
-    Where the system does not permit it, the core keeps the normal priority.
-    """
+    """Run before tokenizers and kernels, if permitted: all requests wait for the core."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, CORE_NICENESS)
 

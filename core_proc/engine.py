@@ -61,7 +61,6 @@ class EngineCore:
         self._is_draining = False
         self._has_workers = False
         self.running: RunningEngine | None = None
-        """None until workers are adopted for the first time."""
         self.now = 0.0
         """Monotonic seconds; the loop sets it at the beginning of each turn."""
         self.loop_histogram = LoopHistogram()

@@ -12,11 +12,7 @@ VICTIM_CHOICES = ("policy", "cheapest")
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings are named as in `protocol.config`, facts as in `ModelFacts`.
-
-    Raises:
-        ValueError: a value is out of bounds; the text names the field and the bound.
-    """
+    """Settings are named and described as in `protocol.config`, facts as in `ModelFacts`."""
 
     # Facts of the model and of the memory.
     num_blocks: int = 1024
@@ -26,7 +22,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     """Blocks for requests that are swapped out; 0: victims are always computed again."""
     swap_cost_tokens: float = 0.0
-    """Tokens that are computed in the time that copying a block out and in takes."""
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
 
@@ -34,7 +29,6 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     max_num_scheduled_tokens: int | None = None
-    """Replaces `max_num_batched_tokens` as the budget of a step."""
     max_steps_in_flight: int = 1
     num_speculative_tokens: int = 0
     """Most drafts of a request that the worker verifies in one step; 0: no speculation."""
@@ -42,31 +36,22 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     # How prompts are cut.
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    """Most tokens of one request per step; 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
     """The threshold is at least a fair share of the step: see `Scheduler._threshold`."""
     max_num_partial_prefills: int = 0
-    """Most requests whose prompts are being computed over several steps; 0: any number."""
     max_long_partial_prefills: int = 0
-    """Most of these that are longer than the threshold (others may overtake); 0: any number."""
     elastic_token_budget: bool = False
-    """While no request waits, prompts take what a step has left, beyond the threshold and the
-    budget (up to `max_num_batched_tokens`)."""
 
     # Which request is first, and which one is preempted.
     policy: str = "fcfs"
     tenant_weights: Mapping[str, float] = {}
-    """Shares under the fair policy; other tenants have weight 1."""
     preempt_for_priority: bool = False
-    """A waiting request may take slots and blocks of running ones of lower priority."""
     victim_choice: str = "policy"
-    """Or "cheapest": of the least important requests, the one with least to compute again."""
 
     # The KV cache.
     enable_prefix_caching: bool = True
     enable_kv_events: bool = False
     scheduler_reserve_full_isl: bool = True
-    """Admit a request only if all tokens that it has fit, not only its first chunk."""
     watermark: float = 0.0
 
     def __post_init__(self) -> None:

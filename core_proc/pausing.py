@@ -12,10 +12,7 @@ _MAX_SLEEPERS = 1024
 
 
 class Pausing:
-    """Handles `Control`. A sleep begins when the steps in flight have been answered.
-
-    Their results count, so `Sleep` is sent to the workers only after the last of them.
-    """
+    """Handles `Control`. A sleep begins after the results of all steps in flight, which count."""
 
     def __init__(self, scheduler: Scheduler, send: Callable[[Client, ControlDone], None]) -> None:
         self._scheduler = scheduler

@@ -23,15 +23,11 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     WAITING_FOR_GRAMMAR = "waiting_for_grammar"
-    """Keeps its place in the queue until its grammar is compiled. For structured outputs."""
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     """Keeps its place, and holds the blocks that its KV is loaded into. For remote KV."""
     WAITING_FOR_TRIAL = "waiting_for_trial"
-    """Keeps its place while the quarantine tries other suspects."""
     RUNNING = "running"
-    """Holds a sequence slot and KV blocks; the worker mirrors it."""
     PREEMPTED = "preempted"
-    """Waits again, without blocks; its outputs are kept and will be computed again."""
     FINISHED_STOPPED = "finished_stopped"
     FINISHED_LENGTH_CAPPED = "finished_length_capped"
     FINISHED_ABORTED = "finished_aborted"
@@ -61,7 +57,6 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.WAITING_FOR_TRIAL: _FINISHED | {_S.WAITING, _S.PREEMPTED},
     **dict.fromkeys(_FINISHED, frozenset()),
 }
-"""From each status to the ones that may follow it."""
 
 
 class SwappedOut(NamedTuple):
@@ -109,11 +104,9 @@ class Request:
 
     # Written by the scheduler.
     arrival_index: int = 0
-    """Counts the requests in the order in which the scheduler got them."""
     arrival_clock: int = 0
     """Tokens that the scheduler had granted in all at its arrival."""
     virtual_start: float = 0.0
-    """Where it begins in the virtual time of the fair policy."""
     admission_index: int = 0
     """Counts admissions: the running requests, and the worker's mirror, are in this order."""
     num_computed_tokens: int = 0
@@ -138,7 +131,6 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     """Entry i is the hash of all tokens up to the end of block i; extended when needed."""
     prefix_hash: _Hash | None = None
-    """The running hash behind them."""
     num_hashed_blocks: int = 0
     """Leading blocks of the tables that are in the prefix cache."""
     swapped_out: SwappedOut | None = None

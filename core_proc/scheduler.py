@@ -59,13 +59,11 @@ _admission_index = attrgetter("admission_index")
 
 
 class _Futile(NamedTuple):
-    """An attempt to make room by preemption that would have failed."""
+    """An attempt to make room by preemption that would have failed. The counts are from then."""
 
     request: Request
     num_moves: int
-    """`RequestQueues.num_moves` at that time."""
     num_freed: int
-    """`BlockPool.num_freed` at that time."""
     num_lacking: float
     """Blocks; infinite if no running request is less important."""
 
@@ -111,10 +109,8 @@ class Scheduler:
         self.num_scheduled_tokens = 0
         """Also the clock by which waiting requests age."""
         self.largest_step = 0
-        """Most tokens granted by one step."""
         self.num_generation_tokens = 0
         self.num_prompt_tokens = 0
-        """Of all requests that have been admitted."""
         self.num_prefix_queries = 0
         """Tokens looked up in the prefix cache by requests when they were first admitted."""
         self.num_prefix_hits = 0
@@ -464,11 +460,8 @@ class Scheduler:
     def add_request(self, request: Request, blocked: RequestStatus | None = None) -> None:
         """Queue a request; with outputs (of an earlier life) it continues after them.
 
-        `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`. No caller yet:
-        for requests whose grammar is compiled elsewhere.
-
-        Raises:
-            ValueError: it could never be scheduled, or its id is taken. The text names the field.
+        `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock` (no caller yet).
+        A ValueError names the field: the request could never be scheduled, or its id is taken.
         """
         if request.req_id in self.requests:
             raise ValueError(f"req_id {request.req_id} is in use")

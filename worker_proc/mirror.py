@@ -84,10 +84,7 @@ class Mirror:
         self._next_step_id = None
 
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
-        """Apply the step's changes and return what it computes, in mirror order.
-
-        After a MirrorError the mirror cannot be used any more.
-        """
+        """Apply a step and return what it computes, in mirror order; unusable after an error."""
         expected = self._next_step_id
         if expected is not None and step.step_id != expected:
             raise MirrorError(f"step_id {step.step_id} came instead of {expected}")
@@ -111,8 +108,7 @@ class Mirror:
     ) -> None:
         """Count the tokens that `scheduled` computed, and append those that were sampled.
 
-        `num_sampled_tokens` holds, for each part that samples, the number of its tokens: one, and
-        one more for each draft that was right. Empty: one each.
+        `num_sampled_tokens`: one per sampling part, and one more for each right draft; empty: one.
         """
         tokens = iter(sampled_token_ids)
         for request, start, num_tokens, samples in scheduled:

@@ -229,11 +229,7 @@ def build_runner(
     calibration: Calibration,
     progress: ReportProgress,
 ) -> ModelRunner:
-    """Size and allocate the KV cache of a loaded and checked model, and connect the two.
-
-    Raises:
-        InsufficientMemory: the KV cache cannot hold max_model_len.
-    """
+    """Size and allocate the KV cache of a loaded and checked model, and connect the two."""
     loaded, exactness = prepared.loaded, calibration.exactness
     progress("allocate_cache", 0, 1)
     layout = make_layout(loaded, config)

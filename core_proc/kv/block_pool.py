@@ -65,10 +65,7 @@ class BlockPool:
             ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop a reference to each block of one table, given in the table's order.
-
-        The tail is freed first, so that the heads of prefixes, which are shared, live longest.
-        """
+        """Drop a reference to each block of a table, the tail first: shared heads live longest."""
         hashes, ref_counts = self._hashes, self._ref_counts
         following, preceding = self._next, self._prev
         front, last_plain = following[NULL_BLOCK], NULL_BLOCK

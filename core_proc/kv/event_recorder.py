@@ -80,10 +80,7 @@ class EventRecorder:
         return list(self._merged(records))
 
     def snapshot(self) -> Iterator[KVEvent]:
-        """Return events that bring an empty cache to the state at the time of the call.
-
-        They are made one by one: all of a large cache at once would take long.
-        """
+        """Return events that bring an empty cache to the state at the call, made one by one."""
         return self._merged(list(self._stored.values()))
 
     def _merged(self, records: Iterable[_Record]) -> Iterator[KVEvent]:

@@ -73,10 +73,7 @@ class KVCacheManager:
         return most >= num_full
 
     def find_cached_prefix(self, request: Request) -> Tables:
-        """Find the longest known prefix that is cached, as the leading entries of its tables.
-
-        There are as many for every group; NULL_BLOCK where a window has passed.
-        """
+        """Find the longest cached prefix: equally long tables, NULL_BLOCK where a window passed."""
         if not self.may_read_cache(request):
             return [[] for _ in self.groups]
         self._extend_hashes(request, request.num_tokens // self.block_size)
@@ -274,10 +271,7 @@ class KVCacheManager:
         request.num_hashed_blocks = min(first, request.num_hashed_blocks)
 
     def free(self, request: Request) -> None:
-        """Free all blocks; the contents of full ones stay cached until they are reused.
-
-        Steps in flight may still write to these blocks: see `_free_passed`.
-        """
+        """Free all blocks, though steps in flight may still write to them: see `_free_passed`."""
         try:
             self.remember_full_blocks(request, request.num_computed_tokens)
         except AssertionError:

@@ -28,7 +28,6 @@ class Swapper:
         self._leaving: list[int] = []
         """Blocks that are free from the next step on: this one still reads them."""
         self.num_swapped_out = 0
-        """Requests whose KV was copied out so far."""
 
     @property
     def num_free_blocks(self) -> int:

@@ -100,8 +100,7 @@ class EventLog:
     def _snapshot_part(self, subscriber: _Subscriber) -> list[bytes]:
         """Continue a snapshot, or begin one if the log does not reach back; else return nothing.
 
-        It is sent to its end, however far the log has advanced meanwhile: otherwise a slow reader
-        would never get a whole one.
+        A slow reader, too, gets it to its end, however far the log has advanced meanwhile.
         """
         if subscriber.snapshot is not None:
             bodies = _batch(map(encode, subscriber.snapshot))

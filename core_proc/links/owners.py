@@ -21,7 +21,6 @@ class Owner:
     request_id: int
     sent_cached: bool = False
     next_prompt_position: int = 0
-    """Of the first prompt logprob that was not sent yet."""
 
 
 def owner_of(request: Request) -> Owner:
@@ -58,10 +57,7 @@ class Owners:
         return self._open.get(client, {}).pop(request_id, None)
 
     def drop(self, client: Client) -> list[int]:
-        """Remove a client that is gone; returns the engine's numbers of its open requests.
-
-        Its messages are dropped: they are about requests that it may send again.
-        """
+        """Remove a client and its messages; returns the engine's numbers of its open requests."""
         self._mail = [(peer, message) for peer, message in self._mail if peer != client]
         return list(self._open.pop(client, {}).values())
 
@@ -74,10 +70,7 @@ class Owners:
 
 
 def prompt_rows(request: Request, part: PromptLogprobs) -> list[RequestOutput]:
-    """Return rows with the prompt logprobs that are new; a prompt computed again repeats them.
-
-    They go out before the first token, so a request with outputs has all of them.
-    """
+    """Return rows with the prompt logprobs not sent yet; they go out before the first token."""
     if request.num_output_tokens:
         return []
     owner = owner_of(request)

@@ -46,10 +46,6 @@ class PidfdMonitor:
                 self._processes.kill(pidfd)
 
     def dead(self, ready: Iterable[object]) -> list[bytes]:
-        """Return the peers whose death is among the results of a poll.
-
-        Call it before anything else uses `ready`: a descriptor that was closed may be opened again
-        for another process.
-        """
+        """Return the peers that a poll found dead; call it first, as descriptors may be reused."""
         peers = self._peers
         return [peers[item] for item in ready if isinstance(item, int) and item in peers]

@@ -61,7 +61,6 @@ class WorkerLink:
         self._unexplained: set[int] = set()
         """Epochs of the group lost last, until the cause of the loss is known."""
         self._adopted: set[int] = set()
-        """Epochs of the workers adopted last."""
         self._last_death = 0
         """Epoch of the last `WorkerDied`."""
         self._suspects: dict[int, float] = {}

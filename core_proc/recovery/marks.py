@@ -9,10 +9,7 @@ _NO_REQUEST = -1
 
 
 class Marks:
-    """A list of fingerprints behind the number of a stage, which reports only what has changed.
-
-    Order does not matter, so the last fingerprint takes the place of one that leaves.
-    """
+    """The number of a stage and a set of fingerprints; reports only what has changed."""
 
     def __init__(self) -> None:
         self._written_total = 0

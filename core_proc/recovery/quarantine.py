@@ -81,11 +81,9 @@ class Quarantine:
         self._canary = Request(canary_id, [0], SamplingParams())
         self._stage = Stage.QUIET
         self._groups: deque[list[Request]] = deque()
-        """Suspects that are still to be tried, the next ones in front."""
         self._on_trial: dict[Request, int] = {}
         """Suspects that compute, and the number of tokens at which each is cleared."""
         self._cleared: set[Request] = set()
-        """Requests that have passed a trial of this search."""
         self._held: set[Request] = set()
         self._must_drain = False
         """A lonely trial begins only when no step with other requests is in flight."""
@@ -212,11 +210,7 @@ class Quarantine:
             self._marks.add(new.req_id, _fingerprint_of(request))
 
     def take_marks(self) -> MarkEdits | None:
-        """Return the changes since the last call of what a successor needs if this core dies.
-
-        The marks are the stage and the fingerprints of the suspects in flight; outside of a search
-        all requests in flight would be suspects. They are written before a step is sent.
-        """
+        """Return changes of the marks: the stage and the suspects in flight (no search: all)."""
         search = None
         running = self._scheduler.running
         if self._stage is not Stage.QUIET:

@@ -14,7 +14,6 @@ class Candidate(NamedTuple):
 
     request: Request
     hits: Tables
-    """Its blocks in the prefix cache."""
     start: int
     """Position where computing begins. At least one token is computed, for the logits."""
     num_cached: int

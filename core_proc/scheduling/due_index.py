@@ -12,22 +12,14 @@ _admission_index = attrgetter("admission_index")
 
 
 class DueIndex:
-    """Running requests by the step in which they are due.
-
-    Entries are never searched for. An entry that disagrees with its request's `due_at`, or whose
-    request has left, is skipped when its step comes.
-    """
+    """Running requests by due step; entries that disagree with `due_at` are skipped then."""
 
     def __init__(self) -> None:
         self.now = 0
-        """Steps begun so far."""
         self._entries: dict[int, list[Request]] = {}
 
     def begin_step(self) -> list[Request]:
-        """Return the requests that are due in the step that begins, in order of admission.
-
-        The caller must enter each of them again, unless it stops running.
-        """
+        """Return the due requests, by admission; the caller re-enters those that still run."""
         self.now += 1
         due = []
         for request in self._entries.pop(self.now, ()):

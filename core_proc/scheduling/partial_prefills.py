@@ -17,7 +17,6 @@ class PartialPrefills:
         self._threshold = options.long_prefill_token_threshold
         is_adaptive = options.long_prefill_token_threshold_adaptive
         self.is_counted = self._most > 0 or self._most_long > 0 or is_adaptive
-        """Whether any option needs the number."""
         self._members: set[Request] = set()
         self._num_long = 0
 

@@ -30,10 +30,7 @@ class RequestQueues:
 
     @property
     def running(self) -> list[Request]:
-        """The requests that run; another list object whenever some have left since the last call.
-
-        So a caller that iterates over the old list is not disturbed.
-        """
+        """The requests that run: a new list once some have left, so iteration is not disturbed."""
         if self._some_left:
             self._some_left = False
             running = RequestStatus.RUNNING

@@ -19,10 +19,7 @@ class StepResult(msgspec.Struct, gc=False):
     """The request's own stop token that ended it; None for EOS and all other reasons."""
 
     def check_stop(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Set and return the reason if this token, the request's last, ends it.
-
-        Stop tokens are tested before the length.
-        """
+        """Set and return the reason if this last token ends it; stop tokens precede the length."""
         request, params = self.request, self.request.sampling_params
         may_stop = request.num_output_tokens >= params.min_tokens
         if may_stop and token_id in request.stop_token_ids:

@@ -17,11 +17,9 @@ class Speculation:
     def __init__(self, options: SchedulerOptions) -> None:
         self.is_on = options.num_speculative_tokens > 0
         self.num_verifications = 0
-        """Steps of a request that verified drafts."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * options.num_speculative_tokens
-        """How often the first, second, ... draft was right."""
 
     def num_drafts(self, request: Request, kv: KVCacheManager, room: int) -> int:
         """Return how many drafts to verify besides the one known token that is left to compute.

@@ -27,7 +27,6 @@ class ScheduledStep:
     def __init__(self, budget: int, threshold: int) -> None:
         self._total = budget
         self.budget = budget
-        """Tokens left to hand out."""
         self.threshold = threshold
         """No request gets more tokens than this; 0: no such limit."""
         self.sampling: list[Request] = []

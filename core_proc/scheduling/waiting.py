@@ -30,7 +30,6 @@ class WaitingQueue:
         self._row_of: dict[Request, int] = {}
         self._blocked: set[Request] = set()
         self.num_prompt_tokens = 0
-        """Of all requests here."""
 
     def __len__(self) -> int:
         return len(self._row_of) + len(self._blocked)

@@ -42,10 +42,7 @@ class AttentionBackend(Protocol):
         """Build the indices that the layers share; called once before a step's forward."""
 
     def attend(self, layer: "PagedLayer", rows: Rows, scoring: Scoring) -> torch.Tensor:
-        """Store the packed row's keys and values, and attend.
-
-        Returns `[T, num_heads, value_head_dim]`, contiguous.
-        """
+        """Store the row's keys and values; return `[T, num_heads, value_head_dim]`, contiguous."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -67,9 +67,8 @@ class ProbedModel:
 def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
     """Run `model`, which is on the meta device, and return what it used.
 
-    Raises:
-        UnsupportedModel: the forward fails, or holds something other than `num_layers` causal
-            self-attention layers that go through transformers' attention interface.
+    UnsupportedModel: the forward fails, or holds something other than `num_layers` causal
+    self-attention layers that go through transformers' attention interface.
     """
     probe = _Probe({module: name for name, module in model.named_modules()})
     config = model.config

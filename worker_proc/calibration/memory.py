@@ -44,10 +44,7 @@ def available_cache_bytes(
 def profile_run(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
 ) -> None:
-    """Compute a step of max_num_batched_tokens tokens over as many requests as rows can sample.
-
-    All requests and groups share the same blocks: the logits mean nothing.
-    """
+    """Compute the largest step, with as many samples as possible, in blocks that parts share."""
     num_tokens = config.scheduler.max_num_batched_tokens
     rows_per_request = 1 + config.scheduler.num_speculative_tokens
     num_requests = min(config.scheduler.max_num_seqs * rows_per_request, num_tokens)

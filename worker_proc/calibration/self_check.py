@@ -36,11 +36,7 @@ def num_blocks_needed(layout: KVLayout) -> int:
 def check_forward(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
 ) -> list[torch.Tensor]:
-    """Run the check on the attached pool; overwrites the first blocks.
-
-    Returns the logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`: after its
-    prompt, and after each of the tokens that were computed in a step each.
-    """
+    """Check in the first blocks; returns logits, `[1 + NUM_DECODED, vocab_size]` for each text."""
     texts = check_texts(loaded.vocab_size)
     try:
         paged = _paged_logits(loaded, backend, layout, texts)

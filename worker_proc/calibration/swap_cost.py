@@ -24,10 +24,7 @@ BUDGET_S = 0.1
 
 
 def measure_swap_cost(loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout) -> float:
-    """Return how many prompt tokens can be computed while one block is copied out and in.
-
-    Attaches a small pool of its own, in place of any other.
-    """
+    """Return the prompt tokens computed while a block is copied out and in; replaces the pool."""
     per_group = -(-max(PROMPT_LENGTHS) // layout.block_size)
     num_blocks = 1 + max(per_group * len(layout.groups), NUM_COPIED_BLOCKS)
     pool = attach_cache(loaded, backend, layout, num_blocks, NUM_COPIED_BLOCKS)

@@ -40,10 +40,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_config_files(directory: str) -> None:
-    """Check the keys of config.json and generation_config.json that transformers does not check.
-
-    The error names the file, the key, its value and what it must be.
-    """
+    """Check the configuration keys that transformers does not; errors name file, key and value."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no config.json")
@@ -148,11 +145,7 @@ def _key_of(value: object, section: dict[str, Any]) -> str:
 
 
 def check_stored_dtypes(directory: str) -> dict[str, StoredTensor]:
-    """Check that every weight is stored as a float that needs nothing beside it.
-
-    Other formats are quantized, whether config.json mentions that or not. Returns the stored
-    tensors by name; empty if there are no safetensors files.
-    """
+    """Check that all weights are plain floats, not quantized; returns those in safetensors."""
     stored: dict[str, StoredTensor] = {}
     for path in _weight_files(Path(directory)):
         stored.update(_read_header(path))

@@ -52,10 +52,7 @@ class LoadedModel:
 def load_model(
     directory: str, dtype: str, device: torch.device, progress: ReportProgress
 ) -> LoadedModel:
-    """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
-
-    Raises CheckpointError or UnsupportedModel before weights are read, where that is possible.
-    """
+    """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored)."""
     progress("inspect", 0, 1)
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
@@ -175,10 +172,7 @@ def _load_weights(
 
 
 def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
-    """Move parameters that the forward does not use, such as a vision tower's, to the meta device.
-
-    Their memory is free then, and a forward that uses one after all fails.
-    """
+    """Move parameters that the forward does not use to meta: frees them, and any use fails."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {parameters[name].untyped_storage()._cdata for name in used}
     for name, parameter in parameters.items():

@@ -75,10 +75,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module, on_packed: Callable[[int, int], None]) -> int:
-    """Replace every linear layer of `model`, freeing its weights as it goes.
-
-    Calls `on_packed` with (layers done, total layers) after each. Returns the number of layers.
-    """
+    """Replace every linear layer, freeing its weights; calls `on_packed(done, total)` for each."""
     found = [
         (parent, name, cast(nn.Linear, child))
         for parent in list(model.modules())

@@ -113,8 +113,7 @@ class NativeLibrary:
     ) -> torch.Tensor:
         """Apply an activation to every value of `[..., size]`.
 
-        If it multiplies, each row holds gates and then as many factors: returns f(gate) · up,
-        `[..., size / 2]`.
+        If it multiplies, rows hold gates, then factors: f(gate) · up, `[..., size / 2]`.
         """
         rows = _dense_rows(hidden)
         size = rows.shape[1] // 2 if multiplies else rows.shape[1]

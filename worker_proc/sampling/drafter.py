@@ -16,10 +16,7 @@ _TOKEN_BITS = 31
 
 
 class NgramIndex:
-    """Positions at which each pair of one request's tokens occurred; grows with its text.
-
-    Takes 4 bytes per token, and about 120 for each distinct pair.
-    """
+    """Positions of each pair of one request's tokens: 4 bytes a token, 120 a distinct pair."""
 
     __slots__ = ("_before", "_latest")
 

@@ -61,10 +61,7 @@ def sample_top_k(scores: Tensor, filters: Filters, top_k: Tensor) -> Tensor:
 
 
 def sample_full(scores: Tensor, filters: Filters, *, with_top_p: bool) -> Tensor:
-    """Sample rows without a top_k, without sorting their vocabulary; see `sample_top_k`.
-
-    Without `with_top_p`, the top_p of the filters is not read.
-    """
+    """Sample rows without a top_k, and without a sort of all scores; see `sample_top_k`."""
     histogram = _Histogram(scores, filters)
     totals = histogram.sums[:, -1]
     if with_top_p:
@@ -89,10 +86,7 @@ class _Histogram:
         self.sums = sums.cumsum_(dim=-1)  # int64 [n, buckets]: up to the end of each bucket
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the first token where the running sum of sorted weights exceeds the target.
-
-        Returns its id and the running sum up to and with it, both int64 [n].
-        """
+        """Return the first token where the sorted running sum exceeds the target, and that sum."""
         buckets = _first_above(self.sums, targets)[:, None]
         values, ids = sorted_members(self._scores, self._buckets == buckets)
         weights = self._weights.gather(1, ids).masked_fill_(values.isneginf(), 0)

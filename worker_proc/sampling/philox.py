@@ -34,10 +34,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def draw(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Draw one uniform integer in [0, 2**62) per (seed, position).
-
-    Seeds are signed 64-bit integers. Returns int64 [n] on the CPU, where the arguments are known.
-    """
+    """Draw a uniform int64 in [0, 2**62) per signed 64-bit seed and position, on the CPU."""
     seed = torch.tensor(seeds, dtype=torch.int64)
     position = torch.tensor(positions, dtype=torch.int64)
     zeros = torch.zeros_like(position)

@@ -50,11 +50,7 @@ def head(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Describe one token per row of raw logits, with top lists of `num_tops` tokens.
-
-    NaN counts as -inf. The top lists and ranks order tokens by logit, ties by id, so the greedy
-    token has rank 1.
-    """
+    """Describe one token per row of raw logits, with top lists of `num_tops`; NaN is -inf."""
     limits = torch.finfo(torch.float32)
     scores = logits.float().nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
     logprobs = scores.log_softmax(dim=-1).clamp_(min=MIN_LOGPROB)

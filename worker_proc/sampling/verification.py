@@ -31,11 +31,7 @@ class DraftedRow:
 def count_valid(
     parts: Sequence[ScheduledRequest], token_ids: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return how many tokens of each part are valid, and the rows of the valid tokens.
-
-    A part has a row for its last known token and one for each draft; `token_ids` are those sampled
-    in the rows of all parts. Valid are the tokens that equal their drafts, and one more.
-    """
+    """Return how many tokens of each part are valid, and the rows of the valid tokens."""
     counts: list[int] = []
     valid: list[int] = []
     first = 0

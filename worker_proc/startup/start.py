@@ -42,10 +42,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
 
 
 def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:
-    """Load the part that workers share, without starting a thread or using a device.
-
-    Returns a function that makes a runner in a forked worker. A ValueError is final.
-    """
+    """Load what workers share, without threads or device; the result makes a fork's runner."""
     if config.model.model == "null":
         return lambda _: _null_runner(config)
     _let_threads_sleep()
@@ -60,7 +57,7 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactor
 
 
 def _let_threads_sleep() -> None:
-    """Make OpenMP's threads sleep while they wait, unless the environment says otherwise.
+    """Make OpenMP's threads sleep while they wait, unless the environment sets this.
 
     By default they spin for milliseconds, on the processor that the awaited thread, or the API,
     needs. OpenMP reads this when it is loaded.
