@@ -43,7 +43,6 @@ class EngineState(enum.StrEnum):
     RECOVERING = "recovering"
     """A worker was lost; requests wait for its successor."""
     DRAINING = "draining"
-    """Open requests are finished, new ones refused."""
 
 
 class PauseMode(enum.StrEnum):
@@ -54,7 +53,6 @@ class PauseMode(enum.StrEnum):
     """Only requests that have run before, or have outputs, are admitted: they continue also after
     a preemption, a lost worker or a new core."""
     PAUSED_ALL = "paused_all"
-    """Nothing is computed."""
 
 
 class ErrorCode(enum.StrEnum):
@@ -101,15 +99,13 @@ class AddRequest(Message):
     """Tokens that the client already has; the next output starts after them."""
     priority: Priority = 0
     arrival_time: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Seconds since the Unix epoch at which the client accepted it, for the client's own journal.
-    The core does not read it: clocks of two processes are not compared."""
+    """Seconds since the Unix epoch, for the client's own journal; the core does not read it."""
     cache_salt: CacheSalt = ""
     resent: bool = False
     """It was accepted before, so it is not refused for a full queue or draining."""
     tenant: Tenant = ""
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
-    """Seconds since the client accepted it, when the client sent it. The core subtracts them from
-    its own clock, so that the order of arrival survives reconnects and restarts."""
+    """Seconds from its acceptance to this message; they keep the order of arrival in a new core."""
     packed_prompt: PackedTokenIds = b""
     """The prompt as packed ids; `prompt_token_ids` is empty then."""
 
@@ -145,9 +141,7 @@ class ControlAction(enum.StrEnum):
     """Enter `Control.pause_mode`. Requests are accepted and wait."""
     RESUME = "resume"
     SLEEP = "sleep"
-    """Pause everything, drop the prefix cache, and let the workers release its memory.
-
-    Answered when the workers were requested to; they do it after all steps sent before."""
+    """Pause everything, drop the prefix cache, and request the workers to release its memory."""
     RESET_PREFIX_CACHE = "reset_prefix_cache"
     """Drop the prefix cache; refused while any of its blocks is in use."""
 
@@ -156,7 +150,6 @@ class Control(Message):
     """Client → core: answered by one `ControlDone`; a control without effect is not an error."""
 
     number: RequestId
-    """Chosen by the client, to match the answer."""
     action: ControlAction
     pause_mode: PauseMode = PauseMode.PAUSED_ALL
     reset_running_requests: bool = False
@@ -174,7 +167,6 @@ class ControlDone(Message):
     """False: the engine starts or drains, blocks are in use, the sleep was ended before it began,
     or what was to be restored is out of date."""
     pause_mode: PauseMode
-    """In force from now on."""
 
 
 class KVEventsTaken(Message):
@@ -194,7 +186,6 @@ class RequestOutput(Record):
     num_cached_tokens: Count | None = None
     """Prompt tokens found in the prefix cache; with the first output only."""
     logprobs: list[TokenLogprobs] | None = None
-    """One entry per token of `token_ids`."""
     prompt_logprobs: list[PromptLogprobs] | None = None
     """Of the prompt tokens computed since the last output."""
 
@@ -228,7 +219,6 @@ class EngineStats(Record):
     prefix_cache_queries: Count = 0
     """Tokens looked up."""
     prefix_cache_hits: Count = 0
-    """Tokens found."""
     fenced_frames: Count = 0
     worker_restarts: Count = 0
     loop_seconds_buckets: list[int] = []
@@ -259,8 +249,7 @@ class Status(Message):
     stats: EngineStats
     pause_mode: PauseMode = PauseMode.RUNNING
     is_sleeping: bool = False
-    """From a SLEEP until the next RESUME. The workers release the memory after all steps that were
-    sent to them before."""
+    """From a SLEEP until the next RESUME. Memory is released after the steps sent before."""
 
 
 ClientToCore = (
@@ -281,8 +270,7 @@ decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
 def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     """Check what depends on the model; the bounds of single fields were checked when decoding.
 
-    The API calls this before it accepts a request, and the core again for every client. Returns
-    the error, which names the field and the bound.
+    The API calls this before it accepts a request, and the core again for every client.
     """
     if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
         text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"

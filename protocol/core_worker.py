@@ -60,8 +60,7 @@ class ModelFacts(Record):
     num_host_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Blocks in host memory, numbered from 0, for the KV of swapped requests."""
     exact_resume: bool = False
-    """A request that is computed again from its tokens, in any batch and any chunks, gets the same
-    logits bit for bit, and so the same tokens."""
+    """Computing a request again, in any batch and any chunks, gives the same logits bit for bit."""
     exact_resume_reason: Text = ""
 
     def can_replace(self, before: "ModelFacts") -> bool:
@@ -108,8 +107,7 @@ class NewRequestData(Record):
     num_prompt_tokens: Annotated[int, Meta(ge=1)]
     sampling_params: SamplingParams
     block_ids: list[BlockIds]
-    """One table per KV group, all equally long; NULL_BLOCK at positions that the group's window
-    has passed."""
+    """One table per KV group, all equally long; NULL_BLOCK where the group's window has passed."""
     num_computed_tokens: Annotated[int, Meta(ge=0)]
     """First position to compute: KV before it comes from the prefix cache or the host."""
     num_cached_tokens: Annotated[int, Meta(ge=0)]
@@ -183,12 +181,10 @@ class ModelRunnerOutput(Message):
     sampled_token_ids: TokenIds
     """Tokens of each request that sampled, in mirror order."""
     num_sampled_tokens: list[Annotated[int, Meta(ge=1)]] = []
-    """For each of them, its number of these tokens: one, and one more for every accepted draft.
-    Empty: one each."""
+    """For each of them, one plus the number of its accepted drafts. Empty: one each."""
     num_draft_tokens: list[Annotated[int, Meta(ge=0)]] = []
     """For each of them, the number of drafts for the next step to verify. Empty: none."""
     logprobs: dict[RequestId, list[TokenLogprobs]] = {}
-    """By request, for those that want them: one for each token."""
     prompt_logprobs: list[PromptLogprobs] = []
     forward_ns: Annotated[int, Meta(ge=0)] = 0
     """Nanoseconds from the step's arrival to its tokens."""

@@ -26,7 +26,6 @@ class BlocksStored(Record, tag="stored", frozen=True):
     parent_hash: BlockHash | None
     """Of the block before the first; None at the beginning of a prompt."""
     token_ids: list[int]
-    """Of all these blocks, in order."""
     block_size: int
     group: int
     """Index in `ModelFacts.kv_groups`."""

@@ -21,9 +21,7 @@ class Role(enum.StrEnum):
     CORE = "core"
     WORKER = "worker"
     STANDBY = "standby"
-    """A loaded worker that replaces one that dies."""
     STANDBY_CORE = "standby_core"
-    """A started core that replaces one that dies."""
     ZYGOTE = "zygote"
 
 
@@ -44,7 +42,6 @@ class DeathCause(enum.IntEnum):
     SIGNAL = 0
     """A signal that it caused itself: SIGSEGV, SIGABRT, SIGBUS, SIGILL and the like."""
     EXCEPTION = 1
-    """It exited after an error that it could not handle."""
     OOM = 2
     DEADLINE = 3
     """It hung, and its supervisor killed it."""
@@ -78,7 +75,6 @@ class Ready(Message):
     """Child → supervisor: the start is over."""
 
     detail: Text = ""
-    """One line for the console."""
     num_gpu_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """KV blocks that its successors must have too; 0: they measure memory."""
 
@@ -141,10 +137,7 @@ HEALTH_HOLDS_S = 5.0
 
 
 class Health(Message):
-    """Supervisor → API: whether processes of the engine die repeatedly.
-
-    While they do it is sent every `REPEAT_S`, and valid for `HEALTH_HOLDS_S`.
-    """
+    """Supervisor → API: whether there is a crash loop; repeated, valid for `HEALTH_HOLDS_S`."""
 
     is_degraded: bool
     retry_after_s: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -185,7 +178,6 @@ class StatusReply(Message):
     processes: list[ProcessStatus]
     ready: bool
     url: str | None
-    """Address of the HTTP server, if one runs."""
     failure: str | None = None
 
 

@@ -113,10 +113,7 @@ class InprocEngine:
         return self.resume()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Remove all cached prefixes; False while blocks are in use.
-
-        With `reset_running_requests` running requests lose their blocks and are computed again.
-        """
+        """Drop all cached prefixes, and preempt running requests if asked; False: blocks in use."""
         action, mode = ControlAction.RESET_PREFIX_CACHE, PauseMode.PAUSED_ALL
         return self._control(action, mode, reset_running_requests)
 
@@ -158,14 +155,11 @@ class InprocEngine:
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Iterator[RequestOutput]:
-        """Run all prompts together; yields tokens as they come.
+        """Run all prompts together; yields tokens as they come, with `request_id` in prompt order.
 
-        `request_id` rises with the prompts. Prompts enter the queue as it empties, so that it does
-        not overflow. Leaving early aborts all.
-
-        Raises:
-            RequestFailed: a prompt cannot be served; none has run.
-            RuntimeError: the engine is paused, so they would never end.
+        Prompts enter the queue as it empties, so that it does not overflow. Leaving early aborts
+        all. RequestFailed: a prompt cannot be served; none has run. RuntimeError: the engine is
+        paused, so they would never end.
         """
         for prompt in prompts:
             check_request(AddRequest(0, prompt, params), self.facts)

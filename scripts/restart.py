@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
 def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
     """Replace the processes of `role`, wait until their successors serve, and describe that.
 
-    Raises:
-        RestartFailed: refused, or not within `timeout_s`.
+    RestartFailed: refused, or not within `timeout_s`.
     """
     began = time.monotonic()
     had_successor = False

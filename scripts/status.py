@@ -67,11 +67,7 @@ def render(reply: StatusReply, run_dir: str) -> str:
 
 
 def only_run_dir() -> str:
-    """The run directory of this user's only running engine.
-
-    Raises:
-        LookupError: there is none, or there are several.
-    """
+    """The run directory of this user's only running engine; LookupError: none, or several."""
     found = live_run_dirs()
     if not found:
         raise LookupError("no engine of this user is running")

@@ -42,11 +42,7 @@ T = TypeVar("T")
 
 
 def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = TIMEOUT_S) -> T:
-    """Wait for a condition and return its first true value.
-
-    Raises:
-        TimeoutError: there was none within `timeout_s`; the text contains `what`.
-    """
+    """Wait for a condition and return its first true value; TimeoutError contains `what`."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() >= deadline:
@@ -149,10 +145,7 @@ class RunningEngine:
         return self.get(path, json.dumps(body).encode())
 
     def readiness(self) -> Any:
-        """Wait for status 200 of /readyz and return the reply.
-
-        The API learns from the core that it serves, later than the supervisor does.
-        """
+        """Wait for the reply 200 of /readyz: the API is ready later than the supervisor reports."""
 
         def ask() -> Any:
             try:

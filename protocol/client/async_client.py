@@ -143,9 +143,7 @@ class AsyncEngineClient:
     async def wait_ready(self, timeout_s: float) -> ModelFacts:
         """Wait until the engine serves: its state is READY.
 
-        Raises:
-            TimeoutError: it does not serve within `timeout_s`.
-            RequestFailed: the client is not open, or was closed meanwhile.
+        TimeoutError: not within `timeout_s`. RequestFailed: it is not open, or was closed.
         """
         async with asyncio.timeout(timeout_s):
             while True:
@@ -220,12 +218,9 @@ class AsyncEngineClient:
     ) -> bool:
         """Pause scheduling; requests are still accepted, and a restarted core is paused again.
 
-        Returns whether the engine is paused: not while it drains.
-
-        Raises:
-            TimeoutError: no answer within `timeout_s`; whether it was paused is not known.
-            RequestFailed: the client is not open.
-            ValueError: `mode` is not a pause.
+        Returns whether the engine is paused: not while it drains. TimeoutError: whether it was
+        paused is not known. RequestFailed: the client is not open. ValueError: `mode` is not a
+        pause.
         """
         if mode not in (PauseMode.PAUSED_NEW, PauseMode.PAUSED_ALL):
             raise ValueError(f"mode {mode!r} must be PauseMode.PAUSED_NEW or PauseMode.PAUSED_ALL")
@@ -238,9 +233,8 @@ class AsyncEngineClient:
     async def sleep(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bool:
         """Pause everything and let the workers release the KV cache's memory.
 
-        Returns whether the workers were requested to; the memory is free soon after. False while
-        the engine drains, or if it was resumed before. Requests keep their tokens and compute KV
-        again. Errors as `pause`.
+        The memory is free soon after. Returns False while the engine drains, or if it was resumed
+        before. Requests keep their tokens and compute KV again. Errors as `pause`.
         """
         return await self._control(timeout_s, ControlAction.SLEEP)
 
@@ -289,10 +283,8 @@ class AsyncEngineClient:
         events have no numbers. Another snapshot follows when events were missed, as with a new
         core. It fails with ConnectionError if no engine has served for `stall_timeout_s`.
 
-        Raises:
-            ValueError: `next_seq` is not a number of an event.
-            RequestFailed: the client is not open.
-            RuntimeError: there is a feed already.
+        ValueError: `next_seq` is not a number of an event. RequestFailed: the client is not open.
+        RuntimeError: there is a feed already.
         """
         self._require_open()
         try:

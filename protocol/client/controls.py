@@ -15,7 +15,6 @@ class Controls:
         self._next_number = 0
         self._unanswered: dict[int, Control] = {}
         self._in_force: Control | None = None
-        """The pause or sleep that belongs to this client."""
         self._repeated = 0
         """Number of the control that restores it in a new core."""
         self._epoch = 0

@@ -26,7 +26,6 @@ from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent, 
 from protocol.transport.runtime import Clock, SocketFactory
 
 TICK_S = 1.0
-"""Between two calls of `CoreLink.tick`."""
 STATUS_TIMEOUT_S = 5.0
 """Silence after which to connect again: a core reports each second, and drops slow clients."""
 RELINK_TIMEOUT_S = 2.0
@@ -65,14 +64,10 @@ class CoreLink:
     ) -> None:
         """Name the core's address; nothing connects yet.
 
-        Args:
-            address: `protocol.transport.channel.client_address`.
-            outbox_limit: messages kept while the socket's queue is full; past it begin anew.
-            on_status: gets every status, and whether it begins an epoch: then send everything.
-            on_message: gets all other messages of the agreed epoch.
-            clock: measures slices of the backlog.
-            make_context: creates the factory of sockets when the link is opened.
-            getpid: the process whose death the core watches.
+        With more than `outbox_limit` messages, kept while the socket's queue is full, the link
+        begins anew. `on_status` gets every status, and whether it begins an epoch: then send
+        everything. `on_message` gets all other messages of the agreed epoch. The core watches
+        process `getpid()`.
         """
         self._address = address
         self._outbox_limit = outbox_limit

@@ -43,7 +43,6 @@ from protocol.message import MAX_TEXT, ProtocolError, encode
 from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
-"""Repairs in a row after which a request fails."""
 _PATH = re.compile(r" - at .*?\$\[(\d+)\](?:\[(\d+)\])?.*")
 """Where a decoding error lies: the index of a field, and of a field within that."""
 
@@ -135,10 +134,7 @@ class Ledger:
         max_open_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Hold at most `max_open` requests, whose prompts have at most `max_open_tokens` together.
-
-        The clock returns monotonic seconds, for the ages of requests.
-        """
+        """Bound open requests and the tokens of their prompts; `clock` is in monotonic seconds."""
         self._max_open = max_open
         self._max_open_tokens = max_open_tokens
         self.clock = clock
@@ -240,10 +236,7 @@ class Ledger:
         )
 
     def repair(self, request_id: int) -> AddRequest | None:
-        """Return a request to be resent because an output of it is missing; None: it is not open.
-
-        RequestFailed: it was repaired too often; the request is removed.
-        """
+        """Return an open request to be resent; RequestFailed: too many repairs, it is removed."""
         entry = self._entries.get(request_id)
         if entry is None:
             return None

@@ -51,8 +51,7 @@ class SyncStream:
     def result(self, timeout_s: float) -> RequestOutput:
         """Wait for the end and return all tokens in one output, also those read before.
 
-        TimeoutError ends only the wait: `result` may be called again. RequestFailed: the request
-        has failed, or was cancelled.
+        After a TimeoutError call it again. RequestFailed: it has failed, or was cancelled.
         """
         return self._client.run(self._collect(), timeout_s)
 

@@ -88,11 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None
 ) -> EngineConfig:
-    """Merge values by setting name, `TROIKA_*` of the environment and a flat YAML file.
-
-    Raises:
-        ConfigError: an unknown name (with a suggestion), a wrong type or a value out of bounds.
-    """
+    """Merge flags, `TROIKA_*` variables and a YAML file; ConfigError: a name or value is wrong."""
     known = {setting.name: setting for setting in settings()}
     values: dict[str, tuple[Any, str]] = {}
     for key, value in ({} if file is None else _read_yaml(file)).items():

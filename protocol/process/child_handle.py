@@ -28,10 +28,7 @@ class ChildHandle:
     """A child process, alive or dead. After its death `close` closes the descriptors."""
 
     def __init__(self, pid: int, epoch: int, parent_write: int) -> None:
-        """Watch a child of this process, and own `parent_write`, the end of its parent pipe.
-
-        OSError: it cannot be watched; the pipe is closed, which ends the child.
-        """
+        """Watch a child and own `parent_write`, the end of its parent pipe; OSError closes it."""
         try:
             self.pidfd = os.pidfd_open(pid)
             """Readable as soon as the process is dead."""
@@ -77,10 +74,7 @@ class ChildHandle:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def stop(self, grace_s: float) -> int | None:
-        """End it: close its parent pipe, wait for `grace_s`, then kill.
-
-        Returns the exit status; None if the process still exists 1 s after SIGKILL.
-        """
+        """Close its parent pipe, wait for `grace_s`, then kill; None: it still exists 1 s later."""
         self.release()
         status = self.wait(grace_s)
         if status is None:

@@ -50,10 +50,7 @@ class ForkServer:
     def fork(
         self, epoch: int, rank: int, progress_fd: int | None = None, *, is_standby: bool
     ) -> None:
-        """Request a worker; `Forked` or `ForkFailed` follows, or the end of the zygote.
-
-        OSError: the request cannot be sent.
-        """
+        """Request a worker; `Forked`, `ForkFailed` or the zygote's end follows. OSError: unsent."""
         parent_read, parent_write = os.pipe()
         fds = {"parent_fd": parent_read}
         if progress_fd is not None:

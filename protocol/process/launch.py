@@ -43,8 +43,7 @@ class EngineProcesses:
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; `start` also waits until they are ready.
 
-        Raises:
-            EngineStartError: they cannot be started; nothing is left behind.
+        EngineStartError: they cannot be started; nothing is left behind.
         """
         self._is_temporary = config.run.run_dir is None
         try:
@@ -68,8 +67,7 @@ class EngineProcesses:
     def start(cls, config: EngineConfig, *, timeout_s: float = 600.0) -> "EngineProcesses":
         """Start the processes and wait until all of them are ready.
 
-        Raises:
-            EngineStartError: they cannot start, or not within `timeout_s`; nothing is left behind.
+        EngineStartError: they cannot start, or not within `timeout_s`; nothing is left behind.
         """
         engine = cls(config)
         try:

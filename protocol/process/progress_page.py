@@ -49,14 +49,12 @@ class Phase(enum.IntEnum):
     """What the thread that works is doing."""
 
     NONE = 0
-    """The process has not reported yet."""
     STARTING = 1
     LOAD = 2
     """A long phase of the start; progress resets its deadline."""
     IDLE = 3
     """Waiting in a poll, which returns regularly even if nothing happens."""
     TURN = 4
-    """Handling what the poll returned."""
     STEP = 5
 
 
@@ -105,10 +103,7 @@ class ProgressPage:
     """One page, used by both sides. One thread of one process writes each part."""
 
     def __init__(self, fd: int) -> None:
-        """Map a page that `create` has made; the descriptor stays the caller's.
-
-        OSError: it cannot be mapped. ValueError: it is too small, or not a page of this version.
-        """
+        """Map a page; the descriptor stays the caller's. OSError; ValueError: not such a page."""
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("Q")
         if self._words[0] != _MAGIC:

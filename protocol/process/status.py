@@ -42,10 +42,7 @@ class StatusLink:
         )
 
     def query(self, timeout_s: float, watch_fd: int | None = None) -> StatusReply | None:
-        """Send one query; return None if no reply came in time, or the link is closed.
-
-        `watch_fd`, such as a pidfd, ends the wait when it is readable.
-        """
+        """Send one query; None: no reply in time, the link is closed, or `watch_fd` is readable."""
         return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
 
     def restart(self, role: Role, timeout_s: float) -> RestartReply | None:

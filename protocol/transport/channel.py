@@ -52,7 +52,6 @@ _HANDSHAKE_MS = 2000
 _FEW_PEERS = 64
 _BEGINS = int(Flag.BEGINS)
 _EMPTY = int(Flag.BEAT | Flag.LOST)
-"""Flags of frames without a message."""
 _READABLE = int(zmq.POLLIN)
 _MONITOR_EVENT = struct.Struct("=Hi")
 """Event and value, as libzmq's monitor sockets send them."""
@@ -148,7 +147,6 @@ class _Channel:
         self.num_dropped_frames = 0
         """Frames that were damaged, repeated, or came after a gap."""
         self.num_bad_frames = 0
-        """Messages that could not be decoded."""
         self.last_bad_frame: BadFrame | None = None
 
     @property

@@ -37,10 +37,7 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def send(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
-    """Write the parts of one message; zmq.Again: there is no room, and nothing was sent.
-
-    ZMQError with errno EHOSTUNREACH: the peer named by the first part is not connected.
-    """
+    """Write the parts of one message. zmq.Again: there is no room. EHOSTUNREACH: no such peer."""
     for part in parts[:-1]:
         socket.send(part, _AND_MORE)
     socket.send(parts[-1], _NOBLOCK)

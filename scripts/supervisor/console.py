@@ -127,10 +127,7 @@ class Console:
 def render_row(
     name: str, clock: PhaseClock, detail: str, now: float, columns: int | None = None
 ) -> str:
-    """Return a row such as `worker   2.1 s   start 0.2 s, import 1.9 s   (cpu)`.
-
-    It is wrapped before column `columns`, if that is not None.
-    """
+    """Return a row such as `worker   2.1 s   start 0.2 s, import 1.9 s`, wrapped at `columns`."""
     parts = [
         f"{phase} {duration:.1f} s"
         for phase, duration in clock.seconds(now)

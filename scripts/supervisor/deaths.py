@@ -16,7 +16,6 @@ _OWN_SIGNALS = frozenset(
 """Signals that the kernel sends because of what a process does itself."""
 _MAX_DEATHS = 16
 _REPEATED_FOR_S = 5.0
-"""How long the notice of a death is repeated."""
 
 
 class Evidence(NamedTuple):
@@ -27,7 +26,6 @@ class Evidence(NamedTuple):
     is_oom: bool = False
     """Whether the kernel has killed a process here for lack of memory since the last death."""
     has_completed_step: bool = False
-    """Whether it had completed a step, according to its progress page."""
 
 
 def classify(process: Process, status: int, *, is_oom: bool) -> DeathCause:
@@ -72,10 +70,7 @@ class DeathNotices:
         """Each with the time at which it expires."""
 
     def suspicion(self, process: Process, for_s: float) -> list[Action]:
-        """Keep work from a worker that may hang, for `for_s` seconds; 0 ends that.
-
-        A worker that is starting gets no work anyway.
-        """
+        """Keep work from a ready worker that may hang, for `for_s` seconds; 0 ends that."""
         slot = process.slot
         if slot.role is not Role.WORKER or process.state is ProcessState.STARTING:
             return []

@@ -64,14 +64,10 @@ class Supervisor:
         started_at: float,
         system: System,
     ) -> None:
-        """Listen for children; `run` starts them.
+        """Listen for children; `run` starts them. Without a `listener` there is no API.
 
-        Args:
-            config: complete, as every child gets it.
-            listener: socket for the API; None: no API.
-            parent_fd: its EOF, or the end of this process's parent, ends everything at once.
-            started_at: monotonic time from which the start is counted.
-            system: clock, poller, sockets and processes.
+        EOF of `parent_fd`, or the end of this process's parent, ends everything at once. The start
+        counts from `started_at`, in monotonic seconds.
         """
         self._config = config
         self._console = console
@@ -105,10 +101,7 @@ class Supervisor:
         self._table = ProcessTable(config, slots, listener, self._link, self._poller, system=system)
 
     def run(self, signal_fd: int) -> int:
-        """Start all processes, run until they have ended, and return the exit status.
-
-        `signal_fd` has one byte to read for each signal to stop.
-        """
+        """Run all processes to their end; `signal_fd` has one byte for each signal to stop."""
         self._poller.register(signal_fd, zmq.POLLIN)
         self._perform(self.policy.begin(self._clock.monotonic()))
         while self._exit_status is None:

@@ -113,8 +113,7 @@ class SupervisorPolicy:
     def on_turn(self, now: float) -> None:
         """Begin a turn: extend all deadlines by time in which the supervisor did not run.
 
-        The time of an ordinary turn is not added, so that deadlines pass even where every turn is
-        slow.
+        Ordinary turns add nothing, so that deadlines pass even where every turn is slow.
         """
         stopped_s = now - self._turned_at - _LONGEST_TURN_S
         self._turned_at = now

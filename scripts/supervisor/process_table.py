@@ -103,12 +103,9 @@ class ProcessTable:
     # Starts -------------------------------------------------------------------------------------
 
     def start(self, action: Start) -> None:
-        """Start the next incarnation of a slot whose last one was reaped.
+        """Start the next incarnation of a slot whose last one was reaped; OSError: nothing is left.
 
         A forked process exists once `zygote_events` has received the report about it.
-
-        Raises:
-            OSError: it cannot be started; nothing is left behind.
         """
         slot, epoch = action.slot, action.epoch
         row = self._rows[slot]
@@ -157,8 +154,7 @@ class ProcessTable:
     def keep_num_blocks(self, num_gpu_blocks: int) -> None:
         """Start workers with as many KV blocks as the first one found memory for.
 
-        The core would have to begin anew with a worker that has another number of them. 0: the
-        number may differ between workers.
+        The core would have to begin anew with a worker that has another number. 0: any number.
         """
         if num_gpu_blocks:
             cache = self._config.cache
@@ -251,9 +247,7 @@ class ProcessTable:
     def kill(self, slot: Slot) -> bool:
         """Send SIGKILL to the process of a slot.
 
-        Returns:
-            False if the zygote has not forked it yet: both are given up, and no pidfd will report
-            the death of the process.
+        False: the zygote has not forked it yet. Both are given up, and no pidfd reports the death.
         """
         child = self._rows[slot].child
         if child is not None:
@@ -288,10 +282,7 @@ class ProcessTable:
             row.peer = peer
 
     def send(self, slot: Slot, message: Message) -> None:
-        """Send to the process of a slot, under the epoch that it knows.
-
-        A lost message is repeated by the policy, or a deadline passes.
-        """
+        """Send under the epoch of the slot. Lost messages are repeated, or a deadline passes."""
         row = self._rows[slot]
         if row.child is not None and row.peer is not None:
             self._send(row.peer, row.child.epoch, message)

@@ -34,11 +34,8 @@ class RunDir:
     def __init__(self, path: str | None, *, is_temporary: bool = False) -> None:
         """Create or take over a directory; without a path a new temporary one.
 
-        `is_temporary`: a given one may be removed once no supervisor holds it.
-
-        Raises:
-            ValueError: the directory cannot be used, for the reason given.
-            RunDirBusyError: another supervisor uses it.
+        `is_temporary`: a given one may be removed once no supervisor holds it. ValueError: it
+        cannot be used. RunDirBusyError: another supervisor uses it.
         """
         self.path = make_run_dir(path)
         self._is_own = path is None
@@ -102,10 +99,7 @@ class RunDir:
         self._link.symlink_to(self.path)
 
     def close(self, *, is_abandoned: bool) -> None:
-        """Release the directory: remove a temporary one, and the sockets of any other.
-
-        `is_abandoned`: no other process will remove a temporary one that was given.
-        """
+        """Release the directory; `is_abandoned`: no other process removes a given temporary one."""
         if self._link is not None:
             self._link.unlink(missing_ok=True)
         if self._is_own or (self._is_temporary and is_abandoned):

@@ -54,7 +54,6 @@ class Shutdown:
         self._is_front_drained = False
         self._were_ready: set[Role] = set()
         self._stages = [role for role in _STOP_ORDER if role in groups]
-        """Roles that still have to stop, in order."""
         self._stopped: Role | None = None
         self._exit_status = 0
         self.deadline: float | None = None

@@ -19,11 +19,7 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def complete(config: EngineConfig) -> EngineConfig:
-    """Replace the model's name by its directory, and set the number of standby workers.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """Resolve the model's directory and the number of standbys; ConfigError: no such model."""
     model = config.model
     recovery = msgspec.structs.replace(config.recovery, standby_workers=num_standby_workers(config))
     config = msgspec.structs.replace(config, recovery=recovery)
@@ -57,11 +53,7 @@ def served_name(config: EngineConfig) -> str:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Listen for HTTP.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
+    """Listen for HTTP; ConfigError: the address cannot be used."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)

@@ -17,10 +17,7 @@ _KILL_TO_DEATH_S = 10.0
 
 
 class OomCounter:
-    """The kernel's count of processes killed for lack of memory in this control group.
-
-    A counter that cannot be read never grows.
-    """
+    """Counts out-of-memory kills in this control group; an unreadable count never grows."""
 
     def __init__(
         self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")

@@ -73,11 +73,7 @@ class Watcher:
     def look(
         self, living: Mapping[Slot, int], marks: Mapping[Slot, ProgressRecord], now: float
     ) -> list[HangReport]:
-        """Compare all processes with the time.
-
-        `living` has the epochs of the processes to watch. Where a mark could not be read, the last
-        one holds.
-        """
+        """Compare all processes with the time; an unreadable mark is taken from the last look."""
         late_s = 0.0 if self.next_look is None else now - self.next_look
         reports = self._update(living, marks, now)
         limits = [watched.mark.limit_s for watched in self._watched.values()]
