@@ -50,6 +50,23 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, shape: tuple
         assert torch.equal(alone, packed(rows[others])[place]), num_rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(704, 256), (1536, 576), (896, 4864), (1024, 1024)], ids=str)
+@torch.inference_mode()
+def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """The two halves of each sum nearly cancel, so another order shows in almost every output."""
+    torch.manual_seed(3)
+    num_inputs, num_outputs = shape
+    half = torch.randn(num_outputs, num_inputs // 2)
+    packed = PackedLinear(torch.cat([half, half], 1).to(dtype), None)
+    left = torch.randn(600, num_inputs // 2).to(dtype).float()
+    right = left * (2**-6 * torch.randn(left.shape) - 1)
+    rows = torch.cat([left, right], 1).to(dtype)
+    expected = torch.cat([packed(rows[i : i + 2]) for i in range(0, len(rows), 2)])
+    for num_rows in (3, 17, 31, 32, 33, 48, 64, 65, 128, 255, 257, len(rows)):
+        assert torch.equal(packed(rows[:num_rows]), expected[:num_rows]), num_rows
+
+
 @torch.inference_mode()
 def test_every_linear_of_a_model_is_replaced_and_tied_weights_stay() -> None:
     embedding = nn.Embedding(50, 16)

@@ -2,7 +2,8 @@
 
 For few rows they are two to four times as fast as `torch.nn.functional.linear`, and a row has the
 same bits beside any other rows. Two exceptions are worked around: a single row runs as two, and
-very wide bfloat16 outputs run in slices of rows.
+bfloat16 runs in slices of rows where oneDNN sums in another order for many rows, which it does for
+very wide outputs, and with AMX for nearly all shapes.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
-WIDE_SLICE_ROWS = 32
+SLICE_ROWS = 32
 PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
 
 
@@ -31,8 +32,9 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
             weight.detach().contiguous(), PACKING_ROWS
         )
-        wide = weight.dtype == torch.bfloat16 and self.out_features >= WIDE_OUT_FEATURES
-        self._slice_rows = WIDE_SLICE_ROWS if wide else 0
+        is_order_variable = self.out_features >= WIDE_OUT_FEATURES or _has_amx()
+        is_sliced = weight.dtype == torch.bfloat16 and is_order_variable
+        self._slice_rows = SLICE_ROWS if is_sliced else 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
@@ -62,6 +64,10 @@ class PackedLinear(nn.Module):
             out[part] = self._linear(rows[part])
             first += self._slice_rows
         return out
+
+
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
