@@ -218,7 +218,7 @@ def test_a_subscriber_that_does_not_read_delays_no_other_and_continues_where_it_
     for request_id in range(1, 6):
         client.add(request_id, max_tokens=64, cache_salt=str(request_id))
         client.finish(request_id)
-        kept = [body for outbox in bench.loop._clients._outboxes.values() for body in outbox]
+        kept = [body for outbox in bench.loop._clients._outboxes.values() for body in outbox.bodies]
         assert sum(b"KVEventBatch" in body for body in kept) <= 1
     is_stuck = False
     bench.until(lambda: num_stored(stuck) == 20)

@@ -192,6 +192,6 @@ def test_what_is_kept_of_a_refusal_changes_no_decision(
         return made
 
     kept = decisions()
-    monkeypatch.setattr(Admission, "_is_current", lambda *_: False)
+    monkeypatch.setattr(Admission, "_current_refusal", lambda *_: None)
     monkeypatch.setattr(Scheduler, "_is_futile", lambda *_: False)
     assert decisions() == kept
