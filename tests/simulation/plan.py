@@ -114,7 +114,7 @@ class Plan:
     failpoint_rate: float = 0.0
     """Probability that a process is killed when it reaches a failpoint."""
     heal_at_s: float = 0.0
-    """In progress mode, faults end at this time."""
+    """In progress mode, faults end at this time: no fault comes later."""
     end: EndPlan | None = None
     """A shutdown with open requests; None: the engine ends when nothing is open."""
 
@@ -143,6 +143,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
         journal=JournalPlan() if has_journal else None,
     )
     _draw_faults(rng, plan, mode, kinds)
+    plan.heal_at_s = max([plan.heal_at_s, *(fault.time_s for fault in plan.faults)])
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
         victims = rng.choice(_LAST_VICTIMS) if "kill" in kinds else ()
         plan.end = EndPlan(rng.uniform(0.0, 0.3), victims, rng.choice((0.1, 1.0, 4.0)))
