@@ -33,6 +33,8 @@ NumSequences = Annotated[int, Meta(ge=1, le=128)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[str, Meta(max_length=256)]
 
+MAX_GRAMMAR_CHARS = 256 * 1024
+
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the sampler takes the most likely token."""
 
@@ -44,6 +46,22 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class GrammarKind(enum.StrEnum):
+    """The language in which a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    """llguidance's dialect of Lark; other kinds of constraint are translated to it."""
+
+
+class Grammar(Record):
+    """A language to which the whole output is confined; the worker compiles it."""
+
+    kind: GrammarKind
+    source: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 
 
 class SamplingParams(Record):
@@ -71,6 +89,7 @@ class SamplingParams(Record):
     """Top logprobs per output token besides the sampled one's; None: no logprobs at all."""
     prompt_logprobs: NumLogprobs | None = None
     """The same per prompt token; such a request computes its whole prompt, reading no cached KV."""
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:

@@ -104,7 +104,7 @@ async def run(url: SplitResult, model: str, requests: list[Request]) -> Figures:
 
 
 def main() -> None:
-    """Warm up, run in turn, print medians with their ranges."""
+    """Warm up, run in turn, print every run, then medians with their ranges."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -124,14 +124,28 @@ def main() -> None:
                 figures = asyncio.run(run(url, arguments.model, requests))
                 if rep >= 0:
                     results.setdefault((work, name), []).append(figures)
+                    print(f"{work} {name}: {figures.tokens_per_s:.0f} tok/s", flush=True)
                 time.sleep(PAUSE_S)
-    print(f"{'work':5}{'server':10}{'output tok/s':>22}{'TTFT ms':>10}{'ITL ms':>9}")
+    report(results)
+
+
+def report(results: dict[tuple[str, str], list[Figures]]) -> None:
+    """Print medians with their ranges, and rates relative to those of the first server."""
+    print(f"{'work':5}{'server':10}{'output tok/s':>22}{'TTFT ms':>10}{'ITL ms':>9}  relative rate")
     for (work, name), runs in results.items():
         rates = [figures.tokens_per_s for figures in runs]
         spread = f"{statistics.median(rates):.0f} [{min(rates):.0f}-{max(rates):.0f}]"
         ttft = statistics.median(figures.ttft_ms for figures in runs)
         itl = statistics.median(figures.itl_ms for figures in runs)
-        print(f"{work:5}{name:10}{spread:>22}{ttft:>10.0f}{itl:>9.1f}")
+        first = next(figures for (its_work, _), figures in results.items() if its_work == work)
+        relative = [
+            figures.tokens_per_s / base.tokens_per_s
+            for figures, base in zip(runs, first, strict=True)
+        ]
+        print(
+            f"{work:5}{name:10}{spread:>22}{ttft:>10.0f}{itl:>9.1f}  "
+            f"{statistics.median(relative):.3f} [{min(relative):.3f}-{max(relative):.3f}]"
+        )
 
 
 if __name__ == "__main__":
