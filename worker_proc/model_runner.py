@@ -203,7 +203,11 @@ def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedMod
         progress("pack_weights", 0, 1)
         if library is not None:
             fuse_modules(loaded.model, library, loaded.dtype)
-        pack_linears(loaded.model, lambda done, total: progress("pack_weights", done, total))
+        pack_linears(
+            loaded.model,
+            library,
+            lambda done, total: progress("pack_weights", done, total),
+        )
     return PreparedModel(loaded, library)
 
 

@@ -11,7 +11,7 @@ from core_proc.recovery.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprin
 from core_proc.running_engine import CANARY_ID
 from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts, SchedulerOutput
+from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.process.progress_page import MarkEdits
 from protocol.sampling import SamplingParams
 from tests.core.fake_worker import FakeWorker
@@ -30,11 +30,16 @@ def sample(req_id: int, position: int) -> int:
 class Patient:
     """An engine whose workers die in steps for which `kills` is true.
 
-    It gets the (request id, length) of each request of the step.
+    It gets the (request id, length) of each request of the step. At the first death the results of
+    the last `num_late` steps are still on their way, and are lost with the worker.
     """
 
     def __init__(
-        self, kills: Callable[[list[tuple[int, int]]], bool], depth: int = 2, **settings: object
+        self,
+        kills: Callable[[list[tuple[int, int]]], bool],
+        depth: int = 2,
+        num_late: int = 0,
+        **settings: object,
     ) -> None:
         self.outputs: dict[int, list[int]] = {}
         self.ended: set[int] = set()
@@ -48,6 +53,8 @@ class Patient:
         self._page: dict[int, int] = {}
         self._open: dict[int, AddRequest] = {}
         self._pipe: deque[SchedulerOutput] = deque()
+        self._num_late = num_late
+        self._results: deque[ModelRunnerOutput] = deque()
         self.begin_core()
 
     def begin_core(self) -> None:
@@ -67,6 +74,7 @@ class Patient:
 
     def begin_worker(self) -> None:
         self._pipe.clear()
+        self._results.clear()
         self._worker = FakeWorker(16, 2000, self._sample)
         self.engine.adopt_workers(FACTS)
 
@@ -89,6 +97,7 @@ class Patient:
 
     def die(self, *, is_blamed: bool = True) -> None:
         self.num_deaths += 1
+        self._num_late = 0
         if self.kills_core:
             if not is_blamed:
                 self._marks = []
@@ -113,6 +122,8 @@ class Patient:
             self._pipe.append(step)
         if self._pipe:
             self._execute(self._pipe.popleft())
+        if len(self._results) > self._num_late or (self._results and not self._pipe):
+            self._deliver(self._results.popleft())
         for _, message in self.engine.take_mail():
             if isinstance(message, Refused) and message.request_id is not None:
                 self.refused[message.request_id] = message.error.code
@@ -128,6 +139,9 @@ class Patient:
         if self._kills(computing):
             self.die()
             return
+        self._results.append(output)
+
+    def _deliver(self, output: ModelRunnerOutput) -> None:
         for client, outputs in self.engine.update(output).items():
             assert client == CLIENT
             for row in outputs.outputs:
@@ -139,7 +153,7 @@ class Patient:
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if not self.engine.has_unfinished and not self._pipe:
+            if not (self.engine.has_unfinished or self._pipe or self._results):
                 return
             self.turn()
         raise AssertionError(f"not done after {limit} turns and {self.num_deaths} deaths")
@@ -168,6 +182,18 @@ def test_one_of_32_is_found_within_seven_deaths(culprit: int, at: int, depth: in
         patient.add(request_id)
     patient.run()
     patient.check_innocents(32, {culprit})
+    assert patient.num_deaths <= 7
+
+
+@pytest.mark.parametrize(("depth", "num_late"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize("at", [22, 24, 27])
+def test_a_culprit_whose_last_tokens_were_lost_is_found(at: int, depth: int, num_late: int) -> None:
+    """It computes those tokens again before it kills: it is not cleared by the first of them."""
+    patient = Patient(poisoned(7, at=at), depth, num_late)
+    for request_id in range(1, 33):
+        patient.add(request_id)
+    patient.run()
+    patient.check_innocents(32, {7})
     assert patient.num_deaths <= 7
 
 

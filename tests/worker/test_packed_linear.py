@@ -13,20 +13,24 @@ from worker_proc.loading.packed_linear import (
     can_pack,
     pack_linears,
 )
+from worker_proc.native.kernels import load_library
 
 CPU = torch.device("cpu")
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)]
 MAX_ROWS = 130
+LIBRARY = load_library()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(64, 96), (576, 1536), (32, WIDE_OUT_FEATURES + 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 96), (70, 45), (576, 1536), (32, WIDE_OUT_FEATURES + 8)], ids=str
+)
 @torch.inference_mode()
 def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     linear = nn.Linear(*shape, bias=bias).to(dtype)
-    packed = PackedLinear(linear.weight, linear.bias)
+    packed = PackedLinear(linear.weight, linear.bias, LIBRARY)
     for leading in ((0,), (1,), (2,), (1, 33), (3, 11), (65,)):
         hidden = torch.randn(*leading, shape[0]).to(dtype)
         want, got = linear(hidden), packed(hidden)
@@ -40,7 +44,7 @@ def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
     rng = random.Random(2)
-    packed = PackedLinear(torch.randn(shape[1], shape[0], dtype=dtype), None)
+    packed = PackedLinear(torch.randn(shape[1], shape[0], dtype=dtype), None, LIBRARY)
     rows = torch.randn(MAX_ROWS, shape[0], dtype=dtype)
     alone = packed(rows[:1])[0]
     for num_rows in (2, 3, 4, 8, 15, 16, 17, 32, 33, 34, 64, 65, 97, MAX_ROWS):
@@ -58,7 +62,7 @@ def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[
     torch.manual_seed(3)
     num_inputs, num_outputs = shape
     half = torch.randn(num_outputs, num_inputs // 2)
-    packed = PackedLinear(torch.cat([half, half], 1).to(dtype), None)
+    packed = PackedLinear(torch.cat([half, half], 1).to(dtype), None, LIBRARY)
     left = torch.randn(600, num_inputs // 2).to(dtype).float()
     right = left * (2**-6 * torch.randn(left.shape) - 1)
     rows = torch.cat([left, right], 1).to(dtype)
@@ -78,7 +82,7 @@ def test_every_linear_of_a_model_is_replaced_and_tied_weights_stay() -> None:
     ids = torch.arange(7)
     want = model(ids)
     calls: list[tuple[int, int]] = []
-    assert pack_linears(model, lambda done, total: calls.append((done, total))) == 3
+    assert pack_linears(model, LIBRARY, lambda done, total: calls.append((done, total))) == 3
     torch.testing.assert_close(want, model(ids), rtol=1e-5, atol=1e-5)
     assert calls == [(1, 3), (2, 3), (3, 3)]
     assert not any(type(module) in (nn.Linear, Conv1D) for module in model.modules())

@@ -69,8 +69,8 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-        self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias)
-        self.down_proj = PackedLinear(down.weight, down.bias)
+        self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias, library)
+        self.down_proj = PackedLinear(down.weight, down.bias, library)
         self._library = library
         self._activation = activation
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("attention.cpp", "pointwise.cpp")
+SOURCES = ("attention.cpp", "linear.cpp", "pointwise.cpp")
 HEADERS = ("vec.h",)
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),

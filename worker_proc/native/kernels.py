@@ -19,10 +19,13 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = logging.getLogger(__name__)
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_TILE_ROWS, _TILE_INPUTS = 16, 32
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 5),
+    "troika_pack_weight": (_POINTER, _INT, _INT, _POINTER),
+    "troika_linear": (_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
 }
 
 
@@ -70,6 +73,8 @@ class NativeLibrary:
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, None
+        self.has_tiles = bool(self._library.troika_enable_tiles())
+        """Whether this process can compute `linear`, which needs AMX."""
 
     def attend(
         self,
@@ -130,6 +135,33 @@ class NativeLibrary:
         )
         return out
 
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return `[num_outputs, num_inputs]` in bfloat16 in the layout of `linear`."""
+        weight = weight.contiguous()
+        num_outputs, num_inputs = weight.shape
+        padded = _round_up(num_outputs, _TILE_ROWS) * _round_up(num_inputs, _TILE_INPUTS)
+        packed = torch.empty(padded, dtype=torch.bfloat16)
+        self._library.troika_pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        return packed
+
+    def linear(
+        self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, size: int
+    ) -> torch.Tensor:
+        """Return `[rows, size]` for `[rows, num_inputs]` in bfloat16; `bias` is float32."""
+        rows = _dense_rows(hidden)
+        out = torch.empty(len(rows), size, dtype=torch.bfloat16)
+        bias_at = None if bias is None else bias.data_ptr()
+        self._library.troika_linear(
+            rows.data_ptr(),
+            rows.stride(0),
+            packed.data_ptr(),
+            bias_at,
+            out.data_ptr(),
+            *rows.shape,
+            size,
+        )
+        return out
+
 
 def load_library() -> NativeLibrary | None:
     """Return the kernels, if this user has compiled them for this machine."""
@@ -141,6 +173,10 @@ def load_library() -> NativeLibrary | None:
     except (OSError, RuntimeError, AttributeError) as error:
         _log.info("computing without native kernels: %s", error)
         return None
+
+
+def _round_up(size: int, part: int) -> int:
+    return -(-size // part) * part
 
 
 def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ NULL_MAX_MODEL_LEN = 8192
 NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
 NULL_BLOCK_BYTES = 65_536  # of swap_space_bytes
+_SPIN_COUNT = "2000"  # about 0.1 ms
 
 
 def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
@@ -57,13 +58,14 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactor
 
 
 def _let_threads_sleep() -> None:
-    """Make OpenMP's threads sleep while they wait, unless the environment sets this.
+    """Make OpenMP's threads sleep after a short wait, unless the environment sets this.
 
     By default they spin for milliseconds, on the processor that the awaited thread, or the API,
-    needs. OpenMP reads this when it is loaded.
+    needs. Between the kernels of a step they wait for less, and waking them takes longer than that.
+    OpenMP reads this when it is loaded.
     """
-    if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 
 
 def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) -> None:
