@@ -13,12 +13,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from api_proc import openapi
 from api_proc.errors import ApiError, internal
+from api_proc.http.access_log import AccessLogger, AccessLogMiddleware
 from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
-from api_proc.http.middleware import AuthMiddleware, RequestIdMiddleware
-from api_proc.openai import admin_routes, info_routes, token_routes
+from api_proc.http.middleware import (
+    OPEN_PATHS,
+    AuthMiddleware,
+    RequestIdMiddleware,
+    cors_middleware,
+)
+from api_proc.openai import admin_routes, info_routes, load_routes, token_routes
 from api_proc.openai.chat import CHAT
 from api_proc.openai.completions import COMPLETIONS
+from api_proc.openai.embeddings import create_embeddings
+from api_proc.page import routes as page
 from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 
@@ -37,6 +46,15 @@ _ROUTES = (
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("GET", "/tokenizer_info", token_routes.tokenizer_info),
+    ("POST", "/apply-template", token_routes.apply_template),
+    ("POST", "/v1/embeddings", create_embeddings),
+    ("GET", "/load", load_routes.load),
+    ("GET", "/v1/load", load_routes.load),
+    ("GET", "/slots", load_routes.slots),
+    ("GET", "/healthz", load_routes.healthz),
+    ("POST", "/abort_requests", load_routes.abort_requests),
+    ("GET", "/openapi.json", openapi.openapi_json),
+    ("GET", "/docs", openapi.docs_page),
 )
 _ADMIN_ROUTES = (
     ("POST", "/pause", admin_routes.pause),
@@ -50,17 +68,29 @@ _ADMIN_ROUTES = (
 
 
 def openai_app(
-    state: ApiState, *, keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S
+    state: ApiState,
+    *,
+    keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S,
+    access_logger: AccessLogger | None = None,
 ) -> Starlette:
     """Build the application; the host starts and closes the state's client."""
     config = state.config.api
     routes = [
         Route(path, _Endpoint(handler, state, keep_alive_interval_s), methods=[method])
-        for method, path, handler in _ROUTES + _ADMIN_ROUTES * config.enable_admin_routes
+        for method, path, handler in (
+            *_ROUTES,
+            *_ADMIN_ROUTES * config.enable_admin_routes,
+            *page.ROUTES * config.enable_page,
+        )
     ]
     middleware = [Middleware(RequestIdMiddleware)]
-    if config.api_key is not None:
-        middleware.append(Middleware(AuthMiddleware, api_key=config.api_key))
+    if access_logger is not None:
+        middleware.insert(0, Middleware(AccessLogMiddleware, logger=access_logger))
+    if config.allowed_origins:
+        middleware.append(cors_middleware(config.allowed_origins))
+    if config.api_key or config.api_key_file is not None:
+        open_paths = OPEN_PATHS | page.OPEN_PATHS
+        middleware.append(Middleware(AuthMiddleware, keys=state.api_keys, open_paths=open_paths))
     app = Starlette(
         routes=routes, middleware=middleware, exception_handlers={HTTPException: _on_http_exception}
     )

@@ -1,8 +1,8 @@
 """Request bodies: one struct per route, with the bounds of protocol/sampling.py.
 
-Unknown fields are ignored, because OpenAI's own clients send some; a known field with a wrong type
-or value is rejected. Fields of features that this server lacks are listed, so that a request for
-one of them fails instead of getting a different answer without notice.
+A known field with a wrong type or value is rejected. Fields of features that this server lacks are
+listed, so that a request for one of them fails instead of getting a different answer without
+notice. Other unknown fields: `api_proc.unknown_fields`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypedDict
@@ -10,13 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from api_proc.chat.tools import ToolChoice, Tools, ToolUse, check_tools, resolve_tools
 from api_proc.errors import invalid, unsupported
+from api_proc.openai import structured
 from protocol import sampling
 from protocol.api_core import Tenant
 from protocol.message import TokenId
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
 MAX_TOKENS_PER_PROMPT = 2**21
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -26,18 +29,16 @@ PromptItems = Annotated[
     list[PromptText | TokenId | PromptIds], Meta(min_length=1, max_length=MAX_TOKENS_PER_PROMPT)
 ]
 TruncateTokens = Annotated[int, Meta(ge=-1, lt=2**31)]
+Timeout = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+StreamInterval = Annotated[int, Meta(ge=1, le=2**16)]
 Unsupported = Raw | UnsetType
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""Types of the parts of a message that are text: of chats, and of the newer responses."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """`response_format`; only text is supported."""
-
-    type: str
 
 
 class RequestOptions(TypedDict):
@@ -81,16 +82,28 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     priority: sampling.Priority | None = None
     cache_salt: sampling.CacheSalt | None = None
     user: Tenant | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: Unsupported = UNSET
-    guided_json: Unsupported = UNSET
-    guided_regex: Unsupported = UNSET
-    guided_choice: Unsupported = UNSET
-    guided_grammar: Unsupported = UNSET
-    allowed_token_ids: Unsupported = UNSET
-    bad_words: Unsupported = UNSET
+    response_format: structured.ResponseFormat | None = None
+    structured_outputs: structured.StructuredOutputs | None = None
+    guided_json: structured.Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: structured.Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: structured.Schema | None = None
+    grammar: str | None = None
+    allowed_token_ids: sampling.AllowedTokenIds | None = None
+    bad_words: sampling.BadWords | None = None
+    logprob_token_ids: sampling.LogprobTokenIds | None = None
+    best_of: Annotated[int, Meta(ge=1)] | None = None
+    timeout: Timeout | None = None
+    """Seconds after which the request ends with an error."""
+    stream_interval: StreamInterval | None = None
+    """Tokens of a sequence in one event of a stream."""
+    max_completion_tokens: sampling.MaxTokens | None = None
     logits_processors: Unsupported = UNSET
+    prompt_embeds: Unsupported = UNSET
     use_beam_search: bool | None = None
+    length_penalty: float | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -101,7 +114,9 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     @property
     def output_limit(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value."""
-        return "max_tokens", self.max_tokens
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def request_options(self) -> RequestOptions:
@@ -113,9 +128,16 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         }
 
     @property
+    def num_top_logprobs(self) -> int | None:
+        """Most likely tokens to describe for each output token; None: no logprobs at all."""
+        raise NotImplementedError
+
+    @property
     def num_logprobs(self) -> int | None:
         """Candidates for each output token."""
-        raise NotImplementedError
+        if self.num_top_logprobs is None or not self.logprob_token_ids:
+            return self.num_top_logprobs
+        return len(self.logprob_token_ids)
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -132,9 +154,12 @@ class SamplingBody(msgspec.Struct, kw_only=True):
             raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
         if self.use_beam_search:
             raise unsupported("use_beam_search")
-        if self.response_format is not None and self.response_format.type != "text":
-            kind = self.response_format.type
-            raise unsupported("response_format", f"of type {kind!r} is not supported")
+        if self.length_penalty not in (None, 1.0):
+            raise unsupported("length_penalty", "is not supported: it needs use_beam_search")
+        if self.logprob_token_ids and self.num_top_logprobs is None:
+            raise invalid("logprob_token_ids", "needs logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise invalid("best_of", f"must be equal to n, which is {self.n or 1}")
         _reject_unsupported(self, "")
 
 
@@ -144,25 +169,20 @@ class CompletionBody(SamplingBody, kw_only=True):
     default_max_tokens: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
 
     prompt: PromptText | PromptItems
-    best_of: Annotated[int, Meta(ge=1)] | None = None
     echo: bool | None = None
     logprobs: sampling.NumLogprobs | None = None
     suffix: Unsupported = UNSET
-    prompt_embeds: Unsupported = UNSET
+    parse_special: bool | None = None
+    """Whether special tokens in the text of the prompt count as such; the default."""
 
     @property
-    def num_logprobs(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
         wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return max((count for count in wanted if count is not None), default=None)
-
-    def check(self) -> None:
-        super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise invalid("best_of", f"must be equal to n, which is {self.n or 1}")
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -172,14 +192,50 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The arguments are JSON text; an object is accepted too."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """Most templates expect an object; text that is not one is left to the template."""
+        arguments: Any = self.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                decoded = msgspec.json.decode(arguments)
+            except (msgspec.DecodeError, RecursionError):
+                decoded = None
+            arguments = decoded if isinstance(decoded, dict) else arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class MessageToolCall(msgspec.Struct, frozen=True):
+    """A call that the model made earlier in the chat."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        call: dict[str, Any] = {"type": self.type, "function": self.function.for_template}
+        return call if self.id is None else {"id": self.id} | call
+
+
 class ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Unsupported = UNSET
+    reasoning: str | None = None
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=1024)] | None = None
     function_call: Unsupported = UNSET
+    audio: Unsupported = UNSET
+    images: Unsupported = UNSET
+    prefix: Unsupported = UNSET
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as templates expect it: text in one piece, no absent fields."""
@@ -187,11 +243,17 @@ class ChatMessage(msgspec.Struct):
         if isinstance(content, list):
             content = "\n".join([part.text or "" for part in content])
         role = "system" if self.role == "developer" else self.role
-        result = {"role": role, "content": content or ""}
-        for name in ("name", "tool_call_id", "reasoning_content"):
+        result: dict[str, Any] = {"role": role, "content": content or ""}
+        for name in ("name", "tool_call_id"):
             value = getattr(self, name)
             if value is not None:
                 result[name] = value
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            result["reasoning_content"] = reasoning
+        if self.tool_calls:
+            result["content"] = content
+            result["tool_calls"] = [call.for_template for call in self.tool_calls]
         return result
 
 
@@ -202,7 +264,6 @@ class ChatBody(SamplingBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: sampling.MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: sampling.NumLogprobs | None = None
     add_generation_prompt: bool | None = None
@@ -210,8 +271,14 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template: Unsupported = UNSET
     continue_final_message: bool | None = None
     documents: Unsupported = UNSET
-    tools: Unsupported = UNSET
-    tool_choice: Unsupported = UNSET
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     functions: Unsupported = UNSET
     function_call: Unsupported = UNSET
     modalities: list[str] | None = None
@@ -220,21 +287,36 @@ class ChatBody(SamplingBody, kw_only=True):
     web_search_options: Unsupported = UNSET
 
     @property
-    def output_limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is None:
-            return super().output_limit
-        return "max_completion_tokens", self.max_completion_tokens
+    def num_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the model may call."""
+        return resolve_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template; templates have two names for thinking."""
+        variables: dict[str, Any] = {}
+        is_thinking = self.enable_thinking
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            if is_thinking is None and self.reasoning_effort == "none":
+                is_thinking = False
+        if is_thinking is not None:
+            variables |= {"enable_thinking": is_thinking, "thinking": is_thinking}
+        return variables | (self.chat_template_kwargs or {})
 
     def check(self) -> None:
         super().check()
+        check_tools(self.tools or [])
+        resolve_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs to be true")
-        if self.continue_final_message:
-            raise unsupported("continue_final_message")
+        check_continuation(
+            self.messages, self.add_generation_prompt, bool(self.continue_final_message)
+        )
         if any(modality != "text" for modality in self.modalities or []):
             raise unsupported("modalities", "other than text are not supported")
         check_chat_prompt(self.messages, self.chat_template_kwargs)
@@ -246,9 +328,23 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TemplateBody(msgspec.Struct, kw_only=True):
+    """Body of POST /apply-template: what a chat's prompt is made of."""
+
+    messages: Messages
+    model: str | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -262,7 +358,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
 )
-_NO_EFFECT = frozenset({b"null", b"[]", b"{}", b'""', b"false", b'"none"', b'"auto"'})
+_NO_EFFECT = frozenset({b"null", b"[]", b'""', b"false", b'"none"', b'"auto"'})
 
 
 def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:
@@ -273,12 +369,30 @@ def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None
             raise invalid(f"messages[{i}].content", "must be text")
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
             where = f"messages[{i}].content[{j}]"
-            if part.type != "text":
+            if part.type not in TEXT_PARTS:
                 raise unsupported(f"{where}.type", f"{part.type!r} is not supported, only text is")
             if part.text is None:
                 raise invalid(f"{where}.text", "the field is missing")
     for name in _RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
         raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")
+
+
+def wants_generation_prompt(body: ChatBody | TokenizeBody | TemplateBody) -> bool:
+    """Whether the prompt ends with the beginning of the model's message; that is the default."""
+    return body.add_generation_prompt is not False and not body.continue_final_message
+
+
+def check_continuation(
+    messages: list[ChatMessage], add_generation_prompt: bool | None, is_continued: bool
+) -> None:
+    """Reject a final message that cannot be continued."""
+    if not is_continued:
+        return
+    if add_generation_prompt:
+        message = "excludes add_generation_prompt, which begins another message"
+        raise invalid("continue_final_message", message)
+    if not messages[-1].for_template()["content"]:
+        raise invalid("continue_final_message", "needs text in the final message")
 
 
 def _reject_unsupported(struct: msgspec.Struct, prefix: str) -> None:

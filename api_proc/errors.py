@@ -76,8 +76,13 @@ def from_request_error(error: RequestError, prompt_param: str) -> ApiError:
         return overloaded(error.message)
     if error.code in (ErrorCode.DRAINING, ErrorCode.ENGINE_FAILED):
         return unavailable(error.message, error.code)
+    if error.code is ErrorCode.DEADLINE:
+        headers = ((b"x-should-retry", b"false"),)
+        return ApiError(504, error.message, param="timeout", code=error.code, headers=headers)
     if error.code in (ErrorCode.INTERNAL, ErrorCode.COMPUTATION_FAILED, ErrorCode.QUARANTINED):
         return ApiError(500, error.message, code=error.code)
+    if error.code is ErrorCode.ABORTED:
+        return ApiError(409, error.message, code=error.code)
     param = prompt_param if error.param == "prompt" else error.param
     return ApiError(400, error.message, param=param, code=error.code)
 

@@ -5,15 +5,28 @@ from bisect import bisect_right
 from api_proc.bodies import SamplingBody
 from api_proc.errors import invalid
 from api_proc.text.checkpoint import SamplingDefaults
+from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
 from protocol.api_core import ErrorCode
 from protocol.core_worker import ModelFacts
-from protocol.sampling import SamplingParams
+from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams
+
+MAX_WORD_TOKENS = 1024
 
 
 def sampling_params(
-    body: SamplingBody, defaults: SamplingDefaults, *, max_tokens: int, seed: int
+    body: SamplingBody,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    seed: int,
+    bad_words: list[list[int]] | None = None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Fill in the fields that the body leaves out; decoding has checked the bounds."""
+    """Fill in the fields that the body leaves out; decoding has checked the bounds.
+
+    `bad_words` are those of the body as token ids.
+    """
+    num_logprobs = body.num_logprobs
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(body.temperature, defaults.temperature),
@@ -28,9 +41,26 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=body.stop_token_ids or [],
         logit_bias=body.logit_bias or {},
-        logprobs=body.num_logprobs,
+        logprobs=None if num_logprobs is None else min(num_logprobs, MAX_LOGPROBS),
         prompt_logprobs=body.num_prompt_logprobs,
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words=bad_words or [],
+        logprob_token_ids=body.logprob_token_ids or [],
+        grammar=grammar,
     )
+
+
+def bad_word_ids(words: list[str], tokenizer: TextTokenizer) -> list[list[int]]:
+    """Return the token sequences that spell these words, at the start of a text and after a space.
+
+    A sequence that ends in another one needs no entry of its own.
+    """
+    options = EncodeOptions(add_special_tokens=False, max_tokens=MAX_WORD_TOKENS)
+    sequences: list[list[int]] = []
+    for word in words:
+        plain, spaced = (tokenizer.encode(before + word.lstrip(), options) for before in ("", " "))
+        sequences += [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+    return [sequence for sequence in sequences if sequence]
 
 
 def nth_seed(seed: int, i: int) -> int:

@@ -9,11 +9,16 @@ from pathlib import PurePath
 
 from api_proc.budget import Budget
 from api_proc.errors import ApiError, overloaded, unavailable
+from api_proc.http.api_keys import ApiKeys
+from api_proc.http.open_requests import OpenRequests
 from api_proc.metrics import Metrics, MetricsCollector
+from api_proc.page.process_list import ProcessList
 from api_proc.resumption.sessions import Sessions
 from api_proc.text.processor import TextProcessor
-from protocol.api_core import EngineState, EngineStats, ErrorCode
+from api_proc.unknown_fields import UnknownFields
+from protocol.api_core import EngineState, EngineStats, ErrorCode, RequestError
 from protocol.client import AsyncEngineClient
+from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
@@ -35,22 +40,31 @@ class ApiState:
         self.client = client
         self.config = config
         self.text = text
-        self.model_name = config.model.served_model_name or PurePath(config.model.model).name
+        names = config.model.served_model_name or (PurePath(config.model.model).name,)
+        self.model_name = names[0]
+        self.model_names = names
+        """All names of the model; responses have the first one."""
+        self.api_keys = ApiKeys(config.api)
         self.created = int(time.time())
         self.metrics = Metrics()
         self.exposition = MetricsCollector(
-            self.model_name, self.metrics, self._engine_stats, self._measurements
+            self.model_name, self.metrics, self.engine_stats, self._measurements
         ).exposition
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
+        self.large_requests = asyncio.Lock()
+        """Held by the one request whose body and prompts are being processed in slices."""
+        self.large_answers = asyncio.Lock()
+        """The same for answers; one that waited for requests would hold its memory meanwhile."""
+        self.unknown_fields = UnknownFields(config.api.unknown_fields)
         self.sessions: Sessions | None = None
         """Only with a journal; see `api_proc.app.start_sessions`."""
+        self.open_requests = OpenRequests()
+        self.processes: ProcessList | None = None
+        """Only with a supervisor."""
         self._health = Health(False)
         self._health_time = 0.0
         self._started = time.monotonic()
-        self._num_open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         base = config.model.seed
         self._random = random.Random(base) if base else secrets.SystemRandom()
 
@@ -62,16 +76,13 @@ class ApiState:
 
     async def wait_idle(self) -> None:
         """Wait until no request is open; the caller has the deadline."""
-        await self._idle.wait()
+        await self.open_requests.wait_none()
 
-    def opened(self) -> None:
-        self._num_open += 1
-        self._idle.clear()
-
-    def closed(self) -> None:
-        self._num_open -= 1
-        if self._num_open == 0:
-            self._idle.set()
+    def fail_open(self) -> None:
+        """End all open requests with an error, because the process is about to leave."""
+        self.drain()
+        error = RequestError(ErrorCode.DRAINING, "the server is shutting down")
+        self.open_requests.fail_all(RequestFailed(error))
 
     async def accepting(self) -> ModelFacts:
         """Return the model's facts if new requests are accepted, or raise a 503 or 429."""
@@ -107,10 +118,11 @@ class ApiState:
 
     def require_model(self, name: str | None) -> None:
         """Raise a 404 for the name of another model."""
-        if name is not None and name not in (self.model_name, self.config.model.model):
+        if name is not None and name not in (*self.model_names, self.config.model.model):
+            names = ", ".join(map(repr, self.model_names))
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                f"the model {name!r} does not exist; this server has {names}",
                 param="model",
                 code="model_not_found",
             )
@@ -154,7 +166,8 @@ class ApiState:
             and not self.is_degraded
         )
 
-    def _engine_stats(self) -> EngineStats:
+    def engine_stats(self) -> EngineStats:
+        """Return the core's last statistics."""
         status = self.client.status
         return EngineStats() if status is None else status.stats
 

@@ -42,7 +42,13 @@ from protocol.api_core import (
     StepOutputs,
 )
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import (
+    CompileGrammar,
+    GrammarCompiled,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from protocol.kv_events import KVEvent
 from protocol.process.progress_page import MarkEdits
 
@@ -142,6 +148,18 @@ class EngineCore:
         if self.running is None or not self._has_workers:
             return None
         return self.running.schedule()
+
+    def take_grammars(self) -> list[CompileGrammar]:
+        """Return the grammars that are to be sent to the workers before the next step."""
+        if self.running is None or not self._has_workers:
+            return []
+        return self.running.take_grammars()
+
+    def grammar_compiled(self, message: GrammarCompiled) -> None:
+        """Handle the workers' answer about a grammar."""
+        if self.running is None:
+            raise WorkerMisbehaved(f"grammar {message.grammar_id} was never sent")
+        self.running.grammar_compiled(message)
 
     @property
     def is_sleep_due(self) -> bool:

@@ -48,12 +48,14 @@ BLOCKED = frozenset({_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV, _S.WAITIN
 """Waiting, and not admitted before `Scheduler.unblock`."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _S.WAITING: _GIVEN_UP | {_S.RUNNING, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL},
-    _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING},
+    _S.WAITING: _GIVEN_UP
+    | {_S.RUNNING, _S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV, _S.WAITING_FOR_TRIAL},
+    # On a new worker the grammar of a request that has run is compiled again.
+    _S.WAITING_FOR_GRAMMAR: _GIVEN_UP | {_S.WAITING, _S.PREEMPTED},
     _S.WAITING_FOR_REMOTE_KV: _GIVEN_UP | {_S.WAITING},
     _S.RUNNING: _FINISHED | {_S.PREEMPTED},
     # A preempted request may still stop: a token of a step in flight arrives late.
-    _S.PREEMPTED: _FINISHED | {_S.RUNNING, _S.WAITING_FOR_TRIAL},
+    _S.PREEMPTED: _FINISHED | {_S.RUNNING, _S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_TRIAL},
     _S.WAITING_FOR_TRIAL: _FINISHED | {_S.WAITING, _S.PREEMPTED},
     **dict.fromkeys(_FINISHED, frozenset()),
 }
@@ -182,7 +184,7 @@ class Request:
         params = self.sampling_params
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         own = params.stop_token_ids
-        if params.ignore_eos:
+        if params.ignore_eos and params.grammar is None:  # a grammar's end is the only one
             self.stop_token_ids = frozenset(own)
         else:  # one set for all requests without stop tokens
             self.stop_token_ids = eos_token_ids.union(own) if own else eos_token_ids

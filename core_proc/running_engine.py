@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from core_proc.invariants import check_invariants
+from core_proc.links.grammars import MAX_COMPILING, Grammars
 from core_proc.links.output_check import check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
 from core_proc.options import SchedulerOptions
@@ -25,7 +26,13 @@ from protocol.api_core import (
     validate_request,
 )
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import (
+    CompileGrammar,
+    GrammarCompiled,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from protocol.message import MAX_TEXT
 
 CANARY_ID = 2**53 - 1
@@ -48,6 +55,7 @@ class RunningEngine:
         self._num_worker_restarts = 0
         self.facts = facts
         self.scheduler = Scheduler(SchedulerOptions.combine(config, facts, swap_cost_tokens))
+        self.grammars = Grammars(self.scheduler)
         self.pausing = Pausing(self.scheduler, owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID)
 
@@ -58,6 +66,7 @@ class RunningEngine:
     def lose_workers(self) -> None:
         self.quarantine.workers_lost()
         self.scheduler.recompute_all()
+        self.grammars.workers_lost()
         self.pausing.workers_lost()
 
     def attribute_crash(self, now: float) -> None:
@@ -87,8 +96,12 @@ class RunningEngine:
             tenant=add.tenant,
             owner=Owner(client, add.request_id),
         )
+        grammar = add.sampling_params.grammar
         try:
-            self.scheduler.add_request(request)
+            if grammar is None:
+                self.scheduler.add_request(request)
+            else:
+                self.grammars.add(request, grammar)
         except ValueError as problem:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
         self._owners.enter(client, add.request_id, req_id)  # first: if the next fails, it is ended
@@ -101,6 +114,10 @@ class RunningEngine:
                 return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
             if (error := self._overload(add.num_prompt_tokens)) is not None:
                 return error
+            grammar = add.sampling_params.grammar
+            if grammar is not None and self.grammars.is_full(grammar):
+                text = f"{MAX_COMPILING} grammars are being compiled already"
+                return RequestError(ErrorCode.OVERLOADED, text)
         if self.quarantine.refuses(add.prompt, add.sampling_params, now):
             text = "the same request has killed workers; it is refused for ten minutes"
             return RequestError(ErrorCode.QUARANTINED, text)
@@ -127,6 +144,17 @@ class RunningEngine:
         for req_id in req_ids:
             self.scheduler.abort_request(req_id)
         self.pausing.forget(client)
+
+    def take_grammars(self) -> list[CompileGrammar]:
+        """Return the grammars that the workers are to compile now."""
+        return self.grammars.take_messages()
+
+    def grammar_compiled(self, message: GrammarCompiled) -> None:
+        """Let the requests of a grammar be admitted, or refuse them with its error."""
+        for request in self.grammars.compiled(message):
+            self.quarantine.unblocked(request)
+        self._refuse_failures()
+        self._check_invariants()
 
     def schedule(self) -> SchedulerOutput | None:
         self.quarantine.advance()
@@ -190,15 +218,22 @@ class RunningEngine:
 
     def _refuse_failures(self) -> None:
         for failure in self.scheduler.take_failures():
-            log.error("request %d failed: %s", failure.request.req_id, failure.error)
-            self._refuse(failure.request, failure.error, failure.code)
+            level = logging.DEBUG if failure.code is ErrorCode.INVALID else logging.ERROR
+            log.log(level, "request %d failed: %s", failure.request.req_id, failure.error)
+            self._refuse(failure.request, failure.error, failure.code, failure.param)
 
-    def _refuse(self, request: Request, why: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+    def _refuse(
+        self,
+        request: Request,
+        why: str,
+        code: ErrorCode = ErrorCode.INTERNAL,
+        param: str | None = None,
+    ) -> None:
         """Send `Refused` to the client of a request that has ended, if it still waits for it."""
         if request.owner is not None and self._owners.waits_for(request):  # a canary has none
             owner = owner_of(request)
             self._owners.remove(owner.client, owner.request_id)
-            error = RequestError(code, why[:MAX_TEXT])
+            error = RequestError(code, why[:MAX_TEXT], param)
             self._owners.post(owner.client, Refused(owner.request_id, error))
 
     def stats(self) -> EngineStats:

@@ -199,7 +199,10 @@ class Scheduler:
             step.granted[request.req_id] = 0
             self.queues.due_index.enter(request)
             return
-        num_new = 1 if num_new <= 1 else min(step.limit(request, num_new), step.budget)
+        if num_new > 1 or request.sampling_params.pooling is not None:
+            num_new = min(step.limit(request, num_new), step.budget)
+        else:
+            num_new = 1
         while not self._grow(request, num_new, step):
             step.ran_out_of_blocks = True
             victim = self.victims.choose(self.running)
@@ -223,6 +226,8 @@ class Scheduler:
         num_quiet, num_ahead = 0, computed - request.num_tokens
         if num_ahead >= 0:
             step.sampling.append(request)
+            if request.sampling_params.pooling is not None:
+                step.num_pooled += 1
             if self.speculation.is_on:
                 self.speculation.granted(request, num_ahead)
             else:
@@ -452,6 +457,8 @@ class Scheduler:
         reason = result.check_stop(token_id, self._eos_token_ids)
         if reason is None:
             return False
+        if result.request.sampling_params.pooling is not None:
+            self.num_generation_tokens -= 1  # the client gets a vector instead
         self._finish(result.request, reason, result.stop_token_id)
         return True
 
@@ -460,7 +467,7 @@ class Scheduler:
     def add_request(self, request: Request, blocked: RequestStatus | None = None) -> None:
         """Queue a request; with outputs (of an earlier life) it continues after them.
 
-        `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock` (no caller yet).
+        `blocked`: WAITING_FOR_GRAMMAR keeps it from being admitted until `unblock`.
         A ValueError names the field: the request could never be scheduled, or its id is taken.
         """
         if request.req_id in self.requests:
@@ -477,11 +484,13 @@ class Scheduler:
         self.queues.add(request)
         self.num_accepted += 1
 
-    def hold(self, request: Request) -> bool:
+    def hold(
+        self, request: Request, blocked: RequestStatus = RequestStatus.WAITING_FOR_TRIAL
+    ) -> bool:
         """Keep a waiting request from being admitted until `unblock`; False if it does not wait."""
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return False
-        self.queues.change_waiting(request, RequestStatus.WAITING_FOR_TRIAL)
+        self.queues.change_waiting(request, blocked)
         return True
 
     def unblock(self, req_id: int) -> None:
@@ -520,12 +529,18 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         return request
 
-    def fail_request(self, req_id: int, error: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+    def fail_request(
+        self,
+        req_id: int,
+        error: str,
+        code: ErrorCode = ErrorCode.INTERNAL,
+        param: str | None = None,
+    ) -> None:
         """End a request because something that concerns it alone has failed."""
         request = self.requests.get(req_id)
         if request is not None:
             self._finish(request, FinishReason.ERROR)
-            self._failures.append(Failure(request, error, code))
+            self._failures.append(Failure(request, error, code, param))
 
     def take_failures(self) -> list[Failure]:
         failures, self._failures = self._failures, []

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.core_worker import ModelFacts, PackedVector, PromptLogprobs, TokenLogprobs
 from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import (
     Decoder,
@@ -68,6 +68,10 @@ class ErrorCode(enum.StrEnum):
     """The model's logits for this request are not finite."""
     QUARANTINED = "request_quarantined"
     ENGINE_FAILED = "engine_failed"
+    DEADLINE = "deadline_exceeded"
+    """The time that the client allowed for the request is over."""
+    ABORTED = "request_aborted"
+    """By its id, through the API."""
 
 
 class RequestError(Record):
@@ -188,6 +192,8 @@ class RequestOutput(Record):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
     """Of the prompt tokens computed since the last output."""
+    embedding: PackedVector | None = None
+    """The vector of a request with `pooling`; its only output, which has no tokens."""
 
 
 class StepOutputs(Message):
@@ -292,17 +298,52 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
     if highest >= facts.vocab_size:
         return _outside_vocabulary(highest, facts, "prompt")
     params = add.sampling_params
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token_id in ids:
-            if token_id >= facts.vocab_size:
-                return _outside_vocabulary(token_id, facts, name)
+    if (error := _validate_token_ids(params, facts)) is not None:
+        return error
     if params.min_tokens > params.max_tokens:
         return RequestError(
             ErrorCode.INVALID,
             f"min_tokens {params.min_tokens} is greater than max_tokens {params.max_tokens}",
             "min_tokens",
         )
+    if params.pooling is not None and (error := _validate_pooling(add, facts)) is not None:
+        return error
     return _validate_room(add, facts)
+
+
+def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestError | None:
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logprob_token_ids", params.logprob_token_ids),
+        *(("bad_words", word) for word in params.bad_words),
+    ):
+        for token_id in ids:
+            if token_id >= facts.vocab_size:
+                return _outside_vocabulary(token_id, facts, name)
+    if params.allowed_token_ids is not None:
+        banned = {word[0] for word in params.bad_words if len(word) == 1}
+        if params.min_tokens:
+            banned.update(facts.eos_token_ids, params.stop_token_ids)
+        if banned.issuperset(params.allowed_token_ids):
+            text = "bad_words, or min_tokens, ban every token of allowed_token_ids"
+            return RequestError(ErrorCode.INVALID, text, "allowed_token_ids")
+    return None
+
+
+def _validate_pooling(add: AddRequest, facts: ModelFacts) -> RequestError | None:
+    params, size = add.sampling_params, facts.embedding_size
+    assert params.pooling is not None
+    if size == 0:
+        return RequestError(ErrorCode.INVALID, "the model returns no embeddings", "pooling")
+    if (params.pooling.dimensions or 1) > size:
+        text = f"dimensions {params.pooling.dimensions} is more than the {size} of the model"
+        return RequestError(ErrorCode.INVALID, text, "dimensions")
+    if params.max_tokens != 1 or add.output_token_ids:
+        text = "a request with pooling has max_tokens 1 and no output tokens"
+        return RequestError(ErrorCode.INVALID, text, "max_tokens")
+    return None
 
 
 def _outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestError:

@@ -22,9 +22,10 @@ import msgspec
 from msgspec import Meta, field
 
 from protocol.message import Decoder, Message, PackedTokenIds, Record, RequestId, Text, TokenIds
-from protocol.sampling import SamplingParams
+from protocol.sampling import MAX_EMBEDDING_SIZE, Grammar, SamplingParams
 
 StepId = Annotated[int, Meta(ge=0, lt=2**53)]
+GrammarId = Annotated[int, Meta(ge=0, lt=2**53)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
 
 NULL_BLOCK = 0
@@ -62,6 +63,8 @@ class ModelFacts(Record):
     exact_resume: bool = False
     """Computing a request again, in any batch and any chunks, gives the same logits bit for bit."""
     exact_resume_reason: Text = ""
+    embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
+    """Numbers in the vector of a prompt; 0: the worker returns none."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue; only `exact_resume` may differ."""
@@ -154,6 +157,19 @@ class Sleep(Message):
     """Core → worker: release the KV cache's memory until the next step; the mirror is empty."""
 
 
+class CompileGrammar(Message):
+    """Core → worker: compile a grammar beside the steps, answered by one `GrammarCompiled`.
+
+    Its requests are introduced after that. An adoption takes back what was not answered.
+    """
+
+    grammar_id: GrammarId
+    """Of the core that sends it."""
+    grammar: Grammar
+    is_proven: bool = False
+    """A worker has compiled it within the limits before."""
+
+
 class TokenLogprobs(Record):
     """Log-probabilities at one position, of the raw logits (before penalties and temperature)."""
 
@@ -174,6 +190,10 @@ class PromptLogprobs(Record):
     entries: list[TokenLogprobs]
 
 
+PackedVector = Annotated[bytes, Meta(max_length=4 * MAX_EMBEDDING_SIZE)]
+"""Numbers of 32 bits, little-endian."""
+
+
 class ModelRunnerOutput(Message):
     """Worker rank 0 → core: the results of a step."""
 
@@ -190,6 +210,8 @@ class ModelRunnerOutput(Message):
     """Nanoseconds from the step's arrival to its tokens."""
     request_errors: dict[RequestId, Text] = {}
     """Why requests that sampled have failed. Their tokens are computed but meaningless."""
+    pooled: dict[RequestId, PackedVector] = {}
+    """The vectors of requests with `pooling` that sampled. Their tokens are meaningless."""
 
 
 class StepFailed(Message):
@@ -199,8 +221,16 @@ class StepFailed(Message):
     error: Text
 
 
-WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed
-CoreToWorker = Adopt | SchedulerOutput | Sleep
+class GrammarCompiled(Message):
+    """Worker → core: a grammar is ready for its requests, or cannot be used."""
+
+    grammar_id: GrammarId
+    error: Text = ""
+    """What is wrong with it, or the limit that it exceeds; empty: it is ready."""
+
+
+WorkerToCore = WorkerHello | ModelRunnerOutput | StepFailed | GrammarCompiled
+CoreToWorker = Adopt | SchedulerOutput | Sleep | CompileGrammar
 
 decode_from_worker: Decoder[WorkerToCore] = Decoder(WorkerToCore)
 decode_from_core: Decoder[CoreToWorker] = Decoder(CoreToWorker)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Incremented with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54
@@ -49,6 +49,14 @@ def unpack_token_array(packed: bytes) -> "array[int]":
 def unpack_token_ids(packed: bytes) -> list[int]:
     """Unpack ids into a list; errors as `unpack_token_array`."""
     return unpack_token_array(packed).tolist()
+
+
+def unpack_floats(packed: bytes) -> "array[float]":
+    """Unpack numbers of 32 bits, little-endian, into an array of type "f"."""
+    numbers = array("f", packed)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 _PIECE_BYTES = 2**16

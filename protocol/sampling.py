@@ -31,9 +31,18 @@ StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumSequences = Annotated[int, Meta(ge=1, le=128)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=4096)]
+LogprobTokenIds = Annotated[list[TokenId], Meta(max_length=128)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+BadWords = Annotated[list[BadWord], Meta(max_length=128)]
+BadWordIds = Annotated[
+    list[Annotated[list[TokenId], Meta(min_length=1, max_length=1024)]], Meta(max_length=256)
+]
 CacheSalt = Annotated[str, Meta(max_length=256)]
 
 MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_EMBEDDING_SIZE = 2**14
+"""Numbers in a vector: a step may return 128 of them in half a frame."""
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this temperature the sampler takes the most likely token."""
@@ -55,6 +64,8 @@ class GrammarKind(enum.StrEnum):
     REGEX = "regex"
     LARK = "lark"
     """llguidance's dialect of Lark; other kinds of constraint are translated to it."""
+    EBNF = "ebnf"
+    """Lark, or GBNF as llama.cpp has it; the worker finds out which."""
 
 
 class Grammar(Record):
@@ -62,6 +73,25 @@ class Grammar(Record):
 
     kind: GrammarKind
     source: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+
+
+class PoolingType(enum.StrEnum):
+    """Which hidden states of the last layer become the vector of a prompt."""
+
+    LAST = "last"
+    """That of the last token, which has attended to all others."""
+    MEAN = "mean"
+    """The mean over all tokens; such a request computes its whole prompt, reading no cached KV."""
+
+
+class Pooling(Record):
+    """How a prompt becomes one vector."""
+
+    type: PoolingType = PoolingType.LAST
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_SIZE)] | None = None
+    """How many numbers are kept, from the first on, before the vector is normalized; None: all."""
+    normalize: bool = True
+    """To length 1."""
 
 
 class SamplingParams(Record):
@@ -90,8 +120,30 @@ class SamplingParams(Record):
     prompt_logprobs: NumLogprobs | None = None
     """The same per prompt token; such a request computes its whole prompt, reading no cached KV."""
     grammar: Grammar | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    """The only tokens that may be sampled."""
+    bad_words: BadWordIds = []
+    """Sequences of tokens that the output never contains: their last tokens are banned."""
+    logprob_token_ids: LogprobTokenIds = []
+    """Where `logprobs` is set: the candidates to describe, instead of the most likely ones."""
+    pooling: Pooling | None = None
+    """The request returns a vector and no tokens; `max_tokens` is 1. See `pooling_params`."""
+
+    @property
+    def computes_whole_prompt(self) -> bool:
+        """Whether something is needed of every prompt token, so that no cached KV can be read."""
+        is_mean = self.pooling is not None and self.pooling.type is PoolingType.MEAN
+        return is_mean or self.prompt_logprobs is not None
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature < GREEDY_TEMPERATURE
+
+
+def pooling_params(pooling: Pooling) -> SamplingParams:
+    """Return the parameters of a request for a vector.
+
+    To the scheduler it is a prompt with one output token, which is dropped.
+    """
+    return SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)

@@ -1,10 +1,20 @@
-"""The installed command: `troika serve [MODEL] [flags]`, `troika status` and `troika restart`."""
+"""The installed command: `troika serve`, `troika run-batch`, `troika status`, `troika restart`."""
 
+import difflib
 import importlib
 import sys
 
-_MODULES = {"serve": "supervisor.__main__", "status": "status", "restart": "restart"}
-_USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows all flags
+from scripts.version import version
+
+_MODULES = {
+    "serve": "supervisor.__main__",
+    "run-batch": "batch.command",
+    "status": "status",
+    "restart": "restart",
+}
+_USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows the flags
+       troika run-batch IN OUT [flags]
+                                      answer a file of requests in OpenAI's batch format
        troika status [flags]          show the processes of a running engine
        troika restart ROLE [flags]    replace the api, core or worker of a running engine"""
 
@@ -15,9 +25,17 @@ def main() -> int:
     if command in _MODULES:
         module = importlib.import_module(f"scripts.{_MODULES[command]}")
         return int(module.main(argv, f"troika {command}"))
-    is_asked = command in ("-h", "--help")
-    print(_USAGE, file=sys.stdout if is_asked else sys.stderr)
-    return 0 if is_asked else 2
+    if command == "--version":
+        print(f"troika {version()}")
+        return 0
+    if command in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    close = difflib.get_close_matches(command, _MODULES, n=1)
+    what = f"unknown command {command}" if command else "a command is missing"
+    question = f"; did you mean {close[0]}?" if close else f": {', '.join(_MODULES)}"
+    print(f"troika: {what}{question}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from protocol.api_core import (
     Refused,
     RequestOutput,
 )
-from protocol.client.errors import RequestFailed
+from protocol.client.errors import failure_of
 from protocol.client.ledger import Ledger, RequestOptions, check_request
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEvent
 from protocol.sampling import FinishReason, SamplingParams
+from worker_proc.grammar.compiler import compile_now
 from worker_proc.startup.start import make_runner
 
 _CLIENT = b"inprocess"
@@ -63,7 +64,7 @@ class InprocEngine:
         refused = self._core.add(_CLIENT, add)
         if refused is not None:
             self._ledger.fail(request_id)
-            raise RequestFailed(refused.error)
+            raise failure_of(refused.error)
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -75,6 +76,8 @@ class InprocEngine:
 
         A request that fails on its own ends with an output of reason ERROR; the log has the error.
         """
+        for message in self._core.take_grammars():
+            self._core.grammar_compiled(compile_now(message, self._runner.grammars))
         step = self._core.schedule()
         rows: list[RequestOutput] = []
         if step is not None:

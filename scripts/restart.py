@@ -3,7 +3,6 @@
 Open requests are finished, or continued by the successor.
 """
 
-import argparse
 import contextlib
 import functools
 import sys
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from protocol.config.settings import OneLineParser
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
 from protocol.process.status import StatusLink
@@ -33,7 +33,7 @@ class RestartFailed(Exception):
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.restart") -> int:
     """Replace the processes of one role. Returns 1 if that was not possible."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         program,
         description="Replace the processes of one role of a running engine. Requests go on.",
         allow_abbrev=False,

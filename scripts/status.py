@@ -1,6 +1,5 @@
 """Shows the processes of a running engine: `python -m scripts.status [--json]`."""
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -8,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from api_proc.http.listener import api_root
+from protocol.config.settings import OneLineParser
 from protocol.lifecycle import StatusReply
 from protocol.message import ProtocolError
 from protocol.process.status import StatusLink
@@ -19,7 +20,7 @@ _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.status") -> int:
     """Print the status. Returns 1 if no engine answers."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         program, description="Show the processes of a running engine.", allow_abbrev=False
     )
     parser.add_argument("--run-dir", help="which engine, if several run")
@@ -61,7 +62,7 @@ def render(reply: StatusReply, run_dir: str) -> str:
         for row in table
     ]
     state = "ready" if reply.ready else "not ready"
-    where = f" at {reply.url}/v1" if reply.url else ""
+    where = f" at {api_root(reply.url)}" if reply.url else ""
     lines.append(f"{state}{where}, run dir {run_dir}")
     return "\n".join([*lines, *([reply.failure] if reply.failure else [])])
 

@@ -88,6 +88,7 @@ VARIANTS = {
     "system/test_standby.py": {
         "test_standby_that_hangs_is_replaced_when_it_is_needed": "",
         "test_three_deaths_within_ten_seconds": "",
+        "test_demo_model_goes_on_with_the_standby": "",
         "test_dead_processes_are_replaced_and_no_token_is_lost": (
             "standby zygote standby+worker zygote+worker worker+zygote worker+standby+zygote "
             "core+worker worker+standby"

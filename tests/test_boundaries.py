@@ -15,23 +15,23 @@ ALLOWED = {
     "protocol": {"protocol", "msgspec", "zmq"},
     "api_proc": {
         *{"api_proc", "protocol", "msgspec", "starlette", "uvicorn", "uvloop", "httptools"},
-        *{"tokenizers", "jinja2", "prometheus_client"},
+        *{"tokenizers", "jinja2", "prometheus_client", "tqdm"},
     },
     "core_proc": {"core_proc", "protocol", "msgspec", "zmq"},
     "worker_proc": {
         *{"worker_proc", "protocol", "msgspec", "zmq", "torch", "transformers"},
-        *{"safetensors", "numpy"},
+        *{"safetensors", "numpy", "llguidance"},
     },
 }
 PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
     "protocol": ["config", "transport", "process", "client"],
-    "api_proc": ["text", "resumption", "http", "openai"],
+    "api_proc": ["chat", "text", "resumption", "http", "openai", "page", "llm"],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
-        *("native", "kv", "attention", "sampling", "loading", "calibration", "startup"),
+        *("native", "kv", "attention", "grammar", "sampling", "loading", "calibration", "startup"),
     ],
-    "scripts": ["supervisor", "bench"],
+    "scripts": ["supervisor", "bench", "batch"],
 }
 """Lowest first: a subpackage imports only those before it."""
 MAX_ROOT_FILES = 12
@@ -39,7 +39,7 @@ STATE_MACHINES = {
     "core_proc": [
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/swap"),
-        *("links/event_log", "links/owners", "links/workers"),
+        *("links/event_log", "links/grammars", "links/owners", "links/workers"),
         *("recovery/quarantine",),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
         *("scheduling/request_queues", "scheduling/results", "scheduling/step"),
@@ -156,6 +156,7 @@ def modules_after(statement: str) -> set[str]:
     [
         ("core_proc.__main__", {"torch", "transformers", "tokenizers", "numpy", "asyncio"}),
         ("api_proc.__main__", {"torch", "transformers", "core_proc", "worker_proc", "numpy"}),
+        ("api_proc.llm", {"torch", "transformers", "core_proc", "worker_proc", "numpy", "tqdm"}),
         *((module, {"torch", "transformers", "numpy"}) for module in WITHOUT_TORCH),
         ("protocol.client", {"torch", "transformers", "tokenizers", "numpy", "starlette"}),
     ],

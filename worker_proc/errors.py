@@ -10,4 +10,4 @@ class CheckpointError(ValueError):
 
 
 class InsufficientMemory(ValueError):
-    """The KV cache cannot hold one sequence of the configured length."""
+    """The weights do not fit, or the KV cache cannot hold a sequence of the configured length."""

@@ -21,6 +21,7 @@ from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.runtime import Clock, Poller
+from worker_proc.grammar.service import GrammarService
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
 from worker_proc.step_timer import StepTimer
@@ -45,7 +46,9 @@ class WorkerLoop:
         self._clock = clock
         self._reporter = child.reporter
         self._step_timer = StepTimer(child.config.recovery)
-        self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch)
+        grammars = None if runner.grammars is None else GrammarService(runner.grammars)
+        self._grammars_fd = None if grammars is None else grammars.wake_fd
+        self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch, grammars)
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
         )
@@ -57,6 +60,8 @@ class WorkerLoop:
         self._poller = poller
         poller.register(self._core.socket, zmq.POLLIN)
         poller.register(self._core.monitor, zmq.POLLIN)
+        if self._grammars_fd is not None:
+            poller.register(self._grammars_fd, zmq.POLLIN)
         if child.lifecycle_socket is not None:
             poller.register(child.lifecycle_socket, zmq.POLLIN)
 
@@ -69,13 +74,16 @@ class WorkerLoop:
     def turn(self, timeout_ms: int | None) -> bool:
         """Wait for an event and handle it; returns False on Stop."""
         self._reporter.idle()
-        self._poller.poll(timeout_ms)
+        ready = self._poller.poll(timeout_ms)
         self._reporter.turn()
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
         self._handle_link_events()
         self._handle_messages()
+        if self._grammars_fd is not None and (self._grammars_fd, zmq.POLLIN) in ready:
+            for reply in self._shim.take_compiled():
+                self._send(reply)
         self._check_silence()
         return True
 
@@ -95,7 +103,7 @@ class WorkerLoop:
             self._is_connected = event is LinkEvent.CONNECTED
             self._next_hello = 0.0
             if not self._is_connected:
-                log.info("core gone; waiting for the next one")
+                log.debug("core gone; waiting for the next one")
         now = self._clock.monotonic()
         if self._wants_adoption and now >= self._next_hello:
             self._next_hello = now + HELLO_INTERVAL_S
@@ -110,22 +118,25 @@ class WorkerLoop:
                 raise
             reply = self._handle(received.header.epoch, message)
             if isinstance(message, Adopt) and received.header.epoch == self._shim.link_epoch:
-                log.info(
+                log.debug(
                     "adopted, link epoch %s; %d frames of other epochs dropped so far",
                     self._shim.link_epoch,
                     self._shim.num_fenced_frames,
                 )
                 failpoint("worker.after_adopt")
             if reply is not None:
-                body = encode(reply)
-                # A reply that does not fit is lost with its core; the next core asks again.
-                sent = self._core.send(self._shim.epoch, body)
-                if not sent and self._core.socket.poll(_FLUSH_MS, zmq.POLLOUT):
-                    self._core.send(self._shim.epoch, body)
+                self._send(reply)
             if self._shim.failure is not None:
                 raise self._shim.failure
         if self._core.take_loss() and self._shim.link_epoch is not None:
             self._end_adoption("frames of the link to the core were lost")
+
+    def _send(self, reply: WorkerToCore) -> None:
+        """Send a reply; one that does not fit is lost with its core, and the next asks again."""
+        body = encode(reply)
+        sent = self._core.send(self._shim.epoch, body)
+        if not sent and self._core.socket.poll(_FLUSH_MS, zmq.POLLOUT):
+            self._core.send(self._shim.epoch, body)
 
     def _end_adoption(self, reason: str) -> None:
         log.warning("%s; asking to be adopted again", reason)

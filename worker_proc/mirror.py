@@ -18,6 +18,7 @@ from protocol.core_worker import (
 )
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
+from worker_proc.grammar.state import GrammarState
 from worker_proc.sampling.drafter import NgramIndex
 
 
@@ -39,6 +40,10 @@ class MirroredRequest:
     draft_token_ids: list[int] = field(default_factory=list)
     """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
     ngram_index: NgramIndex | None = None
+    grammar_state: GrammarState | None = None
+    """Of a request with a grammar; the runner sets it before the request's first step."""
+    hidden_sum: object = None
+    """The runner's sum over the computed tokens, of a request for their mean."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,11 +81,17 @@ class Mirror:
     def __init__(self, facts: ModelFacts) -> None:
         self._facts = facts
         self.requests: dict[int, MirroredRequest] = {}
+        self.num_constrained = 0
+        """Requests with a grammar."""
+        self.pooling: set[int] = set()
+        """The requests that return a vector."""
         self._next_step_id: int | None = None
 
     def reset(self) -> None:
         """Forget every request; the next step may have any id."""
         self.requests.clear()
+        self.num_constrained = 0
+        self.pooling.clear()
         self._next_step_id = None
 
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
@@ -91,8 +102,11 @@ class Mirror:
         self._next_step_id = step.step_id + 1
         for field_name in ("preempted_req_ids", "finished_req_ids"):
             for req_id in getattr(step, field_name):
-                if self.requests.pop(req_id, None) is None:
+                left = self.requests.pop(req_id, None)
+                if left is None:
                     raise MirrorError(f"{field_name} names {req_id}, which is not mirrored")
+                self.num_constrained -= left.sampling_params.grammar is not None
+                self.pooling.discard(req_id)
         self._check_copies(step.swap_out, "swap_out")
         self._check_copies(step.swap_in, "swap_in")
         for new in step.scheduled_new_reqs:
@@ -165,6 +179,9 @@ class Mirror:
         if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
+        self.num_constrained += new.sampling_params.grammar is not None
+        if new.sampling_params.pooling is not None:
+            self.pooling.add(new.req_id)
         self.requests[new.req_id] = MirroredRequest(
             req_id=new.req_id,
             token_ids=token_ids,

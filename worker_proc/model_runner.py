@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,11 @@ from worker_proc.calibration.exactness import Exactness, check_exactness
 from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.calibration.self_check import check_forward, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
-from worker_proc.errors import CheckpointError, InsufficientMemory
+from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.forward import attach_cache, compute_logits
+from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.grammar.following import follow, grammar_state_of
+from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks
 from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout, lay_out
@@ -38,9 +42,11 @@ from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.drafter import NgramIndex
+from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import DraftedRow, count_valid
 
+_MAX_MASK_THREADS = 8
 NOT_FINITE = "the model's logits for this request are not finite"
 
 _log = logging.getLogger(__name__)
@@ -67,17 +73,21 @@ class ModelRunner:
         swap_cost_tokens: float,
         *,
         num_speculative_tokens: int = 0,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
         self._device = loaded.device
         self.facts = facts
+        self.attention = backend.name
         self._backend = backend
         self._pool = pool
         self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device)
         self._mirror = Mirror(facts)
         self.swap_cost_tokens = swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self.grammars = grammars
+        self._mask_computer: MaskComputer | None = None
 
     def reset(self) -> None:
         self._mirror.reset()
@@ -95,18 +105,59 @@ class ModelRunner:
             return ModelRunnerOutput(step.step_id, [])
         self._pool.wake()
         inputs = pack_step(scheduled, self.facts.block_size, self._device)
-        logits = compute_logits(self._model, self._backend, inputs, self.facts.vocab_size)
+        masks = self._begin_masks(inputs) if self._mirror.num_constrained else None
+        pooling = self._mirror.pooling
+        with captured_hidden_states(self._model if pooling else None) as hidden:
+            logits = compute_logits(self._model, self._backend, inputs, self.facts.vocab_size)
         failpoint("worker.mid_step")
-        token_ids, num_tokens, logprobs, errors = self._sample(inputs, logits)
+        row_masks = None if masks is None else masks.result()
+        token_ids, num_tokens, logprobs, errors = self._sample(inputs, logits, row_masks)
+        pooled: dict[int, bytes] = {}
+        if pooling:
+            pooled, not_finite = pool(scheduled, inputs.first_rows, pooling, hidden.rows)
+            errors |= dict.fromkeys(not_finite, NOT_FINITE)
         prompt_logprobs = self._prompt_logprobs(inputs, logits)
         self._mirror.advance(scheduled, token_ids, num_tokens)
+        if masks is not None:
+            errors |= follow(scheduled)
         drafts = self._draft(scheduled) if self._num_speculative_tokens else []
         ns = time.perf_counter_ns() - began_ns
         return ModelRunnerOutput(
-            step.step_id, token_ids, num_tokens, drafts, logprobs, prompt_logprobs, ns, errors
+            step.step_id,
+            token_ids,
+            num_tokens,
+            drafts,
+            logprobs,
+            prompt_logprobs,
+            ns,
+            errors,
+            pooled,
         )
 
-    def _sample(self, inputs: StepInputs, logits: torch.Tensor) -> _Sampled:
+    def _begin_masks(self, inputs: StepInputs) -> Future[RowMasks] | None:
+        """Start to compute the masks of the rows that `_sample` makes, beside the model."""
+        requests = []
+        row = 0
+        for part, _, _, num_drafts in inputs.logits_ranges:
+            if not part.samples:
+                continue
+            request = part.request
+            if request.sampling_params.grammar is not None:
+                state = grammar_state_of(request, self.grammars)
+                drafts = request.draft_token_ids[:num_drafts]
+                requests.append(MaskedRows(row, state, drafts))
+            row += 1 + num_drafts
+        if not requests:
+            return None
+        if self._mask_computer is None:
+            assert self.grammars is not None
+            num_threads = min(_MAX_MASK_THREADS, available_cpus())
+            self._mask_computer = MaskComputer(
+                num_threads, self.grammars.num_tokens, self.facts.vocab_size
+            )
+        return self._mask_computer.begin(requests)
+
+    def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: RowMasks | None) -> _Sampled:
         ranges = [entry for entry in inputs.logits_ranges if entry.part.samples]
         if not ranges:
             return _Sampled([], [], {}, {})
@@ -121,7 +172,7 @@ class ModelRunner:
                 rows += [DraftedRow(part.request, 1 + place) for place in range(num_drafts)]
         if len(rows) != len(logits):
             logits = logits[torch.tensor(indices, device=logits.device)]
-        sampled = self._sampler.sample(logits, rows)
+        sampled = self._sampler.sample(logits, rows, masks)
         token_ids, counts = sampled.token_ids, list[int]()
         valid: Sequence[int] = range(len(rows))
         if len(rows) != len(ranges):
@@ -143,6 +194,8 @@ class ModelRunner:
             if part.samples:
                 index.extend(request.token_ids, len(request.token_ids))
                 drafts = index.propose(request.token_ids, self._num_speculative_tokens)
+                if request.grammar_state is not None:
+                    drafts = request.grammar_state.drafts(self._num_speculative_tokens, drafts)
                 request.draft_token_ids = drafts
                 counts.append(len(drafts))
             else:  # in parts, and not a whole long prompt when it begins to sample
@@ -170,6 +223,7 @@ class PreparedModel(NamedTuple):
 
     loaded: LoadedModel
     kernels: NativeLibrary | None
+    grammars: GrammarCompiler | None = None
 
 
 class Calibration(NamedTuple):
@@ -177,6 +231,7 @@ class Calibration(NamedTuple):
 
     exactness: Exactness
     swap_cost_tokens: float
+    embedding_size: int = 0
 
 
 def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
@@ -208,7 +263,18 @@ def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedMod
             library,
             lambda done, total: progress("pack_weights", done, total),
         )
-    return PreparedModel(loaded, library)
+    vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
+    return PreparedModel(loaded, library, load_grammars(vocabulary))
+
+
+def load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
+    """Return a compiler of grammars with its tokens loaded; what it lacks is logged."""
+    grammars = GrammarCompiler(vocabulary)
+    try:
+        grammars.load()
+    except GrammarError as error:
+        _log.info("requests with a grammar will be refused: %s", error)
+    return grammars
 
 
 def calibrate(
@@ -220,11 +286,12 @@ def calibrate(
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))
-    stepwise = check_forward(loaded, backend, layout)
+    with captured_hidden_states(loaded.model) as hidden:
+        stepwise = check_forward(loaded, backend, layout)
     exactness = check_exactness(loaded, backend, layout, stepwise)
     can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
     cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    return Calibration(exactness, cost)
+    return Calibration(exactness, cost, hidden.size)
 
 
 def build_runner(
@@ -267,6 +334,7 @@ def build_runner(
         num_host_blocks=num_host_blocks,
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
+        embedding_size=calibration.embedding_size,
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     progress("allocate_cache", 1, 1)
@@ -277,6 +345,7 @@ def build_runner(
         pool,
         calibration.swap_cost_tokens,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
+        grammars=prepared.grammars,
     )
 
 
@@ -326,4 +395,9 @@ def resolve_device(name: str) -> torch.device:
     """Return the device that `name` ("auto", "cpu", "cuda") stands for."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedModel(
+            "device cuda: PyTorch finds no CUDA device; check nvidia-smi and that PyTorch was"
+            " installed with CUDA, or use --device cpu"
+        )
     return torch.device(name)

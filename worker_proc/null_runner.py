@@ -4,6 +4,8 @@ With it, real API, core and worker processes run in a test within milliseconds. 
 delta that it receives, and measures the control plane alone.
 """
 
+import math
+import struct
 import time
 from binascii import crc32
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
 from worker_proc.sampling.verification import count_valid
 
@@ -27,11 +31,22 @@ ONE_DRAFT_WRONG_IN = 4
 ONE_STEP_SHORT_IN = 8  # such a step has fewer drafts than configured, down to none
 
 
-def next_token_id(token_ids: Sequence[int], vocab_size: int, eos_token_ids: Sequence[int]) -> int:
-    """Return the token that follows `token_ids`: an EOS id only if there is no other token."""
+def next_token_id(
+    token_ids: Sequence[int],
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    mask: bytes | None = None,
+) -> int:
+    """Return the token that follows `token_ids`: an EOS id only if there is no other token.
+
+    With a mask (one bit for each token) it is one of the allowed ones, EOS included.
+    """
     tail = token_ids[-CONTEXT_TOKENS:]
     digest = crc32(b"".join(token_id.to_bytes(4, "little") for token_id in tail), len(token_ids))
     first = digest % vocab_size
+    if mask is not None:
+        allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
+        return allowed[digest % len(allowed)] if allowed else first
     for offset in range(vocab_size):
         candidate = (first + offset) % vocab_size
         if candidate not in eos_token_ids:
@@ -57,6 +72,19 @@ def draft_token_ids(
     return drafts
 
 
+def null_vector(request: MirroredRequest, size: int) -> bytes:
+    """Return the packed vector of a prompt: a pure function of its tokens and the pooling."""
+    pooling = request.sampling_params.pooling
+    assert pooling is not None
+    seed = crc32(pack_token_ids(request.token_ids), crc32(pooling.type.encode()))
+    digests = (crc32(bytes([place]), seed) for place in range(size))
+    vector = [digest / 2**31 - 1.0 for digest in digests][: pooling.dimensions]
+    if pooling.normalize:
+        length = math.hypot(*vector) or 1.0
+        vector = [value / length for value in vector]
+    return struct.pack(f"<{len(vector)}f", *vector)
+
+
 _POISON = pack_token_ids([POISON_TOKEN_ID])
 
 
@@ -71,6 +99,8 @@ class BlockOwner(NamedTuple):
 class NullRunner:
     """Executes steps without a model, in microseconds."""
 
+    attention = ""
+
     def __init__(
         self,
         facts: ModelFacts,
@@ -79,6 +109,7 @@ class NullRunner:
         swap_cost_tokens: float = 1.0,
         *,
         num_speculative_tokens: int = 0,
+        grammars: GrammarCompiler | None = None,
         clock: Clock = time,
     ) -> None:
         self.facts = facts
@@ -86,6 +117,7 @@ class NullRunner:
         self._token_delay_s = token_delay_s
         self.swap_cost_tokens = swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
+        self.grammars = grammars
         self._clock = clock
         self._mirror = Mirror(facts)
         self._writers: dict[int, BlockOwner] = {}
@@ -130,7 +162,7 @@ class NullRunner:
             pairs = zip(requests, num_sampled, strict=True)
             requests = [request for request, count in pairs for _ in range(count)]
         else:
-            sampled = [self._next_token_id(request) for request in requests]
+            sampled = [self._sample_one(request) for request in requests]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for request, token_id in zip(requests, sampled, strict=True):
             if (num_top := request.sampling_params.logprobs) is not None:
@@ -142,23 +174,50 @@ class NullRunner:
             if (num_top := part.request.sampling_params.prompt_logprobs) is not None
             and part.start + 1 < part.request.num_prompt_tokens
         ]
+        pooled = {
+            part.request.req_id: null_vector(part.request, self.facts.embedding_size)
+            for part in (sampling if self._mirror.pooling else ())
+            if part.request.req_id in self._mirror.pooling
+        }
         self._mirror.advance(scheduled, sampled, num_sampled)
+        errors = follow(scheduled) if self._mirror.num_constrained else {}
         num_drafts = self._draft(scheduled) if self._num_speculative_tokens else []
-        forward_ns = self._clock.monotonic_ns() - began_ns
+        ns = self._clock.monotonic_ns() - began_ns
         return ModelRunnerOutput(
-            step.step_id, sampled, num_sampled, num_drafts, logprobs, prompt_logprobs, forward_ns
+            step.step_id,
+            sampled,
+            num_sampled,
+            num_drafts,
+            logprobs,
+            prompt_logprobs,
+            ns,
+            errors,
+            pooled,
         )
 
     def _sample_rows(self, part: ScheduledRequest) -> list[int]:
         """Sample a row for the last known token and one for each draft, as a model would."""
-        request, num_drafts = part.request, part.num_drafts
+        request, drafts = part.request, part.request.draft_token_ids[: part.num_drafts]
         known = request.num_tokens
-        rows = [self._next_token_id(request)]
-        for draft in request.draft_token_ids[:num_drafts]:
+        masks = self._masks(request, drafts)
+        rows = [self._next_token_id(request, masks[0])]
+        for draft, mask in zip(drafts, masks[1:], strict=True):
             request.token_ids.append(draft)
-            rows.append(self._next_token_id(request))
+            rows.append(self._next_token_id(request, mask))
         del request.token_ids[known:]
         return rows
+
+    def _sample_one(self, request: MirroredRequest) -> int:
+        if request.sampling_params.grammar is None:
+            return self._next_token_id(request)
+        return self._next_token_id(request, self._masks(request, [])[0])
+
+    def _masks(self, request: MirroredRequest, drafts: list[int]) -> list[bytes | None]:
+        """Return the mask of each row; None: every token is allowed."""
+        masks: list[bytes | None] = []
+        if request.sampling_params.grammar is not None:
+            masks += grammar_state_of(request, self.grammars).masks(drafts)
+        return masks + [None] * (1 + len(drafts) - len(masks))
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
         """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
@@ -166,17 +225,21 @@ class NullRunner:
         for part in scheduled:
             if part.samples:
                 request = part.request
-                request.draft_token_ids = draft_token_ids(
+                drafts = draft_token_ids(
                     request.token_ids,
                     self._num_speculative_tokens,
                     self.facts.vocab_size,
                     self.facts.eos_token_ids,
                 )
+                if request.grammar_state is not None:
+                    drafts = request.grammar_state.drafts(self._num_speculative_tokens, drafts)
+                request.draft_token_ids = drafts
                 counts.append(len(request.draft_token_ids))
         return counts if any(counts) else []
 
-    def _next_token_id(self, request: MirroredRequest) -> int:
-        return next_token_id(request.token_ids, self.facts.vocab_size, self.facts.eos_token_ids)
+    def _next_token_id(self, request: MirroredRequest, mask: bytes | None = None) -> int:
+        facts = self.facts
+        return next_token_id(request.token_ids, facts.vocab_size, facts.eos_token_ids, mask)
 
     def _swap_in(self, step: SchedulerOutput) -> None:
         for host_id in step.swap_in.host_block_ids:

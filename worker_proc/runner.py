@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from worker_proc.grammar.compiler import GrammarCompiler
+
+PORTABLE_ATTENTION = "PyTorch (portable)"
 
 
 class Runner(Protocol):
@@ -16,6 +19,14 @@ class Runner(Protocol):
     @property
     def swap_cost_tokens(self) -> float:
         """Cost of copying a block to the host and back, in computed prompt tokens; constant."""
+
+    @property
+    def attention(self) -> str:
+        """The attention path in use, for people; empty without a model; constant."""
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """The grammars that its requests may have; None: it supports none. Constant."""
 
     def reset(self) -> None:
         """Forget every request; the next step may carry any `step_id`."""

@@ -5,22 +5,33 @@ It checks the epoch of each message and the order of the steps; the runner compu
 
 from protocol.core_worker import (
     Adopt,
+    CompileGrammar,
     CoreToWorker,
+    GrammarCompiled,
     SchedulerOutput,
-    Sleep,
     StepFailed,
     WorkerHello,
     WorkerToCore,
 )
 from protocol.message import MAX_TEXT
+from worker_proc.grammar.compiler import compile_now
+from worker_proc.grammar.service import GrammarService
 from worker_proc.runner import Runner
 
 
 class WorkerShim:
     """Adoption, fencing and step order of one worker."""
 
-    def __init__(self, runner: Runner, rank: int, pid: int, epoch: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        rank: int,
+        pid: int,
+        epoch: int,
+        grammars: GrammarService | None = None,
+    ) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._rank = rank
         self._pid = pid
         self._own_epoch = epoch
@@ -53,8 +64,10 @@ class WorkerShim:
         if epoch != self.link_epoch:
             self.num_fenced_frames += 1
             return None
-        if not isinstance(message, Sleep):
+        if isinstance(message, SchedulerOutput):
             return self._step(message)
+        if isinstance(message, CompileGrammar):
+            return self._compile(message)
         try:
             self._runner.sleep()
         except Exception as error:
@@ -68,6 +81,18 @@ class WorkerShim:
         self.link_epoch = epoch
         self._next_step_id = message.first_step_id
         self._runner.reset()
+        if self._grammars is not None:
+            self._grammars.begin_adoption()
+
+    def _compile(self, message: CompileGrammar) -> WorkerToCore | None:
+        if self._grammars is None:
+            return compile_now(message, None)
+        return self._grammars.compile(message)
+
+    def take_compiled(self) -> list[GrammarCompiled]:
+        """Return answers about grammars that have become ready; all but rank 0 drop them."""
+        results = [] if self._grammars is None else self._grammars.take_results()
+        return results if self._rank == 0 and self.link_epoch is not None else []
 
     def _step(self, step: SchedulerOutput) -> WorkerToCore | None:
         try:

@@ -8,7 +8,10 @@ import asyncio
 import errno
 import resource
 import socket
+import ssl
 from collections.abc import Callable
+
+from api_proc.http.tls import HANDSHAKE_TIMEOUT_S
 
 RESERVED_FDS = 64
 """Descriptors for everything else: the links, the log, the journal."""
@@ -42,6 +45,7 @@ class Acceptor:
         make_protocol: Callable[[], asyncio.Protocol],
         num_open: Callable[[], int],
         limit: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Prepare; nothing is accepted before `resume`. The caller closes the socket."""
         listening.setblocking(False)
@@ -49,6 +53,8 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._num_open = num_open
         self._limit = limit
+        self.tls = tls
+        """For connections that begin from now on."""
         self._loop = asyncio.get_running_loop()
         self._beginning: set[asyncio.Task[object]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -99,7 +105,12 @@ class Acceptor:
 
     def _begin(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        work = self._loop.connect_accepted_socket(self._make_protocol, connection)
+        work = self._loop.connect_accepted_socket(
+            self._make_protocol,
+            connection,
+            ssl=self.tls,
+            ssl_handshake_timeout=None if self.tls is None else HANDSHAKE_TIMEOUT_S,
+        )
         task: asyncio.Task[object] = self._loop.create_task(work)
         self._beginning.add(task)
 

@@ -1,7 +1,7 @@
 """One HTTP request and its response on raw ASGI: bounded reading, disconnects, SSE."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -50,6 +50,8 @@ class Connection:
         self._budget = budget
         self._lease: Lease | None = None
         self.scope = scope
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Further headers of the response."""
         self.disconnected = False
         self.response_started = False
         self._receive = receive
@@ -103,6 +105,11 @@ class Connection:
                 raise _too_large(max_bytes)
         return b"".join(chunks)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve room for a large response, or raise a 429."""
+        if self._lease is not None:
+            self._lease.grow(num_bytes)
+
     @property
     def last_event_id(self) -> str | None:
         """The last event that a reconnecting client has received."""
@@ -129,16 +136,29 @@ class Connection:
             self._lease.close()
         for task in self._tasks:
             task.cancel()
+        self._tasks.clear()
+        # They refer to the request, which refers to this connection: memory would be freed late.
+        self.scope[UNREAD_KEY] = None
 
     async def send(
         self, status: int, body: bytes, headers: Headers = (), content_type: bytes = JSON
     ) -> None:
         """Send a whole response."""
         length = (b"content-length", str(len(body)).encode())
-        fields = [length, (b"content-type", content_type), *headers]
+        fields = [length, (b"content-type", content_type), *headers, *self.headers]
         self.response_started = True
         await self._write({"type": "http.response.start", "status": status, "headers": fields})
         await self._write({"type": "http.response.body", "body": body})
+
+    async def send_pieces(self, pieces: Sequence[bytes]) -> None:
+        """Send a large response as fast as the client reads it, so that no more is buffered."""
+        length = (b"content-length", str(sum(map(len, pieces))).encode())
+        fields = [length, (b"content-type", JSON), *self.headers]
+        self.response_started = True
+        await self._write({"type": "http.response.start", "status": 200, "headers": fields})
+        for piece in pieces:
+            await self._write({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._write({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: ApiError) -> None:
         await self.send(error.status, error.body(), error.headers)
@@ -148,7 +168,8 @@ class Connection:
         self._is_sending = True
         if not self.response_started:
             self.response_started = True
-            await self._write(_STREAM_START)
+            headers = [*_STREAM_START["headers"], *self.headers]
+            await self._write({**_STREAM_START, "headers": headers})
         await self._write({"type": "http.response.body", "body": frames, "more_body": more})
         self._num_sent += 1
         self._is_sending = False

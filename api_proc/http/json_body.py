@@ -1,49 +1,165 @@
-"""Decodes JSON bodies strictly: without duplicate names, NaN or lone surrogates."""
+"""Decodes JSON bodies strictly: without duplicate names, NaN or lone surrogates.
 
-import json
+A body is scanned before it is decoded, and long arrays of token ids are decoded in pieces, so that
+no step takes more than a few milliseconds. A large body pauses after each step, and only one large
+body is worked on at a time (`Turn`).
+"""
+
+import asyncio
 import re
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Generic, TypeVar
 
 import msgspec
 
 from api_proc.errors import ApiError, from_decoding
+from api_proc.http.json_scan import IdRun, JsonScan
+from protocol.message import TokenId
 
-_NAMES = re.compile(rb'"(\w{1,64})"\s*:')
+_ID_FIELDS = ("prompt", "tokens", "input")
+"""Fields that hold token ids, in the structs that have them."""
+_PIECE_BYTES = 2**15
+_INLINE_IDS = 2**13
+"""Up to this number of ids a body is decoded at once."""
+_INDEX = re.compile(r"\[(\d+)\]")
+_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+_decode_ids = msgspec.json.Decoder(list[TokenId]).decode
+
+
+class Turn:
+    """One request's place among those with much work for the event loop; one at a time has it."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._is_taken = False
+
+    async def pause(self) -> None:
+        """Let other tasks run between two slices of work; waits for the turn at first."""
+        if self._is_taken:
+            await asyncio.sleep(0)
+        else:
+            await self._lock.acquire()
+            self._is_taken = True
+
+    def __enter__(self) -> "Turn":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Let the next one begin. Idempotent."""
+        if self._is_taken:
+            self._is_taken = False
+            self._lock.release()
 
 
 class BodyDecoder(Generic[Body]):
-    """Decodes the bodies of one route."""
+    """Decodes the bodies of one route; errors are 400s that name the field."""
 
     def __init__(self, kind: type[Body]) -> None:
         self._decoder = msgspec.json.Decoder(kind)
+        self.fields = frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+        self._id_fields = frozenset(name.encode() for name in _ID_FIELDS if name in self.fields)
 
     def __call__(self, raw: bytes) -> Body:
-        """Decode and validate one body; raises a 400 that names the field, if one is wrong."""
+        """Decode a body that this server has accepted before, or a small one, without a pause."""
+        decoding = self._begin(raw)
+        for _ in decoding.steps():
+            pass
+        return decoding.body
+
+    async def in_turn(self, raw: bytes, turn: Turn) -> tuple[Body, list[str]]:
+        """Decode a body of any size; returns it with the names that its struct lacks."""
+        decoding = self._begin(raw)
+        for _ in decoding.steps():
+            await turn.pause()
+        names = (name.decode("utf-8", "replace") for name in decoding.scan.names)
+        return decoding.body, [name for name in names if name not in self.fields]
+
+    def _begin(self, raw: bytes) -> "_Decoding[Body]":
+        return _Decoding(raw, self._decoder, JsonScan(raw, self._id_fields))
+
+
+class _Decoding(Generic[Body]):
+    """The work on one body."""
+
+    body: Body
+
+    def __init__(self, raw: bytes, decoder: msgspec.json.Decoder[Body], scan: JsonScan) -> None:
+        self._raw = raw
+        self._decoder = decoder
+        self.scan = scan
+
+    def steps(self) -> Iterator[None]:
+        """Scan and decode; yields after each slice of work. Then `body` is set."""
         try:
-            body = self._decoder.decode(raw)
-            _reject_duplicate_names(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield from self.scan.steps()
+            if len(self._raw) > _PIECE_BYTES:
+                yield
+            if self.scan.num_ids <= _INLINE_IDS:
+                self.body = self._decoder.decode(self._raw)
+                return
+            self.body = self._decoder.decode(self._without_ids())
+            yield
+            yield from self._decode_ids()
+        except _ERRORS as error:
             raise from_decoding(error) from error
-        return body
+
+    def _without_ids(self) -> bytes:
+        """Return the body with a single id in each array of ids."""
+        parts: list[bytes] = []
+        position = 0
+        for run in self.scan.id_runs:
+            parts += (self._raw[position : run.start], b"0")
+            position = run.end
+        return b"".join([*parts, self._raw[position:]])
+
+    def _decode_ids(self) -> Iterator[None]:
+        field = self.scan.id_field
+        value = getattr(self.body, field)
+        if self.scan.id_runs[0].place is not None and not all(type(i) is list for i in value):
+            return  # the route rejects the mixture
+        for run in self.scan.id_runs:
+            token_ids: list[int] = []
+            for piece in self._pieces(run):
+                try:
+                    token_ids += _decode_ids(b"[%b]" % piece)
+                except msgspec.ValidationError as error:
+                    raise _located(error, field, run.place, len(token_ids)) from error
+                yield
+            if run.place is None:
+                setattr(self.body, field, token_ids)
+            else:
+                value[run.place] = token_ids
+
+    def _pieces(self, run: IdRun) -> Iterator[bytes]:
+        """Cut an array at commas."""
+        position = run.start
+        while position <= run.end:
+            comma = self._raw.find(b",", min(position + _PIECE_BYTES, run.end), run.end)
+            end = run.end if comma < 0 else comma
+            piece = self._raw[position:end]
+            if not piece.strip():
+                message = "the body is not valid JSON: a comma ends an array"
+                raise ApiError(400, message, code="invalid_json")
+            yield piece
+            position = end + 1
 
 
-def _reject_duplicate_names(raw: bytes) -> None:
-    """Reject duplicate names, because JSON parsers differ in which of the two values they use.
-
-    The second parse is rare: names occur twice in a list of messages, hardly beside a long prompt.
-    """
-    names = _NAMES.findall(raw)
-    if len(names) != len(set(names)):
-        json.loads(raw, object_pairs_hook=_unique_names, parse_int=str, parse_float=str)
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in names:
-            message = f"{name}: the name occurs twice"
-            raise ApiError(400, message, param=name, code="duplicate_name")
-        names[name] = value
-    return names
+def _located(error: Exception, field: str, index: int | None, num_before: int) -> ApiError:
+    """Return the error of a piece with the place in the whole body."""
+    inner = from_decoding(error)
+    found = _INDEX.match(inner.param or "")
+    place = num_before + (int(found[1]) if found else 0)
+    param = f"{field}[{place}]" if index is None else f"{field}[{index}][{place}]"
+    reason = inner.message.partition(": ")[2]
+    return ApiError(400, f"{param}: {reason}", param=param, code="token_out_of_range")

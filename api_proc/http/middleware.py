@@ -1,17 +1,22 @@
-"""ASGI middlewares: request ids, and the check of the API key."""
+"""ASGI middlewares: request ids, requests of web pages, and the check of the API key."""
 
-import hashlib
-import hmac
 import re
 import secrets
+from collections.abc import Collection, Sequence
 
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_proc.errors import ApiError
+from api_proc.http.api_keys import ApiKeys
 from api_proc.http.connection import HAS_CLIENT_ID_KEY, REQUEST_ID_KEY, Connection
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
-"""Routes that need no API key."""
+OPEN_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/openapi.json", "/docs"})
+"""Routes that need no API key: health, and the description of the API."""
+
+STATUS_KEY = "troika.status"
+"""Key of the ASGI scope: the status that was sent."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _SCHEME = b"bearer "
@@ -35,6 +40,7 @@ class RequestIdMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                scope[STATUS_KEY] = message["status"]
                 headers = [*message["headers"], (b"x-request-id", request_id)]
                 message = {**message, "headers": headers}
             await send(message)
@@ -42,12 +48,29 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-class AuthMiddleware:
-    """Rejects requests without the API key, except those for an open path."""
+def cors_middleware(origins: Sequence[str]) -> Middleware:
+    """Return the middleware that lets web pages of these origins use the API.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    It answers a browser's preflight requests, which carry no key. Cookies are not allowed.
+    """
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
+
+
+class AuthMiddleware:
+    """Rejects requests without a valid API key, except those for an open path."""
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
-        self._key_hash = _hash(api_key.encode("utf-8"))
+        self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._is_allowed(scope):
@@ -63,14 +86,17 @@ class AuthMiddleware:
         )
 
     def _is_allowed(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths:
             return True
-        value: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        if value[: len(_SCHEME)].lower() != _SCHEME:
-            return False
-        return hmac.compare_digest(_hash(value[len(_SCHEME) :]), self._key_hash)
+        given = _credentials(scope)
+        # Of several headers a proxy could have checked another one.
+        return len(given) == 1 and self._keys.contains(given[0])
 
 
-def _hash(key: bytes) -> bytes:
-    """Hash keys to one length, so that every comparison takes the same time."""
-    return hashlib.sha256(key).digest()
+def _credentials(scope: Scope) -> list[bytes]:
+    """Return the token of each Authorization header, else each x-api-key (Anthropic's header)."""
+    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
+    if bearers:
+        size = len(_SCHEME)
+        return [value[size:] if value[:size].lower() == _SCHEME else b"" for value in bearers]
+    return [value for name, value in scope["headers"] if name == b"x-api-key"]

@@ -23,6 +23,9 @@ object of several times its size. Smaller responses are written at once with the
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
 """For the request line with all headers, and for trailers."""
+MAX_SMALL_CHUNKS = 2048
+SMALL_CHUNK_BYTES = 64
+"""A body may have that many chunks, and one more for each of these bytes."""
 KEEP_ALIVE_S = 75
 """Longest silence after a response."""
 QUIET_TIMEOUT_S = 2.0 * KEEP_ALIVE_S
@@ -46,6 +49,8 @@ class HttpProtocol(HttpToolsProtocol):
     on_lost: Callable[[], None] | None = None
     _num_fed = 0
     """Bytes of the present read that count for the head; 0 where the head begins in it."""
+    _num_chunks = 0  # of the present body
+    _num_body_bytes = 0
     _is_in_body = False  # between the end of a head and the end of its message
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -114,6 +119,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_body:
             super().on_headers_complete()
             self._is_in_body = True
+            self._num_chunks = self._num_body_bytes = 0
             if self.is_idle:  # else it waits in the pipeline
                 self.running = self.cycle
         self._end_head()
@@ -121,9 +127,13 @@ class HttpProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """The header of the last chunk is followed by trailers, any other by data."""
         self._begin_head()
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._num_body_bytes // SMALL_CHUNK_BYTES:
+            raise ValueError("the chunks are too small")  # each costs more than its bytes
 
     def on_body(self, body: bytes) -> None:
         self._end_head()
+        self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from starlette.applications import Starlette
 from api_proc.http.acceptor import Acceptor, max_connections
 from api_proc.http.protocol import HEAD_TIMEOUT_S, KEEP_ALIVE_S, HttpProtocol
 
-BACKLOG = 2048
 _MAX_UNSENT_IN_KERNEL = 16 * 1024
 SLOW_READER_TIMEOUT_S = 60.0
 _SWEEP_S = 0.5
@@ -30,9 +30,10 @@ class HttpServer(uvicorn.Server):
         *,
         slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
         on_slow_reader: Callable[[], None] = lambda: None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Serve `app`. A connection whose client reads nothing for `slow_reader_timeout_s` is
-        dropped, and `on_slow_reader` is called.
+        dropped, and `on_slow_reader` is called. With `tls` clients speak HTTPS.
         """
         super().__init__(
             uvicorn.Config(
@@ -51,6 +52,7 @@ class HttpServer(uvicorn.Server):
         )
         self._slow_reader_timeout_s = slow_reader_timeout_s
         self._on_slow_reader = on_slow_reader
+        self._tls = tls
         self._acceptors: list[Acceptor] = []
         self._sweep_timer: asyncio.TimerHandle | None = None
 
@@ -62,6 +64,12 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         self.should_exit = True
 
+    def renew_tls(self, tls: ssl.SSLContext | None) -> None:
+        """Begin new connections with another certificate; open ones keep theirs."""
+        self._tls = tls
+        for acceptor in self._acceptors:
+            acceptor.tls = tls
+
     async def retire(self, timeout_s: float) -> None:
         """Leave new connections to a successor on the same socket, and finish open requests.
 
@@ -70,10 +78,9 @@ class HttpServer(uvicorn.Server):
         """
         for acceptor in self._acceptors:
             acceptor.close()
-        self.server_state.default_headers = [
-            *self.server_state.default_headers,
-            (b"connection", b"close"),
-        ]
+        closing = (b"connection", b"close")
+        self.server_state.default_headers = [*self.server_state.default_headers, closing]
+        self.config.encoded_headers = [*self.config.encoded_headers, closing]  # for later ones
         self.config.timeout_graceful_shutdown = math.ceil(timeout_s)
         await asyncio.sleep(_LINGER_S)
         self.stop()
@@ -88,7 +95,7 @@ class HttpServer(uvicorn.Server):
             with contextlib.suppress(OSError):
                 lowat = socket.TCP_NOTSENT_LOWAT
                 listening.setsockopt(socket.IPPROTO_TCP, lowat, _MAX_UNSENT_IN_KERNEL)
-            acceptor = Acceptor(listening, self._make_protocol, self._num_open, limit)
+            acceptor = Acceptor(listening, self._make_protocol, self._num_open, limit, self._tls)
             self._acceptors.append(acceptor)
             acceptor.resume()
         self._sweep()
@@ -129,14 +136,3 @@ class HttpServer(uvicorn.Server):
                 )
             elif protocol.is_quiet(now, is_full):
                 protocol.transport.close()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen; port 0 is any free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-
-def url_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

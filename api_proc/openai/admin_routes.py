@@ -3,6 +3,8 @@
 from collections.abc import Awaitable
 from urllib.parse import parse_qsl
 
+import msgspec
+
 from api_proc.errors import ApiError, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
 from api_proc.openai.responses import encode
@@ -14,6 +16,32 @@ _MODES = {"new": PauseMode.PAUSED_NEW, "all": PauseMode.PAUSED_ALL}
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
+class Done(msgspec.Struct):
+    """Response of a command."""
+
+    status: str
+
+
+class Paused(msgspec.Struct):
+    """Response of /pause."""
+
+    status: str
+    mode: str
+
+
+class PauseState(msgspec.Struct):
+    """Response of /is_paused."""
+
+    is_paused: bool
+    pause_mode: PauseMode
+
+
+class SleepState(msgspec.Struct):
+    """Response of /is_sleeping."""
+
+    is_sleeping: bool
+
+
 async def pause(state: ApiState, connection: Connection) -> None:
     """POST /pause?mode=new|all: admit no new requests, or compute nothing, the default."""
     state.require_facts()
@@ -21,7 +49,7 @@ async def pause(state: ApiState, connection: Connection) -> None:
     if name not in _MODES:
         raise invalid("mode", f"must be one of {', '.join(_MODES)}")
     await _require(state.client.pause(_MODES[name]), "the engine is shutting down")
-    await connection.send(200, encode({"status": "paused", "mode": name}))
+    await connection.send(200, encode(Paused("paused", name)))
 
 
 async def resume(state: ApiState, connection: Connection) -> None:
@@ -29,7 +57,7 @@ async def resume(state: ApiState, connection: Connection) -> None:
     state.require_facts()
     _query(connection)
     await _require(state.client.resume(), "the engine cannot resume now")
-    await connection.send(200, encode({"status": "resumed"}))
+    await connection.send(200, encode(Done("resumed")))
 
 
 async def sleep(state: ApiState, connection: Connection) -> None:
@@ -37,7 +65,7 @@ async def sleep(state: ApiState, connection: Connection) -> None:
     state.require_facts()
     _query(connection)
     await _require(state.client.sleep(), "the engine cannot sleep now")
-    await connection.send(200, encode({"status": "sleeping"}))
+    await connection.send(200, encode(Done("sleeping")))
 
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
@@ -45,15 +73,14 @@ async def is_sleeping(state: ApiState, connection: Connection) -> None:
     _query(connection)
     status = state.client.status
     asleep = status is not None and status.is_sleeping
-    await connection.send(200, encode({"is_sleeping": asleep}))
+    await connection.send(200, encode(SleepState(asleep)))
 
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
     _query(connection)
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode
-    body = {"is_paused": mode is not PauseMode.RUNNING, "pause_mode": mode}
-    await connection.send(200, encode(body))
+    await connection.send(200, encode(PauseState(mode is not PauseMode.RUNNING, mode)))
 
 
 async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
@@ -64,7 +91,7 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
         raise invalid("reset_running_requests", "must be true or false")
     work = state.client.reset_prefix_cache(_FLAGS[text.lower()])
     await _require(work, "blocks of the KV cache are in use; see reset_running_requests")
-    await connection.send(200, encode({"status": "reset"}))
+    await connection.send(200, encode(Done("reset")))
 
 
 def _query(connection: Connection, name: str = "", default: str = "") -> str:

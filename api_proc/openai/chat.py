@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from api_proc.bodies import ChatBody
+import msgspec
+
+from api_proc.bodies import ChatBody, wants_generation_prompt
+from api_proc.chat.grammar import output_grammar
+from api_proc.chat.lark import GrammarTooLarge
+from api_proc.chat.parser import OutputParser
+from api_proc.chat.tools import no_tool_format
+from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai import responses
+from api_proc.openai.chat_message import assistant_message, call_ids, chat_delta
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs
 from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
@@ -13,13 +21,22 @@ from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
 from protocol.core_worker import ModelFacts
+from protocol.sampling import MAX_GRAMMAR_CHARS, FinishReason, SamplingParams
 
 
 async def _tokenize(state: ApiState, body: ChatBody, facts: ModelFacts) -> list[Prompt]:
+    use = body.tool_use
+    tools = None
+    if use is not None:
+        if not state.text.dialect.has_tools:
+            raise no_tool_format()
+        tools = [tool.for_template() for tool in use.shown]
     text = await state.text.render(
         [message.for_template() for message in body.messages],
-        add_generation_prompt=body.add_generation_prompt is not False,
-        extra=body.chat_template_kwargs,
+        add_generation_prompt=wants_generation_prompt(body),
+        extra=body.template_variables,
+        tools=tools,
+        continue_final_message=bool(body.continue_final_message),
     )
     add_special_tokens, keep_last = bool(body.add_special_tokens), truncated_length(body, facts)
     options = EncodeOptions(add_special_tokens, facts.max_model_len - 1, keep_last)
@@ -29,6 +46,46 @@ async def _tokenize(state: ApiState, body: ChatBody, facts: ModelFacts) -> list[
 
 def _restore_prompts(body: ChatBody, token_ids: list[list[int]]) -> list[Prompt]:
     return [Prompt(token_ids[0], None)]
+
+
+def _make_parser(
+    state: ApiState, body: ChatBody, prompt_token_ids: list[int], key: str
+) -> OutputParser | None:
+    """Return the parser of an output that may contain calls or reasoning."""
+    dialect, use = state.text.dialect, body.tool_use
+    if use is None and not dialect.has_reasoning:
+        return None
+    return OutputParser(
+        dialect,
+        schemas=None if use is None else use.schemas,
+        is_reasoning_open=state.text.is_reasoning_open(prompt_token_ids),
+        make_id=call_ids(key, dialect),
+        keeps_reasoning=body.include_reasoning is not False,
+    )
+
+
+def _constrain(
+    state: ApiState, body: ChatBody, prompt_token_ids: list[int], params: SamplingParams
+) -> SamplingParams:
+    """Confine the output to calls that the request demands, and to strict arguments.
+
+    A grammar that the parameters have already confines the content only.
+    """
+    use, content = body.tool_use, params.grammar
+    if content is None and (use is None or not use.needs_grammar):
+        return params
+    try:
+        grammar = output_grammar(
+            state.text.dialect,
+            use,
+            content,
+            is_reasoning_open=state.text.is_reasoning_open(prompt_token_ids),
+            added_token_id=state.text.tokenizer.added_token_id,
+        )
+    except GrammarTooLarge:
+        message = f"need a grammar of more than {MAX_GRAMMAR_CHARS} characters"
+        raise invalid("tools", message) from None
+    return msgspec.structs.replace(params, grammar=grammar)
 
 
 @dataclass(frozen=True)
@@ -52,9 +109,12 @@ class ChatFormat:
     def choice(
         self, sequence: OutputSequence, delta: Delta, *, is_first: bool
     ) -> responses.ChatChunkChoice:
-        text = responses.ChatDelta(content=delta.text or None)
+        if delta.events is None:
+            piece = responses.ChatDelta(content=delta.text or None)
+        else:
+            piece = chat_delta(delta.events)
         return responses.ChatChunkChoice(
-            index=sequence.index, delta=text, **self._choice_fields(delta)
+            index=sequence.index, delta=piece, **self._choice_fields(sequence, delta)
         )
 
     def whole(
@@ -63,8 +123,10 @@ class ChatFormat:
         choices = [
             responses.ChatChoice(
                 index=sequence.index,
-                message=responses.AssistantMessage(delta.text),
-                **self._choice_fields(delta),
+                message=responses.AssistantMessage(delta.text)
+                if delta.events is None
+                else assistant_message(delta.events),
+                **self._choice_fields(sequence, delta),
             )
             for sequence, delta in answers
         ]
@@ -87,8 +149,11 @@ class ChatFormat:
             return {}
         return {"prompt_token_ids": self.prompts[0].token_ids}
 
-    def _choice_fields(self, delta: Delta) -> dict[str, Any]:
-        fields: dict[str, Any] = {"finish_reason": delta.finish_reason}
+    def _choice_fields(self, sequence: OutputSequence, delta: Delta) -> dict[str, Any]:
+        finish_reason = delta.finish_reason
+        if finish_reason == FinishReason.STOP and sequence.parser and sequence.parser.num_calls:
+            finish_reason = "tool_calls"
+        fields: dict[str, Any] = {"finish_reason": finish_reason}
         num_top = self.body.num_logprobs
         if num_top is not None and delta.logprobs is not None:
             fields["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs, num_top)
@@ -108,4 +173,6 @@ CHAT = GenerationApi(
     ChatFormat,
     "chatcmpl-",
     responses.ChatChunk,
+    _make_parser,
+    _constrain,
 )

@@ -8,6 +8,7 @@ import msgspec
 from api_proc.bodies import CompletionBody
 from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
+from api_proc.http.json_scan import MAX_VALUES
 from api_proc.openai.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
 from api_proc.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from api_proc.openai.serving import GenerationApi
@@ -32,7 +33,8 @@ class _PromptItems(NamedTuple):
 def _prompt_items(body: CompletionBody) -> _PromptItems:
     """Distinguish the four forms of `prompt`."""
     items: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if len(set(map(type, items))) > 1:
+    # The scan of the body lets longer lists pass only if they hold token ids and nothing else.
+    if len(items) <= MAX_VALUES and len(set(map(type, items))) > 1:
         message = "a list must hold texts only, token ids only, or lists of token ids only"
         raise invalid("prompt", message)
     if isinstance(items[0], int):
@@ -54,8 +56,13 @@ async def _tokenize(state: ApiState, body: CompletionBody, facts: ModelFacts) ->
             raise too_long(longest, max_tokens, "prompt")
         return [Prompt(ids if keep_last is None else ids[-keep_last:], None) for ids in items.ids]
     options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last)
-    encoded = await state.text.encode(items.texts, options, param="prompt")
-    return [Prompt(ids, text) for ids, text in zip(encoded, items.texts, strict=True)]
+    texts = items.texts
+    if body.parse_special is False:
+        texts = [state.text.tokenizer.special.literal(text) for text in texts]
+    encoded = await state.text.encode(texts, options, param="prompt")
+    body.prompt = ""  # it is large, and the ids are known
+    kept = texts if body.echo else [None] * len(texts)
+    return [Prompt(ids, text) for ids, text in zip(encoded, kept, strict=True)]
 
 
 def _restore_prompts(body: CompletionBody, token_ids: list[list[int]]) -> list[Prompt]:
@@ -125,7 +132,7 @@ class CompletionFormat:
             assert len(known) == len(prompt.token_ids), "prompt logprobs are incomplete"
             entries = known + entries
             offsets = prompt_offsets(self.tokenizer, prompt.token_ids) + offsets
-        num_top = self.body.logprobs or 0
+        num_top = self.body.num_logprobs or 0
         return completion_logprobs(self.tokenizer, token_ids, entries, offsets, num_top)
 
     def _echoed(self, prompt: Prompt) -> str:

@@ -2,28 +2,37 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import cast
 
 import msgspec
 
 from api_proc.bodies import SamplingBody
+from api_proc.chat.parser import OutputParser
+from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
+from api_proc.http.open_requests import Slot
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition
 from api_proc.resumption.history import HistoryReader
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
 from api_proc.state import ApiState
-from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream, join
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
-from protocol.client.errors import RequestFailed
+from protocol.client.errors import RequestFailed, failure_of
+from protocol.client.request_stream import RequestStream
 from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
+
+MakeParser = Callable[[TokenIds, str], OutputParser | None]
 
 Step = list[tuple[OutputSequence, Delta]]
 """Deltas that arrived together, in their order."""
 
 _PIECE_TOKENS = 256
 """Tokens that become text at a time, so that unread tokens stay ids."""
+_STARTED_TOGETHER = 64
+"""Readers of sequences that begin in one iteration of the event loop."""
 _PIECE_LOGPROBS = 16
 """The same for tokens with logprobs."""
 
@@ -40,32 +49,52 @@ class Generation:
         body: SamplingBody,
         connection: Connection,
         session: Session | None = None,
+        make_parser: MakeParser | None = None,
     ) -> None:
+        """`make_parser` returns the parser of a sequence's text, given its prompt and a key."""
+        self._make_parser = make_parser
         self.prompts: list[Prompt] = [] if session is None else session.prompts
         self.sequences: list[OutputSequence] = []
         self.cancelled = False
         self.created = int(time.time()) if session is None else session.accepted.created
+        self.request_id = connection.request_id
         self.position: StreamPosition | None = None
         """The end of an earlier answer, which this one continues."""
         self._state = state
         self._connection = connection
         self._session = session
         self._is_accepted = session is not None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._failure: RequestFailed | None = None
+        """Set when the deadline has passed."""
         self._readers: list[HistoryReader] = []
+        self._streams: list[RequestStream] = []
         self._body = body
         self._metrics = state.metrics
         self._arrival = time.monotonic()
+        self._time_to_first_token_s: float | None = None
 
     def __enter__(self) -> "Generation":
-        self._state.opened()
+        self._state.open_requests.add(self)
         if self._session is not None:
             self._sessions.attach(self._session)
         self._connection.watch(self.cancel, lambda: self.num_unread)
+        if self._body.timeout is not None and not self._is_accepted:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(self._body.timeout, self._expire)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_sent = kind is None and not self.cancelled
         self.cancel()
+        self._connection.scope[GENERATION_KEY] = GenerationRecord(
+            sum(len(prompt.token_ids) for prompt in self.prompts),
+            sum(sequence.num_output_tokens for sequence in self.sequences),
+            self._time_to_first_token_s,
+            is_sent,
+        )
+        if self._deadline is not None:
+            self._deadline.cancel()
         session = self._session
         if session is not None:
             if not self._is_accepted:  # it was rejected, or its client has disconnected
@@ -74,7 +103,33 @@ class Generation:
             is_stream = bool(self._body.stream) and connection.response_started
             is_known = is_stream or connection.has_client_id
             self._sessions.detach(session, is_known=is_known, is_sent=is_sent)
-        self._state.closed()
+        self._state.open_requests.remove(self)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the client can read the rest over another connection."""
+        return self._session is not None
+
+    @property
+    def stream_interval(self) -> int:
+        return self._body.stream_interval or 1
+
+    def fail(self, error: RequestFailed) -> None:
+        """End with an error, unless the request is in a journal and continues later."""
+        if self._session is None:
+            for sequence in self.sequences:
+                cast(RequestStream, sequence.stream).fail(error)
+
+    def _expire(self) -> None:
+        """End with an error, because the time that the client allowed is over."""
+        error = RequestError(
+            ErrorCode.DEADLINE, f"timeout: {self._body.timeout:g} s were not enough"
+        )
+        self._failure = RequestFailed(error)
+        if self._session is None:
+            self.fail(self._failure)
+        else:
+            self._sessions.fail(self._session, self._failure)
 
     @property
     def _sessions(self) -> Sessions:
@@ -105,13 +160,22 @@ class Generation:
 
     def submit(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
         """Send one prompt to the core, `n` times."""
+        if self._failure is not None:
+            raise self._failure
         num_sequences = self._body.n or 1
         for i in range(num_sequences):
-            nth = msgspec.structs.replace(params, seed=nth_seed(params.seed, i)) if i else params
+            nth = params
+            if i:
+                # The prompt is the same, so its logprobs are computed once. In a stream another
+                # sequence may begin before them.
+                num_top = params.prompt_logprobs if self._body.stream else None
+                seed = nth_seed(params.seed, i)
+                nth = msgspec.structs.replace(params, seed=seed, prompt_logprobs=num_top)
             stream: TokenStream
             if self._session is None:
                 options = self._body.request_options
                 stream = self._state.client.submit(prompt_token_ids, nth, **options)
+                self._streams.append(stream)
             else:
                 stream = self._sessions.submit(self._session, prompt_token_ids, nth)
                 self._readers.append(stream)
@@ -134,8 +198,16 @@ class Generation:
 
     def _add(self, stream: TokenStream, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
         body = self._body
-        detokenizer = self._state.text.tokenizer.detokenizer(
-            prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False
+        text = self._state.text
+        parser = None
+        if self._make_parser is not None:
+            # The same key after a restart of the API, and another one for a later request.
+            key = f"{self._connection.request_id} {self.created} {len(self.sequences)}"
+            parser = self._make_parser(prompt_token_ids, key)
+        detokenizer = text.tokenizer.detokenizer(
+            prompt_token_ids,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            shown=frozenset() if parser is None else text.dialect.markers,
         )
         sequence = OutputSequence(
             len(self.sequences),
@@ -145,7 +217,11 @@ class Generation:
             stop=body.stop_strings,
             include_stop=bool(body.include_stop_str_in_output),
             min_tokens=params.min_tokens,
+            parser=parser,
         )
+        if body.num_prompt_logprobs is not None and params.prompt_logprobs is None:
+            first = self.sequences[sequence.index - sequence.index % (body.n or 1)]
+            sequence.prompt_logprobs = first.prompt_logprobs
         self.sequences.append(sequence)
 
     def cancel(self) -> None:
@@ -159,6 +235,29 @@ class Generation:
                 if self._session is None:
                     self._metrics.count_end(FinishReason.ABORT)
                     sequence.stream.cancel()
+
+    def abort(self) -> bool:
+        """End all sequences with an error for the client; False: none was submitted yet."""
+        failure = failure_of(RequestError(ErrorCode.ABORTED, "the request was aborted"))
+        for stream in self._streams:
+            stream.fail(failure)
+            stream.cancel()
+        for history in [] if self._session is None else self._session.histories:
+            if not history.is_ended:
+                self._state.client.cancel(history.request_id)
+                history.fail(failure)
+        return bool(self.sequences)
+
+    def slot(self) -> Slot:
+        num_output_tokens = sum(sequence.num_output_tokens for sequence in self.sequences)
+        return Slot(
+            path=self._connection.scope["path"],
+            state="running" if num_output_tokens else "waiting",
+            age_s=round(time.monotonic() - self._arrival, 3),
+            num_sequences=len(self.sequences),
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            num_output_tokens=num_output_tokens,
+        )
 
     async def steps(self) -> AsyncIterator[Step]:
         """Iterate over deltas until all sequences have ended or the generation is cancelled."""
@@ -183,9 +282,13 @@ class Generation:
             except Exception as error:
                 await queue.put(error)
 
-        readers = [asyncio.create_task(read(sequence)) for sequence in self.sequences]
-        num_reading = len(readers)
+        readers: list[asyncio.Task[None]] = []
+        num_reading = len(self.sequences)
         try:
+            for sequence in self.sequences:
+                readers.append(asyncio.create_task(read(sequence)))
+                if len(readers) % _STARTED_TOGETHER == 0:
+                    await asyncio.sleep(0)
             while num_reading:
                 step: Step = []
                 items = [await queue.get()]
@@ -216,6 +319,8 @@ class Generation:
                 else:
                     first = now
                     metrics.time_to_first_token.observe(now - self._arrival)
+                    if self._time_to_first_token_s is None:
+                        self._time_to_first_token_s = now - self._arrival
                 last = now
             for piece in _pieces(output, skip - sequence.num_output_tokens):
                 delta = sequence.push(piece)
@@ -248,6 +353,24 @@ class Generation:
         metrics.generation_tokens.observe(sequence.num_output_tokens)
         if sequence.num_output_tokens > 1:
             metrics.time_per_output_token.observe((last - first) / (sequence.num_output_tokens - 1))
+
+
+async def in_intervals(steps: AsyncIterator[Step], num_tokens: int) -> AsyncIterator[Step]:
+    """Merge deltas until each has `num_tokens`, except the first and the last of a sequence."""
+    held: dict[int, list[Delta]] = {}
+    async for step in steps:
+        merged: Step = []
+        for sequence, delta in step:
+            index = sequence.index
+            known = held.get(index)
+            deltas = [*(known or ()), delta]
+            is_full = sum(len(item.token_ids) for item in deltas) >= num_tokens
+            is_ready = known is None or is_full or delta.finish_reason is not None
+            if is_ready:
+                merged.append((sequence, join(deltas)))
+            held[index] = [] if is_ready else deltas
+        if merged:
+            yield merged
 
 
 def _pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:

@@ -3,6 +3,7 @@
 import time
 from importlib import metadata
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_proc.http.connection import Connection
@@ -12,14 +13,59 @@ from api_proc.state import DEGRADED, ApiState
 PACKAGE = "troika"
 
 
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One name of the model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    """None while the engine starts."""
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Response of /v1/models."""
+
+    object: str
+    data: list[ModelCard]
+
+
+class Alive(msgspec.Struct):
+    """Response of /livez."""
+
+    alive: bool
+
+
+class Version(msgspec.Struct):
+    """Response of /version."""
+
+    version: str
+
+
+class Readiness(msgspec.Struct, kw_only=True):
+    """Response of /readyz and /health."""
+
+    ready: bool
+    state: str
+    draining: bool
+    status_age_s: float | None
+    """Seconds since the core's last report."""
+    journal: str
+    exact_resume: bool | None
+    exact_resume_reason: str | None
+
+
 async def list_models(state: ApiState, connection: Connection) -> None:
-    await connection.send(200, encode({"object": "list", "data": [_model_card(state)]}))
+    cards = [_model_card(state, name) for name in state.model_names]
+    await connection.send(200, encode({"object": "list", "data": cards}))
 
 
 async def show_model(state: ApiState, connection: Connection) -> None:
     """GET /v1/models/{name}; raises a 404 for another model."""
-    state.require_model(connection.scope["path_params"]["name"])
-    await connection.send(200, encode(_model_card(state)))
+    name = connection.scope["path_params"]["name"]
+    state.require_model(name)
+    await connection.send(200, encode(_model_card(state, name)))
 
 
 async def livez(state: ApiState, connection: Connection) -> None:
@@ -43,7 +89,7 @@ async def metrics(state: ApiState, connection: Connection) -> None:
 
 
 async def version(state: ApiState, connection: Connection) -> None:
-    await connection.send(200, encode({"version": installed_version()}))
+    await connection.send(200, encode(Version(installed_version())))
 
 
 def installed_version() -> str:
@@ -54,10 +100,10 @@ def installed_version() -> str:
         return "0+checkout"
 
 
-def _model_card(state: ApiState) -> dict[str, object]:
+def _model_card(state: ApiState, name: str) -> dict[str, object]:
     facts = state.client.facts
     return {
-        "id": state.model_name,
+        "id": name if name in state.model_names else state.model_name,
         "object": "model",
         "created": state.created,
         "owned_by": "troika",
@@ -72,14 +118,14 @@ async def _send_readiness(state: ApiState, connection: Connection, *, is_good: b
     journal = "off"
     if state.sessions is not None:  # "failed": requests are kept in memory only
         journal = "failed" if state.sessions.journaling.is_failed else "writing"
-    body = {
-        "ready": state.is_ready(),
-        "state": DEGRADED if state.is_degraded else state.engine_state(),
-        "draining": state.is_draining,
-        "status_age_s": round(age_s, 3) if has_status else None,
-        "journal": journal,
-        "exact_resume": None if facts is None else facts.exact_resume,
-        "exact_resume_reason": None if facts is None else facts.exact_resume_reason,
-    }
+    body = Readiness(
+        ready=state.is_ready(),
+        state=DEGRADED if state.is_degraded else state.engine_state(),
+        draining=state.is_draining,
+        status_age_s=round(age_s, 3) if has_status else None,
+        journal=journal,
+        exact_resume=None if facts is None else facts.exact_resume,
+        exact_resume_reason=None if facts is None else facts.exact_resume_reason,
+    )
     headers = [] if is_good else [(b"retry-after", b"1")]
     await connection.send(200 if is_good else 503, encode(body), headers)

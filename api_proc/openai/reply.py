@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from api_proc.bodies import SamplingBody
 from api_proc.openai import responses
+from api_proc.openai.chat_message import plain_delta
 from api_proc.openai.generation import Generation
 from api_proc.openai.responses import PromptTokensDetails, Usage
 from api_proc.text.output_sequence import Delta, OutputSequence, join
@@ -70,12 +71,20 @@ class Reply:
             if opening := form.opening(sequence):
                 events.append(self._frame(**opening))
         is_plain = self._is_plain and delta.finish_reason is None and delta.logprobs is None
-        if not is_plain or (is_first and form.echoes_prompt):
+        is_plain = is_plain and not (is_first and form.echoes_prompt)
+        if is_plain and delta.events is None:
+            if delta.text:
+                text = responses.encode(delta.text)
+                index, end = sequence.index, self._plain_end
+                pieces = (self._plain_start, index, self._plain_text, text, end)
+                events.append(b"%b%d%b%b%b" % pieces)
+            return events
+        piece = plain_delta(delta.events) if is_plain and delta.events is not None else None
+        if piece is None:
             events.append(self._frame(choices=[form.choice(sequence, delta, is_first=is_first)]))
-        elif delta.text:
-            text = responses.encode(delta.text)
-            pieces = (self._plain_start, sequence.index, self._plain_text, text, self._plain_end)
-            events.append(b"%b%d%b%b%b" % pieces)
+        elif piece:
+            start, end = self._plain_start, self._plain_end
+            events.append(b"%b%d,%b%b" % (start, sequence.index, piece, end))
         return events
 
     def usage_frame(self) -> bytes:

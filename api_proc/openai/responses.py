@@ -79,10 +79,42 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class ToolCallFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool that the model has made."""
+
+    id: str
+    function: ToolCallFunction
+    type: str = "function"
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """A piece of a call; only the first has its id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta = msgspec.field(default_factory=FunctionDelta)
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
+    """`reasoning` is vLLM's newer name of `reasoning_content`."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -90,6 +122,9 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, frozen=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -3,19 +3,23 @@
 Chats and completions share it; a `GenerationApi` holds what differs between them.
 """
 
+import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from api_proc.bodies import SamplingBody
+from api_proc.chat.parser import OutputParser
 from api_proc.errors import ApiError, from_request_error, internal
 from api_proc.http.connection import Connection
-from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.generation import Generation, Step
+from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.openai.generation import Generation, MakeParser, Step, in_intervals
 from api_proc.openai.reply import Format, Reply
 from api_proc.openai.responses import DONE_FRAME
-from api_proc.params import resolve_max_tokens, sampling_params
+from api_proc.openai.structured import grammar_of, name_field
+from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
 from api_proc.resumption.event_ids import EventIds, StreamPosition, parse_event_id
 from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
 from api_proc.state import ApiState
@@ -24,14 +28,22 @@ from api_proc.text.tokenizer import TextTokenizer
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
+from protocol.message import TokenIds
 from protocol.process.failpoints import failpoint
+from protocol.sampling import Grammar, SamplingParams
 
 _SEND_BYTES = 16 * 1024
 """Events are sent once they have this size together."""
+_SLICE_S = 0.002
+_MANY_PARTS = 8192
+"""Tokens with their candidates that take about ten milliseconds to render."""
+_PARTS_PER_SEQUENCE = 16
 
 log = logging.getLogger("troika.api")
 
 Body = TypeVar("Body", bound=SamplingBody)
+MakeParams = Callable[[TokenIds], SamplingParams]
+"""Returns the parameters for a prompt."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,10 @@ class GenerationApi(Generic[Body]):
     id_prefix: str
     make_head: Callable[..., Any]
     """Creates a chunk, which `make_format` gets without choices."""
+    make_parser: Callable[[ApiState, Body, TokenIds, str], OutputParser | None] | None = None
+    """Returns the parser of a sequence's text, if it has one; see `Generation`."""
+    constrain: Callable[[ApiState, Body, TokenIds, SamplingParams], SamplingParams] | None = None
+    """Adds what the output of a prompt is confined to."""
 
     async def serve(self, state: ApiState, connection: Connection) -> None:
         """Handle one request; raises `ApiError` only before anything was sent."""
@@ -56,19 +72,29 @@ class GenerationApi(Generic[Body]):
         if await self._resume(state, connection, raw):
             return
         facts = await state.accepting()
-        body = self.decode(raw)
-        body.check()
-        state.require_model(body.model)
-        with Generation(state, body, connection) as generation:
-            prompts = await self.tokenize(state, body, facts)
-            if generation.cancelled:
-                return
-            if await self._resume(state, connection, raw):  # a duplicate was accepted meanwhile
-                return
-            generation.begin_session(self.path, raw, prompts)
-            self._submit(state, generation, body, facts)
-            await generation.accepted()
-            await self._answer(state, connection, body, generation)
+        with Turn(state.large_requests) as turn:
+            body, unknown = await self.decode.in_turn(raw, turn)
+            connection.headers += state.unknown_fields.check(raw, unknown)
+            body.check()
+            grammar = grammar_of(body)
+            state.require_model(body.model)
+            make_parser = self._parser_maker(state, body)
+            with Generation(state, body, connection, make_parser=make_parser) as generation:
+                prompts = await self.tokenize(state, body, facts)
+                if generation.cancelled:
+                    return
+                if await self._resume(state, connection, raw):  # a duplicate was accepted meanwhile
+                    return
+                generation.begin_session(self.path, raw, prompts)
+                raw = b""
+                await self._submit(
+                    generation, self._params_maker(state, body, facts, grammar), turn
+                )
+                turn.end()
+                if generation.cancelled:
+                    return
+                await generation.accepted()
+                await self._answer(state, connection, body, generation)
 
     def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
         """Decode a request of the journal."""
@@ -86,23 +112,52 @@ class GenerationApi(Generic[Body]):
         session = state.sessions.find(connection.request_id, self.path, raw, last_event_id)
         if session is None:
             return False
-        with Generation(state, session.body, connection, session) as generation:
+        make_parser = self._parser_maker(state, cast(Body, session.body))
+        with Generation(state, session.body, connection, session, make_parser) as generation:
             generation.resume(_position(session, last_event_id))
             await self._answer(state, connection, cast(Body, session.body), generation)
         return True
 
-    def _submit(
-        self, state: ApiState, generation: Generation, body: Body, facts: ModelFacts
-    ) -> None:
+    def _parser_maker(self, state: ApiState, body: Body) -> MakeParser | None:
+        make_parser = self.make_parser
+        if make_parser is None:
+            return None
+        return lambda token_ids, key: make_parser(state, body, token_ids, key)
+
+    def _params_maker(
+        self, state: ApiState, body: Body, facts: ModelFacts, grammar: Grammar | None
+    ) -> MakeParams:
+        bad_words = bad_word_ids(body.bad_words or [], state.text.tokenizer)
+
+        def make_params(token_ids: TokenIds) -> SamplingParams:
+            params = sampling_params(
+                body,
+                state.text.defaults,
+                max_tokens=resolve_max_tokens(body, facts, len(token_ids)),
+                seed=state.draw_seed() if body.seed is None else body.seed,
+                bad_words=bad_words,
+                grammar=grammar,
+            )
+            if self.constrain is None:
+                return params
+            return self.constrain(state, body, token_ids, params)
+
+        return make_params
+
+    async def _submit(self, generation: Generation, make_params: MakeParams, turn: Turn) -> None:
+        """Send all prompts to the core, in slices, unless a journal contains the request.
+
+        Another connection may read a request of the journal, which must be complete for it.
+        """
+        began = time.perf_counter()
         try:
             for prompt in generation.prompts:
-                params = sampling_params(
-                    body,
-                    state.text.defaults,
-                    max_tokens=resolve_max_tokens(body, facts, len(prompt.token_ids)),
-                    seed=state.draw_seed() if body.seed is None else body.seed,
-                )
-                generation.submit(prompt.token_ids, params)
+                if not generation.is_resumable and time.perf_counter() - began > _SLICE_S:
+                    await turn.pause()
+                    if generation.cancelled:
+                        return
+                    began = time.perf_counter()
+                generation.submit(prompt.token_ids, make_params(prompt.token_ids))
         except RequestFailed as failure:
             raise from_request_error(failure.error, self.prompt_param) from failure
 
@@ -126,14 +181,30 @@ class GenerationApi(Generic[Body]):
                     for sequence, delta in step:
                         reply.collect(sequence, delta)
                 if not generation.cancelled:
-                    await connection.send(200, reply.body())
+                    await connection.send(200, await _whole(state, body, generation, reply))
         except RequestFailed as failure:
-            await _fail(connection, from_request_error(failure.error, self.prompt_param))
+            error = name_field(failure.error, body)
+            await _fail(connection, from_request_error(error, self.prompt_param))
         except Exception:
             if not (body.stream and connection.response_started):
                 raise
             log.exception("request %s failed", connection.request_id)
             await _fail(connection, internal())
+
+
+async def _whole(
+    state: ApiState, body: SamplingBody, generation: Generation, reply: Reply
+) -> bytes:
+    """Render an answer; one with very many parts is rendered in a thread, one at a time."""
+    num_candidates = 1 + max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
+    num_tokens = sum(
+        sequence.num_output_tokens + len(sequence.prompt_logprobs)
+        for sequence in generation.sequences
+    )
+    if len(generation.sequences) * _PARTS_PER_SEQUENCE + num_tokens * num_candidates < _MANY_PARTS:
+        return reply.body()
+    async with state.large_answers:
+        return await asyncio.to_thread(reply.body)
 
 
 def _position(session: Session, last_event_id: str | None) -> StreamPosition:
@@ -148,9 +219,14 @@ async def _send_stream(connection: Connection, generation: Generation, reply: Re
     """Send deltas as server-sent events; the events of one step are sent together."""
     connection.keep_alive()
     position = generation.position or StreamPosition([None] * len(generation.sequences))
-    ids = EventIds(connection.request_id, list(position.num_sent))
+    is_resumable = generation.is_resumable
+    num_sent = list(position.num_sent)
+    ids = EventIds(connection.request_id, num_sent, is_resumable=is_resumable)
     reply.begun = {i for i, count in enumerate(position.num_sent) if count is not None}
-    async for step in generation.steps():
+    steps = generation.steps()
+    if generation.stream_interval > 1:
+        steps = in_intervals(steps, generation.stream_interval)
+    async for step in steps:
         await _send_step(connection, reply, ids, step)
     if not generation.cancelled:
         usage = b"" if position.is_usage_sent else ids.tag_usage(reply.usage_frame())
@@ -169,6 +245,8 @@ async def _send_step(connection: Connection, reply: Reply, ids: EventIds, step: 
             failpoint("api.before_flush")
             await connection.send_frames(b"".join(pieces))
             pieces, num_bytes = [], 0
+            if i < len(step):
+                await asyncio.sleep(0)  # let other requests run between the pieces
 
 
 async def _fail(connection: Connection, error: ApiError) -> None:

@@ -1,57 +1,141 @@
-"""Text to tokens and back: /tokenize, /detokenize, /tokenizer_info."""
+"""Text to tokens and back: /tokenize, /detokenize, /apply-template, /tokenizer_info."""
 
-from api_proc.bodies import DetokenizeBody, TokenizeBody, check_chat_prompt
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from api_proc.bodies import (
+    ChatMessage,
+    DetokenizeBody,
+    TemplateBody,
+    TokenizeBody,
+    check_chat_prompt,
+    check_continuation,
+    wants_generation_prompt,
+)
 from api_proc.errors import invalid
 from api_proc.http.connection import Connection
-from api_proc.http.json_body import BodyDecoder
+from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.logprobs import token_text
 from api_proc.openai.responses import encode
 from api_proc.state import ApiState
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.api_core import ErrorCode
+from protocol.core_worker import ModelFacts
+
+MAX_TOKENS = 2**20
+"""Longest text that is tokenized, where the model's context is shorter."""
+_SLICE_TOKENS = 4096
 
 _decode_tokenize = BodyDecoder(TokenizeBody)
 _decode_detokenize = BodyDecoder(DetokenizeBody)
+_decode_template = BodyDecoder(TemplateBody)
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """Response of /detokenize."""
+
+    prompt: str
+
+
+class Rendered(msgspec.Struct):
+    """Response of /apply-template."""
+
+    prompt: str
 
 
 async def tokenize(state: ApiState, connection: Connection) -> None:
-    max_bytes = state.config.api.max_body_bytes
-    raw = await connection.read_body(max_bytes)
+    raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
-    body = _decode_tokenize(raw)
+    with Turn(state.large_requests) as turn:
+        body, _ = await _decode_tokenize.in_turn(raw, turn)
+        answer = await _tokenize(state, body, facts, turn)
+    await connection.send(200, answer)
+
+
+async def _tokenize(state: ApiState, body: TokenizeBody, facts: ModelFacts, turn: Turn) -> bytes:
     state.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "set either prompt or messages")
     text, param = body.prompt or "", "prompt"
     if body.messages is not None:
         param = "messages"
-        check_chat_prompt(body.messages, body.chat_template_kwargs)
-        text = await state.text.render(
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs,
-        )
+        text = await _render(state, body, body.messages)
     add_special = body.add_special_tokens
     if add_special is None:
         add_special = body.messages is None
-    options = EncodeOptions(add_special, max_tokens=max_bytes)
+    if body.parse_special is False:
+        text = state.text.tokenizer.special.literal(text)
+    options = EncodeOptions(add_special, max_tokens=max(MAX_TOKENS, facts.max_model_len))
     [token_ids] = await state.text.encode([text], options, param=param)
-    token_strs = None
+    tokenizer = state.text.tokenizer
+    tokens = await _in_slices(token_ids, list, turn)
+    token_strs = b"null"
     if body.return_token_strs:
-        token_strs = [token_text(state.text.tokenizer, token_id) for token_id in token_ids]
-    answer = {
-        "count": len(token_ids),
-        "max_model_len": facts.max_model_len,
-        "tokens": token_ids,
-        "token_strs": token_strs,
-    }
-    await connection.send(200, encode(answer))
+        token_strs = await _in_slices(
+            token_ids, lambda ids: [token_text(tokenizer, token_id) for token_id in ids], turn
+        )
+    return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
+        len(token_ids),
+        facts.max_model_len,
+        tokens,
+        token_strs,
+    )
+
+
+async def _in_slices(
+    token_ids: list[int], convert: Callable[[list[int]], list[Any]], turn: Turn
+) -> bytes:
+    """Encode a list with what `convert` makes of the ids, and let other tasks run in between."""
+    parts: list[bytes] = []
+    for start in range(0, len(token_ids), _SLICE_TOKENS):
+        if start:
+            await turn.pause()
+        parts.append(encode(convert(token_ids[start : start + _SLICE_TOKENS]))[1:-1])
+    return b"[%b]" % b",".join(parts)
+
+
+async def apply_template(state: ApiState, connection: Connection) -> None:
+    """POST /apply-template: the text of a chat's prompt."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    state.require_facts()
+    with Turn(state.large_requests) as turn:
+        body, _ = await _decode_template.in_turn(raw, turn)
+    state.require_model(body.model)
+    text = await _render(state, body, body.messages)
+    await connection.send(200, encode(Rendered(str(text))))
+
+
+async def _render(
+    state: ApiState, body: TokenizeBody | TemplateBody, messages: list[ChatMessage]
+) -> str:
+    check_chat_prompt(messages, body.chat_template_kwargs)
+    is_continued = bool(body.continue_final_message)
+    check_continuation(messages, body.add_generation_prompt, is_continued)
+    return await state.text.render(
+        [message.for_template() for message in messages],
+        add_generation_prompt=wants_generation_prompt(body),
+        extra=body.chat_template_kwargs,
+        tools=body.tools or None,
+        continue_final_message=is_continued,
+    )
 
 
 async def detokenize(state: ApiState, connection: Connection) -> None:
     raw = await connection.read_body(state.config.api.max_body_bytes)
     facts = state.require_facts()
-    body = _decode_detokenize(raw)
+    with Turn(state.large_requests) as turn:
+        body, _ = await _decode_detokenize.in_turn(raw, turn)
     state.require_model(body.model)
     if len(body.tokens) > facts.max_model_len:
         message = f"may have at most {facts.max_model_len} ids, the model's context"
@@ -61,7 +145,7 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
         message = f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens"
         raise invalid("tokens", message, "token_out_of_range")
     text = state.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    await connection.send(200, encode({"prompt": text}))
+    await connection.send(200, encode(Detokenized(text)))
 
 
 async def tokenizer_info(state: ApiState, connection: Connection) -> None:

@@ -26,16 +26,21 @@ class StreamPosition(NamedTuple):
 class EventIds:
     """Counts the tokens sent of each sequence of one stream."""
 
-    def __init__(self, request_id: str, num_sent: list[int | None]) -> None:
+    def __init__(
+        self, request_id: str, num_sent: list[int | None], *, is_resumable: bool = True
+    ) -> None:
+        """Without a journal there are no ids: some clients read all after `data: ` as JSON."""
         self.num_sent = num_sent
         self._prefix = b"\nid: " + request_id.encode() + b"."
-        self._has_ids = len(num_sent) <= MAX_SEQUENCES
+        self._has_ids = is_resumable and len(num_sent) <= MAX_SEQUENCES
 
     def tag(self, events: list[bytes], index: int, num_tokens: int) -> list[bytes]:
         """Add ids to the events of the next `num_tokens` tokens of a sequence.
 
         Only the last event contains the tokens; those before it have the previous position.
         """
+        if not self._has_ids:
+            return events
         num_sent = self.num_sent
         before = num_sent[index] or 0
         if len(num_sent) == 1 and len(events) == 1:  # the common case

@@ -193,6 +193,13 @@ class Sessions:
         self.journaling.write(packed(session.accepted))
         await self.journaling.written(_COMMIT_TIMEOUT_S)
 
+    def fail(self, session: Session, error: RequestFailed) -> None:
+        """End what still runs of a session with an error."""
+        for history in session.histories:
+            if not history.is_ended:
+                self._client.cancel(history.request_id)
+                history.fail(error)
+
     def attach(self, session: Session) -> None:
         """Count a connection that begins to read the session."""
         session.num_attached += 1

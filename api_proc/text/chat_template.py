@@ -1,7 +1,9 @@
 """Renders chats with the checkpoint's Jinja template in a sandbox, as transformers does."""
 
 import json
+import re
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -11,6 +13,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol.config import ConfigError
+
+_COMPARES_CONTENT = re.compile(r"""content['"]?\]? is (not )?none""", re.IGNORECASE)
 
 
 class ChatTemplateError(Exception):
@@ -34,18 +38,81 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         extra: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         variables = self._special_tokens | (extra or {})
         try:
             return self._template.render(
                 variables,
-                messages=messages,
-                tools=None,
+                messages=[self._adapted(message) for message in messages],
+                tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is the checkpoint's code and may raise anything
             raise ChatTemplateError(str(error) or type(error).__name__) from error
+
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in the form that this template reads, where templates differ."""
+        result = dict(message)
+        if result.get("content") is None and not self._distinguishes_none:
+            result["content"] = ""
+        calls = result.get("tool_calls")
+        if calls and self._reads_arguments_as_text:
+            result["tool_calls"] = [_with_text_arguments(call) for call in calls]
+        reasoning = result.get("reasoning_content")
+        if reasoning is not None:
+            result["reasoning"] = reasoning
+            if not (calls and result["content"]):  # a template of gpt-oss rejects all three
+                result["thinking"] = reasoning
+        return result
+
+    @cached_property
+    def _distinguishes_none(self) -> bool:
+        """Whether the template compares the content with none, which others would print."""
+        return _COMPARES_CONTENT.search(self.source) is not None
+
+    @cached_property
+    def _reads_arguments_as_text(self) -> bool:
+        """Whether the arguments of calls must be JSON text; most templates need the object.
+
+        An example is rendered with an object: a template that concatenates text fails, or prints
+        it as Python does.
+        """
+        function: dict[str, Any] = {"name": "f", "arguments": {"a_key": "a value"}}
+        messages = [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": None if self._distinguishes_none else "",
+                "tool_calls": [{"id": "123456789", "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": "123456789", "name": "f", "content": "b"},
+        ]
+
+        def rendered(arguments: object) -> str:
+            function["arguments"] = arguments
+            variables = dict(self._special_tokens)
+            return self._template.render(
+                variables, messages=messages, tools=None, add_generation_prompt=True
+            )
+
+        try:
+            return "{'a_key': 'a value'}" in rendered({"a_key": "a value"})
+        except Exception:  # a template may raise anything, also for another reason than this
+            try:
+                rendered('{"a_key": "a value"}')
+            except Exception:
+                return False
+            return True
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = _to_json(arguments)
+    return call | {"function": function | {"arguments": arguments}}
 
 
 class _Generation(Extension):

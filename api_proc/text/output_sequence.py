@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
+from api_proc.chat.events import Event
+from api_proc.chat.parser import OutputParser
 from api_proc.text.detokenizer import Detokenizer
 from api_proc.text.stop import StopMatcher
 from protocol.api_core import RequestOutput
@@ -43,6 +45,8 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the sequence."""
+    events: list[Event] | None = None
+    """What the text consists of; None: content, without a parser."""
 
 
 class OutputSequence:
@@ -58,7 +62,9 @@ class OutputSequence:
         stop: list[str],
         include_stop: bool,
         min_tokens: int,
+        parser: OutputParser | None = None,
     ) -> None:
+        self.parser = parser
         self.index = index
         self.stream = stream
         self.num_prompt_tokens = num_prompt_tokens
@@ -81,6 +87,9 @@ class OutputSequence:
             delta = self._push_all(output, finish_reason)
         else:
             delta = self._push_each(output, finish_reason)
+        if self.parser is not None:
+            is_last = delta.finish_reason is not None
+            delta = delta._replace(events=self.parser.push(delta.text, is_last=is_last))
         self.finish_reason = delta.finish_reason
         return delta
 
@@ -151,7 +160,9 @@ class OutputSequence:
 def join(deltas: list[Delta]) -> Delta:
     """Merge all deltas of one sequence."""
     last = deltas[-1]
-    logprobs = None
+    logprobs = events = None
+    if last.events is not None:
+        events = [event for delta in deltas for event in delta.events or []]
     if any(delta.logprobs is not None for delta in deltas):
         logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
     return Delta(
@@ -161,4 +172,5 @@ def join(deltas: list[Delta]) -> Delta:
         [offset for delta in deltas for offset in delta.text_offsets],
         last.finish_reason,
         last.stop_reason,
+        events,
     )

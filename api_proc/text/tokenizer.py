@@ -12,10 +12,12 @@ from tokenizers import Tokenizer
 
 from api_proc.text.checkpoint import special_tokens
 from api_proc.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from api_proc.text.literal import LiteralText, SpecialTokens
 from protocol.config import ConfigError
 
 FIRST_BYTE_ID = 3
 """Ids 3 to 258 of the byte tokenizer are the bytes 0 to 255."""
+_BATCH_PIECES = 256
 
 
 class EncodeOptions(NamedTuple):
@@ -65,6 +67,11 @@ class HfTokenizer:
         # A text of n characters has at least n / longest_token_chars tokens.
         self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
         self._special_ids = _special_ids(self._tokenizer, self.special_tokens)
+        names = map(self._tokenizer.id_to_token, self._special_ids)
+        self.special = SpecialTokens(name for name in names if name)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
+        self._hidden_without: dict[frozenset[str], frozenset[int]] = {}
         decoder = json.loads(source).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
         self._byte_by_character = _byte_level_alphabet()
@@ -74,6 +81,8 @@ class HfTokenizer:
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
         """Return the ids, or raise `TooManyTokens`."""
+        if isinstance(text, LiteralText) and len(text.pieces) > 1:
+            return self._encode_pieces(text.pieces, options)
         # Of the library's methods this one releases the GIL.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=options.add_special_tokens
@@ -84,6 +93,31 @@ class HfTokenizer:
             raise TooManyTokens(len(encoding))
         return list(encoding.ids)
 
+    def _encode_pieces(self, pieces: list[str], options: EncodeOptions) -> list[int]:
+        if options.keep_last is None and len(pieces) > options.max_tokens:
+            raise TooManyTokens(len(pieces))  # each has at least one token
+        token_ids: list[int] = []
+        for start in range(0, len(pieces), _BATCH_PIECES):
+            batch = pieces[start : start + _BATCH_PIECES]
+            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                token_ids += encoding.ids
+        if options.add_special_tokens:
+            before, after = self._surrounding_ids(pieces[0])
+            token_ids = before + token_ids + after
+        if options.keep_last is not None:
+            token_ids = token_ids[-options.keep_last :]
+        if len(token_ids) > options.max_tokens:
+            raise TooManyTokens(len(token_ids))
+        return token_ids
+
+    def _surrounding_ids(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids that the tokenizer adds before and after a text."""
+        plain = self._tokenizer.encode(text, add_special_tokens=False)
+        whole = self._tokenizer.encode(text, add_special_tokens=True)
+        is_added = whole.special_tokens_mask
+        num_before = is_added.index(0) if 0 in is_added else len(is_added) - len(plain)
+        return whole.ids[:num_before], whole.ids[num_before + len(plain) :]
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
@@ -91,14 +125,33 @@ class HfTokenizer:
         """Return the bytes of one token, which need not be valid UTF-8."""
         return self._table[token_id]
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a decoder for the tokens that follow a prompt."""
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of a token that is not a part of the trained vocabulary."""
+        return self._added_ids.get(text)
+
+    def detokenizer(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
+        """Return a decoder for the tokens that follow a prompt; it never hides those in `shown`."""
         if self._is_byte_level:
-            hidden = self._special_ids if skip_special_tokens else frozenset[int]()
+            hidden = self._hidden(shown) if skip_special_tokens else frozenset[int]()
             return ByteDetokenizer(self._table, prompt_token_ids, hidden)
-        return StreamDetokenizer(
-            self._tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens
-        )
+        # The library can hide all special tokens or none.
+        skip = skip_special_tokens and self._hidden(shown) == self._special_ids
+        return StreamDetokenizer(self._tokenizer, prompt_token_ids, skip_special_tokens=skip)
+
+    def _hidden(self, shown: frozenset[str]) -> frozenset[int]:
+        """Return the special tokens without those that a parser must see."""
+        if not shown:
+            return self._special_ids
+        known = self._hidden_without
+        if shown not in known:  # one entry, as a server has one format
+            known[shown] = self._special_ids - {self._added_ids.get(text) for text in shown}
+        return known[shown]
 
     def _byte_level_bytes(self, token_id: int) -> bytes:
         """A byte-level vocabulary spells each byte as a printable character."""
@@ -123,6 +176,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.special_tokens: dict[str, str] = {}
+        self.special = SpecialTokens([])
         self._table = _TokenTable(_byte_of_id)
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
@@ -139,7 +193,16 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._table[token_id]
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+    def added_token_id(self, text: str) -> None:
+        """There are no such tokens."""
+
+    def detokenizer(
+        self,
+        prompt_token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
         return ByteDetokenizer(self._table, prompt_token_ids, frozenset())
 
 

@@ -60,8 +60,8 @@ class KVCacheManager:
         return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
 
     def may_read_cache(self, request: Request) -> bool:
-        """Whether the request may use hits: for prompt logprobs it must compute all tokens."""
-        return self.enable_prefix_caching and request.sampling_params.prompt_logprobs is None
+        """Whether the request may use hits: some must compute all of their tokens."""
+        return self.enable_prefix_caching and not request.sampling_params.computes_whole_prompt
 
     def prepare(self, request: Request) -> bool:
         """Hash some more blocks of a waiting request; returns whether all are hashed."""

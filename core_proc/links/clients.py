@@ -186,7 +186,8 @@ class Clients:
         self._link.forget(peer)
         self._events.forget(peer)
         num_aborted = self._engine.drop_client(peer)
-        log.info("client %s: %d requests aborted", why, num_aborted)
+        severity = logging.INFO if num_aborted else logging.DEBUG
+        log.log(severity, "client %s: %d requests aborted", why, num_aborted)
 
     def send_mail(self) -> None:
         """Send the messages of this turn except outputs, and events to clients that keep up."""

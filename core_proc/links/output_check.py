@@ -27,6 +27,8 @@ def check_output(
         raise WorkerMisbehaved(f"token id {greatest} is outside the vocabulary of {vocab_size}")
     if output.logprobs:
         _check_logprobs(output, due[1])
+    if output.pooled:
+        _check_pooled(output, due[1])
     if output.request_errors:
         unknown = output.request_errors.keys() - {request.req_id for request in due[1]}
         if unknown:
@@ -59,3 +61,14 @@ def _check_logprobs(output: ModelRunnerOutput, sampling: Sequence[Request]) -> N
             raise WorkerMisbehaved(text)
         if any(isnan(row.logprob) for row in rows):
             raise WorkerMisbehaved(f"a logprob of request {req_id} is not a number")
+
+
+def _check_pooled(output: ModelRunnerOutput, sampling: Sequence[Request]) -> None:
+    poolings = {request.req_id: request.sampling_params.pooling for request in sampling}
+    for req_id, packed in output.pooled.items():
+        pooling = poolings.get(req_id)
+        if pooling is None:
+            raise WorkerMisbehaved(f"a vector came for request {req_id}, which asked for none")
+        size, rest = divmod(len(packed), 4)
+        if rest or size != (pooling.dimensions or max(size, 1)):
+            raise WorkerMisbehaved(f"the vector of request {req_id} has {len(packed)} bytes")

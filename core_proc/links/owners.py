@@ -6,6 +6,7 @@ from core_proc.request import Request
 from core_proc.scheduling.results import StepResult
 from protocol.api_core import CoreToClient, RequestOutput
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs
+from protocol.sampling import FinishReason
 
 _MAX_ENTRIES = 4096
 """Prompt logprobs in one output, so that the outputs of a long prompt fit into frames."""
@@ -92,6 +93,15 @@ def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> R
         return RequestOutput(owner.request_id, first_index, token_ids)
     num_cached = None if owner.sent_cached else request.num_cached_tokens
     owner.sent_cached = True
+    if request.sampling_params.pooling is not None:
+        return RequestOutput(
+            owner.request_id,
+            0,
+            [],
+            FinishReason.STOP,
+            num_cached_tokens=num_cached,
+            embedding=output.pooled[request.req_id],
+        )
     logprobs = output.logprobs.get(request.req_id)
     return RequestOutput(
         owner.request_id,

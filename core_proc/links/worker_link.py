@@ -16,6 +16,7 @@ from protocol.api_core import StepOutputs
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
+    GrammarCompiled,
     Sleep,
     StepFailed,
     WorkerHello,
@@ -95,6 +96,8 @@ class WorkerLink:
             self._explain_loss(is_fault=True)
         elif rank != 0:  # rank 0 answers for the group
             self._engine.num_fenced_frames += 1
+        elif isinstance(message, GrammarCompiled):
+            self._engine.grammar_compiled(message)
         else:
             outputs_of = self._engine.update(message)
             if self._page is not None:
@@ -127,7 +130,7 @@ class WorkerLink:
         self._adopted = self._group.epochs
         self._suspects = {e: until for e, until in self._suspects.items() if e in self._adopted}
         if self._send_to_all(Adopt(first_step_id)):
-            log.info("workers adopted, link epoch %d", epoch)
+            log.debug("workers adopted, link epoch %d", epoch)
             failpoint("core.after_adopt")
 
     def _end_adoption(self) -> None:
@@ -202,6 +205,8 @@ class WorkerLink:
 
     def dispatch(self) -> bool:
         """Send all steps that can be decided now; returns whether to call it again at once."""
+        if self._adopted_epoch is not None:
+            self._send_grammars()
         is_held_back = bool(self._suspects) and self._is_suspected
         while self._adopted_epoch is not None and not is_held_back:
             step = self._engine.schedule()
@@ -216,6 +221,11 @@ class WorkerLink:
         if not is_held_back and self._engine.is_sleep_due and self._send_to_all(Sleep()):
             self._engine.sleep_sent()
         return self._adopted_epoch is not None and not is_held_back and self._engine.is_preparing
+
+    def _send_grammars(self) -> None:
+        for message in self._engine.take_grammars():
+            if not self._send_to_all(message):
+                break
 
     def _write_marks(self) -> None:
         if self._page is not None and (edits := self._engine.take_marks()) is not None:

@@ -197,6 +197,12 @@ class Quarantine:
             self._returned.append(request)
             self._hold(request)
 
+    def unblocked(self, request: Request) -> None:
+        """A request has waited for something else; while it is not its turn, it waits on."""
+        is_suspect = any(request in group for group in self._groups)
+        if is_suspect or (self._stage in _LONELY and request not in self._on_trial):
+            self._hold(request)
+
     def dispatched(self, step: SchedulerOutput) -> None:
         """Follow a step: outside of a search all requests that the workers mirror are marked."""
         if self._stage is not Stage.QUIET or self._marked_search is not None:

@@ -21,10 +21,13 @@ class StepResult(msgspec.Struct, gc=False):
     def check_stop(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Set and return the reason if this last token ends it; stop tokens precede the length."""
         request, params = self.request, self.request.sampling_params
-        may_stop = request.num_output_tokens >= params.min_tokens
+        is_eos = token_id in eos_token_ids
+        # Before min_tokens, EOS is sampled only where a grammar allows nothing else.
+        is_complete = is_eos and params.grammar is not None
+        may_stop = is_complete or request.num_output_tokens >= params.min_tokens
         if may_stop and token_id in request.stop_token_ids:
             self.finish_reason = FinishReason.STOP
-            if params.ignore_eos or token_id not in eos_token_ids:
+            if not is_eos or (params.ignore_eos and params.grammar is None):
                 self.stop_token_id = token_id
         elif request.num_tokens >= request.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
@@ -37,3 +40,4 @@ class Failure(NamedTuple):
     request: Request
     error: str
     code: ErrorCode = ErrorCode.INTERNAL
+    param: str | None = None

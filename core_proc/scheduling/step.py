@@ -14,6 +14,8 @@ _MAX_PARAMS_IDS = 4096
 """Most that the sampling parameters and numbers of one new request take, in ids."""
 _MAX_SCORED_TOKENS = 16_384
 """Tokens of requests with prompt logprobs in one step: a frame holds 50,000 of these answers."""
+_MAX_POOLED = 128
+"""Vectors in the answer to one step: half a frame at most, see `MAX_EMBEDDING_SIZE`."""
 
 
 def longest_sequence(block_size: int, num_groups: int = 1) -> int:
@@ -36,6 +38,8 @@ class ScheduledStep:
         self.grown: dict[int, Tables] = {}
         """New blocks of requests that the worker knows, by request id."""
         self.new_reqs: list[NewRequestData] = []
+        self.num_pooled = 0
+        """Requests among `sampling` that return a vector."""
         self.ran_out_of_blocks = False
         """A request was preempted for want of blocks, so none is admitted."""
         self.num_behind = 0
@@ -54,11 +58,17 @@ class ScheduledStep:
         self.threshold = 0
 
     def limit(self, request: Request, num_tokens: int) -> int:
-        """Cut a number of tokens to the threshold, and to what prompt logprobs leave of a frame."""
+        """Cut the number of all tokens left to the threshold, and to what a frame can return.
+
+        0: its vector would be one too many in the answer.
+        """
+        params, num_left = request.sampling_params, num_tokens
         if self.threshold:
             num_tokens = min(num_tokens, self.threshold)
-        if request.sampling_params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:
             num_tokens = min(num_tokens, max(self._scored_left, 1))
+        if params.pooling is not None and self.num_pooled >= _MAX_POOLED:
+            num_tokens = min(num_tokens, num_left - 1)
         return num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
@@ -119,6 +129,7 @@ class ScheduledStep:
         self.granted.pop(request.req_id, None)
         if request in self.sampling:
             self.sampling.remove(request)
+            self.num_pooled -= request.sampling_params.pooling is not None
         self.grown.pop(request.req_id, None)
         self.budget += num_tokens
         if request.sampling_params.prompt_logprobs is not None:
@@ -151,4 +162,6 @@ def _num_ids(request: Request, num_blocks: int) -> int:
     """Return an upper bound of the size of a new request's data, in ids."""
     params = request.sampling_params
     num_params = 64 + len(params.stop_token_ids) + 3 * len(params.logit_bias)
+    if params.grammar is not None:  # a character has at most 4 bytes
+        num_params += len(params.grammar.source)
     return request.num_tokens + num_blocks + num_params

@@ -32,7 +32,12 @@ class VictimChoice:
         return max(running, key=self._key)
 
     def is_swapped(self, victim: Request) -> bool:
-        """Whether the victim's KV is to be copied instead of computed again."""
+        """Whether the victim's KV is to be copied instead of computed again.
+
+        A request for a vector is computed again: the sum of its mean is lost with the preemption.
+        """
+        if victim.sampling_params.pooling is not None:
+            return False
         return self._swapper.prefers(victim, self._num_lost_tokens(victim))
 
     def _num_lost_tokens(self, victim: Request) -> int:

@@ -12,6 +12,7 @@ and their streams continue. It changes no signal handlers, environment, logging 
 import asyncio
 import itertools
 import time
+from array import array
 from collections.abc import Callable
 from typing import Unpack
 
@@ -40,8 +41,8 @@ from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
-from protocol.message import Message, ProtocolError, encode
-from protocol.sampling import SamplingParams
+from protocol.message import Message, ProtocolError, encode, unpack_floats
+from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.runtime import Clock
 
 MAX_OPEN_REQUESTS = 16384
@@ -91,6 +92,8 @@ class AsyncEngineClient:
         self.status: Status | None = None
         self.last_status_time = 0.0
         """When `status` arrived, on the monotonic clock."""
+        self.last_progress_time = clock.monotonic()
+        """When a status showed more steps than the one before, or that none were to be computed."""
 
     @property
     def connected(self) -> bool:
@@ -170,6 +173,26 @@ class AsyncEngineClient:
         stream = RequestStream(add.request_id, self.cancel)
         self._open.accept(add, body, stream)
         return stream
+
+    async def embed(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Pooling = Pooling(),  # noqa: B008 - immutable
+        **options: Unpack[RequestOptions],
+    ) -> "array[float]":
+        """Return the vector of a prompt, an array of type "f"; it survives what `submit` survives.
+
+        A task that is cancelled meanwhile aborts the request. RequestFailed: as `submit`, or the
+        request has failed.
+        """
+        stream = self.submit(prompt_token_ids, pooling_params(pooling), **options)
+        try:
+            async for output in stream:
+                if output.embedding is not None:
+                    return unpack_floats(output.embedding)
+        finally:
+            stream.cancel()
+        raise failure_of(RequestError(ErrorCode.INTERNAL, "the request ended without its vector"))
 
     def submit_to(
         self,
@@ -304,8 +327,10 @@ class AsyncEngineClient:
         return self._feed
 
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
-        self.status = status
         self.last_status_time = self._clock.monotonic()
+        if _shows_progress(status, self.status, self.num_open_requests):
+            self.last_progress_time = self.last_status_time
+        self.status = status
         if status.facts is not None:
             self.facts = status.facts
         if status.state in _SERVING:
@@ -353,3 +378,12 @@ class AsyncEngineClient:
             if self._feed is not None:
                 self._feed.fail(ConnectionError(self._stall_text))
         self._link.tick()
+
+
+def _shows_progress(status: Status, before: Status | None, num_open: int) -> bool:
+    """Whether the core has sent steps to its workers meanwhile, or has none to send."""
+    stats = status.stats
+    is_idle = num_open + stats.num_running_reqs + stats.num_waiting_reqs == 0
+    is_paused = status.pause_mode is not PauseMode.RUNNING
+    is_further = before is None or before.stats.num_steps != stats.num_steps
+    return is_idle or is_paused or is_further

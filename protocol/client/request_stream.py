@@ -111,4 +111,5 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
         next((count for count in cached if count is not None), None),
         join(output.logprobs for output in outputs),
         join(output.prompt_logprobs for output in outputs),
+        last.embedding,
     )

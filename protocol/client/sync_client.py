@@ -6,26 +6,22 @@ with EngineClient(client_address(run_dir)) as client:
         print(output.token_ids)
 """
 
-import asyncio
-import concurrent.futures
 import functools
-import threading
+from array import array
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput, Status
 from protocol.client.async_client import CONTROL_TIMEOUT_S, AsyncEngineClient
-from protocol.client.errors import RequestFailed, failure_of
+from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
+from protocol.client.loop_thread import LoopThread
 from protocol.client.request_stream import RequestStream, merge
 from protocol.core_worker import ModelFacts
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, SamplingParams
 
 _CALL_TIMEOUT_S = 5.0
 """For calls that the loop answers at once."""
-_CLOSE_TIMEOUT_S = 3.0
-_JOIN_TIMEOUT_S = 1.0
-"""With the above, less than the 5 s in which everything closes."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,7 +64,8 @@ class SyncStream:
         async for output in self._stream:
             self._outputs.append(output)
         if not self._outputs or self._outputs[-1].finish_reason is None:
-            raise _failure("the request was cancelled")
+            error = RequestError(ErrorCode.INTERNAL, "the request was cancelled")
+            raise failure_of(error)
         return merge(self._outputs)
 
 
@@ -91,15 +88,7 @@ class EngineClient:
 
     def __init__(self, address: str) -> None:
         """Connect to the core at `address`."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._work, name="engine-client", daemon=True)
-        self._lock = threading.Lock()
-        self._is_open = True
-        try:
-            self._thread.start()
-        except RuntimeError:  # the system has no room for a thread
-            self._loop.close()
-            raise
+        self._thread = LoopThread("engine-client")
         self._client = AsyncEngineClient(address)
         try:
             self.run(self._client.start(), _CALL_TIMEOUT_S)
@@ -127,6 +116,18 @@ class EngineClient:
 
         return SyncStream(self, self.run(submit(), _CALL_TIMEOUT_S))
 
+    def embed(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Pooling = Pooling(),  # noqa: B008 - immutable
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> "array[float]":
+        """As `AsyncEngineClient.embed`; past `timeout_s` the request is aborted: TimeoutError."""
+        work = self._client.embed(prompt_token_ids, pooling, **options)
+        return self.run(work, timeout_s)
+
     pause = _blocking(AsyncEngineClient.pause)
     resume = _blocking(AsyncEngineClient.resume)
     sleep = _blocking(AsyncEngineClient.sleep)
@@ -143,51 +144,12 @@ class EngineClient:
 
         TimeoutError: the client's loop is blocked; its thread ends when that is over.
         """
-        with self._lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-            closing = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
-            closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
-        closing.result(_CLOSE_TIMEOUT_S)
-        self._thread.join(_JOIN_TIMEOUT_S)
+        self._thread.close(self._client.close)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine in the client's loop; past `timeout_s` it is cancelled."""
-        with self._lock:  # work that enters the loop before its shutdown is cancelled by it
-            if not self._is_open:
-                work.close()
-                raise _failure("the client is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(timeout_s)
-        except concurrent.futures.CancelledError:
-            raise _failure("the client was closed") from None
-        except BaseException:
-            future.cancel()
-            raise
+        return self._thread.run(work, timeout_s)
 
     def call(self, function: Callable[[], None]) -> None:
         """Let the loop call a function soon; does nothing if the client is closed."""
-        with self._lock:
-            if self._is_open:
-                self._loop.call_soon_threadsafe(function)
-
-    def _work(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
-    async def _shut_down(self) -> None:
-        await self._client.close()
-        # Tasks that read streams end by themselves now; all others are cancelled.
-        await asyncio.sleep(0)
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _failure(message: str) -> RequestFailed:
-    return failure_of(RequestError(ErrorCode.INTERNAL, message))
+        self._thread.call(function)

@@ -1,11 +1,13 @@
 """The engine's settings: their types, bounds and defaults, and their sources."""
 
+from protocol.config.engine_config import AccessLog as AccessLog
 from protocol.config.engine_config import ApiConfig as ApiConfig
 from protocol.config.engine_config import CacheConfig as CacheConfig
 from protocol.config.engine_config import ConfigError as ConfigError
 from protocol.config.engine_config import Device as Device
 from protocol.config.engine_config import Dtype as Dtype
 from protocol.config.engine_config import EngineConfig as EngineConfig
+from protocol.config.engine_config import LogFormat as LogFormat
 from protocol.config.engine_config import LogLevel as LogLevel
 from protocol.config.engine_config import ModelConfig as ModelConfig
 from protocol.config.engine_config import ParallelConfig as ParallelConfig

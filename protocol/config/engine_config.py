@@ -15,6 +15,17 @@ from msgspec import Meta, field
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
+PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
+ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+Origin = Annotated[
+    str,
+    Meta(
+        pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]{1,256})$",
+        description="an origin such as https://app.example.com, or *",
+    ),
+]
+ApiKey = Annotated[str, Meta(min_length=1, max_length=256, extra={"is_secret": True})]
+"""Never printed, and removed from the environment once it was read."""
 
 
 class Dtype(enum.StrEnum):
@@ -28,6 +39,17 @@ class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class AccessLog(enum.StrEnum):
+    OFF = "off"
+    SAMPLED = "sampled"
+    ALL = "all"
+
+
+class LogFormat(enum.StrEnum):
+    TEXT = "text"
+    JSON = "json"
 
 
 class LogLevel(enum.StrEnum):
@@ -47,12 +69,19 @@ class ModelConfig(Section):
     model: Annotated[str, Meta(min_length=1)] = "demo"
     """Checkpoint directory in Hugging Face format, 'demo' for the model that comes with the engine,
     or 'null' for a worker that computes nothing."""
-    served_model_name: str | None = None
-    """Name in the API. Default: the last part of the model's path."""
+    served_model_name: Annotated[tuple[ModelName, ...], Meta(max_length=16)] = ()
+    """Names in the API; responses have the first one. Default: the last part of the model's
+    path."""
     tokenizer: str | None = None
     """Directory of the tokenizer, if it is not the model's."""
     chat_template: str | None = None
     """File with a Jinja chat template, instead of the model's."""
+    tool_call_parser: Annotated[str, Meta(min_length=1)] = "auto"
+    """Format in which the model writes tool calls, by vLLM's names; auto: found in the chat
+    template; off: calls stay text and requests with tools are refused."""
+    reasoning_parser: Annotated[str, Meta(min_length=1)] = "auto"
+    """Format in which the model writes its reasoning, by vLLM's names; auto: found in the chat
+    template; off: reasoning stays a part of the content."""
     dtype: Dtype = Dtype.AUTO
     """Type of weights, activations and KV; auto: as in config.json."""
     device: Device = Device.AUTO
@@ -162,17 +191,36 @@ class ApiConfig(Section):
     """Address to listen on."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port; 0: any free one."""
-    api_key: Annotated[str, Meta(min_length=1)] | None = None
-    """Bearer token that every route but the health ones asks for."""
+    uds: PathText | None = None
+    """Path of a Unix socket to listen on instead of host and port. Only this user can connect."""
+    ssl_certfile: PathText | None = None
+    """PEM file with the certificate and its chain: serve HTTPS. Read again when it changes."""
+    ssl_keyfile: PathText | None = None
+    """PEM file with the certificate's private key, without a passphrase. Default: ssl_certfile."""
+    ssl_ca_certs: PathText | None = None
+    """PEM file with authorities: clients must present a certificate that one of them signed."""
+    allowed_origins: Annotated[tuple[Origin, ...], Meta(max_length=64)] = ()
+    """Origins whose web pages may use the API from a browser, like https://app.example.com, or *.
+    Default: none."""
+    api_key: Annotated[tuple[ApiKey, ...], Meta(max_length=16)] = ()
+    """Bearer token that every route but the health ones asks for; repeat the flag for several. A
+    command line is visible to all users of the machine: prefer api_key_file."""
+    api_key_file: PathText | None = None
+    """File with further keys, one per line; # begins a comment. Read again when it changes."""
     enable_admin_routes: bool = False
     """Serve the routes that pause the engine, let it sleep or reset its cache."""
+    enable_page: bool = True
+    """Serve the page at / and the route that its live view reads."""
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20
     """Largest request body accepted."""
     max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
     """Most requests, and most sequences of them, that the server holds open; past it: refused with
     429."""
-    max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 256 * 2**20
+    max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
     """Most bytes of their bodies together; past it: refused with 429."""
+    unknown_fields: Annotated[str, Meta(pattern="^(ignore|warn|refuse)$")] = "warn"
+    """Fields of a request that the server does not know: ignore, warn (a response header, and one
+    log line per name) or refuse (400). Fields that constrain the output are always refused."""
     slow_reader_timeout_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 60.0
     """Seconds without reading after which a client's stream is dropped."""
     journal_dir: Annotated[str, Meta(min_length=1)] | None = None
@@ -224,7 +272,12 @@ class RunConfig(Section):
     run_dir: str | None = None
     """Directory for the sockets (mode 0700). Default: a new temporary one."""
     log_level: LogLevel = LogLevel.INFO
-    """Least severe messages to print."""
+    """Least severe messages to print; debug includes the links between the processes."""
+    log_format: LogFormat = LogFormat.TEXT
+    """Format of log lines; json: one object per line."""
+    access_log: AccessLog = AccessLog.SAMPLED
+    """A line per HTTP request, without its text. sampled: 50 lines a second, then every hundredth
+    request, and no probes."""
     check_invariants: bool = False
     """Check the scheduler's books after every step: for debugging."""
     log_stats_interval_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0
@@ -295,6 +348,9 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
         bool(scheduler.tenant_weights) and scheduler.scheduling_policy != "fair",
         "tenant_weights needs scheduling_policy fair",
     )
+    api = config.api
+    for name, path in (("ssl_keyfile", api.ssl_keyfile), ("ssl_ca_certs", api.ssl_ca_certs)):
+        yield path is not None and api.ssl_certfile is None, f"{name} needs ssl_certfile"
     is_parallel = config.parallel.tensor_parallel_size > 1
     yield (
         is_parallel and config.model.model != "null",

@@ -10,17 +10,23 @@ import difflib
 import linecache
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
+from protocol.config.environment import erase_variable
 
 ENV_PREFIX = "TROIKA_"
+NOTHING: tuple[Any, ...] = (None, {}, ())
+"""Defaults that no text shows."""
+_CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
+_NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
 _DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
 
@@ -38,9 +44,53 @@ class Setting(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
     def is_bool(self) -> bool:
         """Whether the flag takes no value but has a `--no-` form."""
         return _base_type(self.type) is bool
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the flag may be repeated."""
+        return typing.get_origin(_base_type(self.type)) is tuple
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether no output may show the value."""
+        return any(extra.get("is_secret", False) for extra in _bounds(self.type, "extra"))
+
+    @property
+    def choices(self) -> list[str]:
+        """The texts that the field can hold, if they are few."""
+        base = _base_type(self.type)
+        if hasattr(base, "__members__"):
+            return [member.value for member in base]
+        match = _CHOICES.fullmatch(next(_bounds(self.type, "pattern"), ""))
+        return [] if match is None else match.group(1).split("|")
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in help texts."""
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        base = _base_type(self.type)
+        if typing.get_origin(base) is dict:
+            return "NAME=X,..."
+        extra: dict[str, Any] = next(_bounds(self.type, "extra"), {})
+        return str(extra.get("metavar") or {int: "N", float: "X"}.get(base, "TEXT"))
+
+    @property
+    def bounds(self) -> str:
+        """The bounds of a number, as text."""
+        names = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        found = [
+            f"{sign} {limit}" for name, sign in names.items() for limit in _bounds(self.type, name)
+        ]
+        return " and ".join(found)
 
 
 def settings() -> Iterator[Setting]:
@@ -70,9 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     }
     texts = descriptions()
     for setting in settings():
-        shown = getattr(setting.default, "value", setting.default)
-        text = texts.get(setting.name, "")
-        text += "" if shown in (None, {}) else f" (default: {shown})"
+        text = texts.get(setting.name, "") + default_text(setting)
         options: dict[str, Any] = {
             "dest": setting.name,
             "default": argparse.SUPPRESS,
@@ -81,8 +129,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if setting.is_bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["metavar"] = _metavar(setting)
+            options["metavar"] = setting.metavar
+        if setting.is_list:
+            # A secret takes one word: others are not swallowed, such as the model's name.
+            options |= {"action": "extend", "nargs": 1 if setting.is_secret else "+"}
         groups[setting.section].add_argument(setting.flag, **options)
+
+
+def default_text(setting: Setting) -> str:
+    """Return the default in brackets, or nothing where the description states it."""
+    default = getattr(setting.default, "value", setting.default)
+    if default in NOTHING:
+        return ""
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    return f" (default: {default})"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        match = _NEEDS_VALUE.fullmatch(message)
+        if match is not None:
+            message = f"{match.group(1)} needs a value"
+        print(f"troika: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 def resolve(
@@ -113,11 +185,21 @@ def configure(**values: Any) -> EngineConfig:
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineConfig:
-    """Parse a command line that `add_flags` described; an error ends the program, as argparse."""
+    """Parse a command line that `add_flags` described; an error ends the program, as argparse.
+
+    Variables with secrets are erased, so that /proc/PID/environ does not show them.
+    """
     parsed, unknown = parser.parse_known_args(argv)
     if unknown:
-        options = [option for action in parser._actions for option in action.option_strings]
-        parser.error(f"unknown argument {unknown[0]}{_hint(unknown[0].split('=')[0], options)}")
+        name = unknown[0].split("=")[0]
+        options = [
+            option
+            for action in parser._actions
+            if action.help is not argparse.SUPPRESS
+            for option in action.option_strings
+        ]
+        kind = "flag" if name.startswith("-") else "argument"
+        parser.error(f"unknown {kind} {name}{hint(name, options)}; see --help")
     arguments = vars(parsed)
     names = {setting.name for setting in settings()}
     flags = {name: value for name, value in arguments.items() if name in names}
@@ -125,6 +207,10 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
         return resolve(flags, os.environ, arguments.get("config"))
     except ConfigError as error:
         parser.error(str(error))
+    finally:
+        for setting in settings():
+            if setting.is_secret:
+                erase_variable(setting.variable)
 
 
 def _read_yaml(file: str) -> dict[Any, Any]:
@@ -143,11 +229,12 @@ def _read_yaml(file: str) -> dict[Any, Any]:
 
 def _known_name(name: str, known: Mapping[str, Setting], source: str | None) -> str:
     if name not in known:
-        raise ConfigError(f"unknown setting {name} in {source}{_hint(name, known)}")
+        raise ConfigError(f"unknown setting {name} in {source}{hint(name, known)}")
     return name
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known name that is most like a wrong one, if one is."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -157,16 +244,52 @@ def _convert(value: Any, setting: Setting, origin: str) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none"):
         if type(None) in _union_members(setting.type):
             return None
+        if setting.is_list:
+            return ()
         raise ConfigError(f"{origin} must have a value")
     is_text = isinstance(value, str)
     if is_text and setting.is_bool:
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
     elif is_text and typing.get_origin(_base_type(setting.type)) is dict:
         value = _parse_pairs(value, origin)
+    elif setting.is_list:
+        value = _parse_list(value, setting)
     try:
         return msgspec.convert(value, setting.type, strict=not is_text)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {error} (got {value!r})") from error
+        raise ConfigError(f"{origin}: {_complaint(value, setting, str(error))}") from (
+            None if setting.is_secret else error
+        )
+
+
+def _complaint(value: Any, setting: Setting, error: str) -> str:
+    """Return what is wrong with a value, in the terms of the setting."""
+    if setting.is_secret:
+        return "a key has 1 to 256 characters; at most 16 keys"
+    shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    if setting.choices:
+        return f"{shown!r} is not one of {', '.join(setting.choices)}"
+    if "regex" in error:
+        for description in _bounds(setting.type, "description"):
+            return f"{shown!r} is not {description}"
+    if isinstance(value, str) and ", got `str`" in error:
+        kind = "a whole number" if _base_type(setting.type) is int else "a number"
+        return f"{shown!r} is not {kind}"
+    return f"{error} (got {shown!r})"
+
+
+def _parse_list(value: Any, setting: Setting) -> Any:
+    """Read `a,b` or a JSON list, alone or as one of several texts; a secret is one item."""
+    if isinstance(value, list | tuple):
+        return [item for text in value for item in _parse_list(text, setting)]
+    if not isinstance(value, str) or setting.is_secret:
+        return [value]
+    if value.startswith("["):
+        try:
+            return msgspec.json.decode(value, type=list[str])
+        except msgspec.DecodeError:
+            return [value]
+    return [item.strip() for item in value.split(",") if item.strip()]
 
 
 def _parse_pairs(text: str, origin: str) -> dict[str, str]:
@@ -196,10 +319,12 @@ def _base_type(hint: Any) -> Any:
     return next(member for member in _union_members(hint) if member is not type(None))
 
 
-def _metavar(setting: Setting) -> str:
-    base = _base_type(setting.type)
-    if hasattr(base, "__members__"):
-        return "{" + ",".join(base.__members__.values()) + "}"
-    if typing.get_origin(base) is dict:
-        return "NAME=X,..."
-    return {int: "N", float: "X", str: "TEXT"}.get(base, "VALUE")
+def _bounds(hint: Any, name: str) -> Iterator[Any]:
+    """Yield the values of one bound in a type, the members of its union and the items of a list."""
+    for meta in getattr(hint, "__metadata__", ()):
+        if getattr(meta, name, None) is not None:
+            yield getattr(meta, name)
+    bare = _without_metadata(hint)
+    if typing.get_origin(bare) in (typing.Union, types.UnionType, tuple):
+        for member in typing.get_args(bare):
+            yield from _bounds(member, name)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from protocol.config import EngineConfig, settings
+from protocol.config import EngineConfig, LogFormat, settings
 from protocol.lifecycle import (
     REPEAT_S,
     Command,
@@ -34,6 +34,7 @@ from protocol.lifecycle import (
     Ready,
     RestartQuery,
     Role,
+    StatusReply,
     Stop,
     ToSupervisor,
 )
@@ -101,7 +102,7 @@ class ChildProcess:
     @classmethod
     def from_argv(cls, program: str, role: Role, argv: Sequence[str]) -> "ChildProcess":
         """Parse the command line and set up logging; wrong arguments end the program, status 2."""
-        parser = argparse.ArgumentParser(program, allow_abbrev=False)
+        parser = settings.OneLineParser(program, allow_abbrev=False)
         group = parser.add_argument_group("supervision", "Set by the supervisor.")
         group.add_argument("--config-fd", type=int, help="descriptor to read all settings from")
         group.add_argument("--parent-fd", type=int, help="descriptor whose EOF ends this process")
@@ -118,7 +119,7 @@ class ChildProcess:
         elif config.run.run_dir is None:
             parser.error("--run-dir is required without a supervisor")
         label = f"{role} {arguments.rank}" if role is Role.WORKER else str(role)
-        configure_logging(label, config.run.log_level)
+        configure_logging(label, config.run.log_level, config.run.log_format)
         return cls(role, arguments, config)
 
     @property
@@ -146,10 +147,13 @@ class ChildProcess:
         self.reporter.load(phase, done)
         self._send(Progress(phase, done, total))
 
-    def ready(self, detail: str = "", num_gpu_blocks: int = 0) -> None:
-        """Report that the start is over, and the KV blocks that successors must have too."""
+    def ready(self, detail: str = "", num_gpu_blocks: int = 0, facts: Sequence[str] = ()) -> None:
+        """Report that the start is over, and the KV blocks that successors must have too.
+
+        The supervisor prints `facts` once, when the engine serves.
+        """
         self.reporter.turn()  # from now on it has the limits of a serving process
-        self._send(Ready(detail, num_gpu_blocks))
+        self._send(Ready(detail, num_gpu_blocks, [fact[:MAX_TEXT] for fact in facts]))
 
     def drained(self) -> None:
         """Report that no request is open."""
@@ -158,9 +162,11 @@ class ChildProcess:
     def fatal(
         self, phase: str, error: BaseException, hint: str = "", *, retry: bool = True
     ) -> NoReturn:
-        """Report a fatal error, and exit."""
-        text = f"{type(error).__name__}: {error}"
-        self.log.error("%s failed: %s", phase, text, exc_info=retry)
+        """Report a fatal error, and exit. Without `retry` its text is a sentence for people."""
+        text = f"{type(error).__name__}: {error}" if retry else str(error)
+        is_printed = not retry and self._supervisor is not None  # by the supervisor
+        severity = logging.DEBUG if is_printed else logging.ERROR
+        self.log.log(severity, "%s failed: %s", phase, text, exc_info=retry)
         self._send(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))
         if self._lifecycle is not None:
             self._lifecycle.socket.setsockopt(zmq.LINGER, 1000)
@@ -190,8 +196,8 @@ class ChildProcess:
                 if isinstance(message, Stop):
                     return False
 
-    def messages(self) -> list[Command]:
-        """Return the supervisor's commands; to be called at least every `REPEAT_S`."""
+    def messages(self) -> list[Command | StatusReply]:
+        """Return the supervisor's commands and replies; to be called at least every `REPEAT_S`."""
         if self._supervisor is None:
             return []
         if self._is_terminated:
@@ -207,6 +213,13 @@ class ChildProcess:
         self._look_again()
         return True
 
+    def ask_for_status(self) -> bool:
+        """Request the status of all processes; False without a supervisor, or if it is lost."""
+        if self._supervisor is None or not self._supervisor.ask_for_status():
+            return False
+        self._look_again()
+        return True
+
     def restart_on_sigterm(self) -> None:
         """Make SIGTERM such a request, which the next call of `messages` sends."""
 
@@ -217,9 +230,11 @@ class ChildProcess:
             signal.signal(signal.SIGTERM, remember)
 
     def attach_asyncio(
-        self, loop: "asyncio.AbstractEventLoop", on_message: Callable[[Drain | Stop | Health], None]
+        self,
+        loop: "asyncio.AbstractEventLoop",
+        on_message: Callable[[Drain | Stop | Health | StatusReply], None],
     ) -> None:
-        """Deliver the supervisor's commands through an event loop."""
+        """Deliver the supervisor's commands and replies through an event loop."""
         lifecycle = self._lifecycle
         if lifecycle is None:
             return
@@ -228,7 +243,7 @@ class ChildProcess:
             num_read = lifecycle.num_read
             messages = self.messages()
             for message in messages:
-                if isinstance(message, Drain | Stop | Health):
+                if isinstance(message, Drain | Stop | Health | StatusReply):
                     on_message(message)
             if messages or lifecycle.num_read != num_read:
                 deliver_soon()
@@ -279,11 +294,33 @@ def show_stacks() -> None:
     faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)
 
 
-def configure_logging(label: str, level: str) -> None:
+class JsonFormatter(logging.Formatter):
+    """Formats each record as one line of JSON."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self._label = label
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "process": self._label,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields).decode()
+
+
+def configure_logging(label: str, level: str, form: LogFormat = LogFormat.TEXT) -> None:
     """Send the log of `troika`, and of no other logger, to stderr, with the process's label."""
     handler = logging.StreamHandler(sys.stderr)
-    line = f"%(asctime)s [{label}] %(levelname)s %(message)s"
-    handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
+    if form is LogFormat.JSON:
+        handler.setFormatter(JsonFormatter(label))
+    else:
+        line = f"%(asctime)s [{label}] %(levelname)s %(message)s"
+        handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
     logger = logging.getLogger("troika")
     logger.handlers = [handler]
     logger.propagate = False

@@ -40,8 +40,8 @@ def failure_file(run_dir: str, pid: int) -> Path:
 class EngineProcesses:
     """A supervisor with a core and workers. Any thread may close it, and query its status."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; `start` also waits until they are ready.
+    def __init__(self, config: EngineConfig, *, with_api: bool = False) -> None:
+        """Start the processes, with an HTTP server if asked; `start` waits until they are ready.
 
         EngineStartError: they cannot be started; nothing is left behind.
         """
@@ -52,7 +52,8 @@ class EngineProcesses:
             raise EngineStartError(str(error)) from error
         run = msgspec.structs.replace(config.run, run_dir=self.run_dir)
         config = msgspec.structs.replace(config, run=run)
-        arguments = ["--no-api", *(["--temporary-run-dir"] if self._is_temporary else [])]
+        arguments = [] if with_api else ["--no-api"]
+        arguments += ["--temporary-run-dir"] if self._is_temporary else []
         self._link = StatusLink(self.run_dir)
         self._child: Child | None = None
         self._lock = threading.Lock()
@@ -64,12 +65,14 @@ class EngineProcesses:
             raise EngineStartError(f"the supervisor cannot be started: {error}") from error
 
     @classmethod
-    def start(cls, config: EngineConfig, *, timeout_s: float = 600.0) -> "EngineProcesses":
+    def start(
+        cls, config: EngineConfig, *, timeout_s: float = 600.0, with_api: bool = False
+    ) -> "EngineProcesses":
         """Start the processes and wait until all of them are ready.
 
         EngineStartError: they cannot start, or not within `timeout_s`; nothing is left behind.
         """
-        engine = cls(config)
+        engine = cls(config, with_api=with_api)
         try:
             engine._wait_ready(timeout_s)
         except BaseException:
@@ -119,6 +122,18 @@ class EngineProcesses:
         if self._is_temporary:
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
+    def check(self) -> None:
+        """Raise EngineStartError, with the reason, if the supervisor has ended."""
+        child = self._child
+        status = None if child is None else child.poll()
+        if child is None or status is None:
+            return
+        try:
+            text = failure_file(self.run_dir, child.pid).read_text()
+        except OSError:
+            text = f"the supervisor ended with status {status}"
+        raise EngineStartError(text)
+
     def _wait_ready(self, timeout_s: float) -> None:
         assert self._child is not None
         deadline = time.monotonic() + timeout_s
@@ -126,11 +141,6 @@ class EngineProcesses:
             reply = self.status(min(remaining_s, _QUERY_TIMEOUT_S))
             if reply is not None and reply.ready:
                 return
-            status = self._child.wait(min(remaining_s, _POLL_S))
-            if status is not None:
-                try:
-                    text = failure_file(self.run_dir, self._child.pid).read_text()
-                except OSError:
-                    text = f"the supervisor ended with status {status}"
-                raise EngineStartError(text)
+            self._child.wait(min(remaining_s, _POLL_S))
+            self.check()
         raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")

@@ -14,6 +14,7 @@ from protocol.lifecycle import (
     Ready,
     RestartQuery,
     RestartReply,
+    StatusQuery,
     StatusReply,
     ToSupervisor,
     decode_from_supervisor,
@@ -60,24 +61,30 @@ class SupervisorLink:
         self._epoch = epoch
         self._state = None
 
+    def ask_for_status(self) -> bool:
+        """Request the status of all processes once; the reply may be lost."""
+        return self.send(StatusQuery())
+
     def repeat(self) -> None:
         """Send the current state again, if it is time."""
         if self._monotonic() >= self._repeat_at:
             self._send_state()
 
-    def read(self) -> list[Command]:
-        """Return a bounded number of commands. To be called at least every `REPEAT_S`."""
+    def read(self) -> list[Command | StatusReply]:
+        """Return some commands and replies. To be called at least every `REPEAT_S`."""
         self.repeat()
-        commands: list[Command] = []
+        commands: list[Command | StatusReply] = []
         for received in self._channel.drain(_READ_LIMIT):
             message = decode_from_supervisor(received.body)
             if isinstance(message, RestartReply):
                 if self._wish is not None and not message.accepted:
                     log.info("a restart was refused: %s", message.reason)
                 self._wish = None
+            elif isinstance(message, StatusReply):  # without an epoch: any program may ask
+                commands.append(message)
             elif received.header.epoch != self._epoch:
                 self.num_fenced_frames += 1
-            elif not isinstance(message, StatusReply):
+            else:
                 commands.append(message)
         return commands
 

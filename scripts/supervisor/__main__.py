@@ -1,6 +1,7 @@
 """The supervisor: `python -m scripts.supervisor [MODEL] [flags]` starts an engine and keeps it."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -8,26 +9,40 @@ from collections.abc import Sequence
 
 import msgspec
 
-from protocol.config import ConfigError, EngineConfig
+from api_proc.http.listener import close_listener
+from protocol.config import ConfigError, EngineConfig, LogFormat
 from protocol.process.child_runtime import configure_logging
 from protocol.process.prctl import set_subreaper
 from scripts.supervisor.console import Console
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
-from scripts.supervisor.startup import complete, open_listener, parse, watch_signals, write_failure
+from scripts.supervisor.startup import (
+    complete,
+    open_listener,
+    parse,
+    warnings,
+    watch_signals,
+    write_failure,
+)
 from scripts.supervisor.system import System
 
 
 def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> int:
     """Run an engine until it is stopped. Returns the exit status."""
     started_at = time.monotonic()
-    arguments, config = parse(program, sys.argv[1:] if argv is None else argv)
-    configure_logging("supervisor", config.run.log_level)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments, config = parse(program, argv)
+    configure_logging("supervisor", config.run.log_level, config.run.log_format)
     signal_fd = watch_signals()
     is_embedded = arguments.parent_fd is not None
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded)
+    is_json = config.run.log_format is LogFormat.JSON
+    console = Console(
+        sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded, is_log_only=is_json
+    )
     try:
+        for text in [] if arguments.no_api else warnings(argv, config):
+            console.note(logging.WARNING, text)
         status, failure = _serve(arguments, config, console, signal_fd, started_at)
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)
@@ -50,13 +65,15 @@ def _serve(
     try:
         run_dir = RunDir(config.run.run_dir, is_temporary=arguments.temporary_run_dir)
     except OSError as error:
-        raise ConfigError(f"run_dir cannot be used: {error}") from error
+        text = f"run_dir {config.run.run_dir} cannot be used: {error.strerror}"
+        raise ConfigError(text) from error
     is_abandoned = False
+    listener = None
     try:
         run_dir.raise_epoch(arguments.epoch or 0)
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
-        listener = None if arguments.no_api else open_listener(config.api.host, config.api.port)
+        listener = None if arguments.no_api else open_listener(config.api)
         set_subreaper(bool(config.recovery.standby_workers))
         supervisor = Supervisor(
             config,
@@ -72,6 +89,8 @@ def _serve(
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
     finally:
+        if listener is not None:
+            close_listener(listener)
         run_dir.close(is_abandoned=is_abandoned)
 
 

@@ -46,12 +46,22 @@ class PhaseClock:
 
 
 class Console:
-    """Writes to one stream. `is_quiet` leaves only the log."""
+    """Writes to one stream. `is_quiet` leaves only the log; `is_log_only` makes all lines part of
+    it.
+    """
 
-    def __init__(self, stream: TextIO, *, is_terminal: bool, is_quiet: bool = False) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        is_terminal: bool,
+        is_quiet: bool = False,
+        is_log_only: bool = False,
+    ) -> None:
         self._stream = stream
-        self._is_terminal = is_terminal and not is_quiet
+        self._is_terminal = is_terminal and not is_quiet and not is_log_only
         self._is_quiet = is_quiet
+        self._is_log_only = is_log_only
         self._clocks: dict[Slot, PhaseClock] = {}
         self._loading: Progress | None = None
         """Progress of the first worker, the slowest process; None while it is not starting."""
@@ -98,15 +108,26 @@ class Console:
         self._has_bar = True
 
     def line(self, text: str) -> None:
-        if not self._is_quiet:
+        if self._is_log_only and not self._is_quiet:
+            log.info("%s", " ".join(text.split()))
+        elif not self._is_quiet:
             self._clear()
             self._write(text + "\n")
+
+    def fact(self, text: str) -> None:
+        """Print a sentence below the line before it, wrapped on a terminal."""
+        if self._is_terminal:
+            text = textwrap.fill(text, max(_num_columns() - 2, 24), subsequent_indent="  ")
+        self.line(textwrap.indent(text, "  "))
 
     def note(self, severity: int, text: str) -> None:
         self._clear()
         log.log(severity, "%s", text)
 
     def error(self, text: str) -> None:
+        if self._is_log_only:
+            log.error("%s", text)
+            return
         self._clear()
         self._write(f"troika: {text}\n")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import zmq
 
+from api_proc.http.listener import api_root, url_of
 from protocol.config import EngineConfig
 from protocol.lifecycle import (
     Fatal,
@@ -39,7 +40,7 @@ from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ZYGOTE, ProcessTable, ZygoteEvent, num_ranks
 from scripts.supervisor.run_dirs import RunDir
-from scripts.supervisor.startup import served_name, url_of
+from scripts.supervisor.startup import served_name
 from scripts.supervisor.system import System
 
 _DRAIN_LIMIT = 256
@@ -71,7 +72,8 @@ class Supervisor:
         """
         self._config = config
         self._console = console
-        self._url = None if listener is None else url_of(listener)
+        is_tls = config.api.ssl_certfile is not None
+        self._url = None if listener is None else url_of(listener, is_tls=is_tls)
         # Both: a fork of the parent may hold the pipe open beyond the parent's end.
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
         self._started_at = started_at
@@ -86,6 +88,7 @@ class Supervisor:
         self._oom_counter = system.make_oom_counter()
         self._failed_starts: list[Slot] = []
         self._exit_status: int | None = None
+        self._facts: list[str] = []
         self.was_orphaned = False
         self._context = system.make_context()
         self._link = RouterChannel(
@@ -264,10 +267,14 @@ class Supervisor:
             self._console.progress(action.slot, action.message, now)
         else:
             self._console.ready(action.slot, action.message, now)
+            self._facts = action.message.facts or self._facts
             self._table.keep_num_blocks(action.message.num_gpu_blocks)
 
     def _announce(self) -> None:
         name = served_name(self._config)
-        place = f"{self._url}/v1" if self._url else client_address(str(self._config.run.run_dir))
+        core = client_address(str(self._config.run.run_dir))
+        place = core if self._url is None else api_root(self._url)
         seconds = self._clock.monotonic() - self._started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")
+        for fact in self._facts:
+            self._console.fact(fact)

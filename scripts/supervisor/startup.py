@@ -1,19 +1,27 @@
 """What happens before an engine starts: flags, the model's directory, the HTTP socket, signals."""
 
 import argparse
+import difflib
 import os
+import re
 import signal
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from protocol.config import ConfigError, Device, EngineConfig, settings
+from api_proc.http import listener as http_listener
+from api_proc.http.api_keys import read_keys
+from api_proc.http.tls import make_context
+from protocol.config import ApiConfig, ConfigError, Device, EngineConfig, settings
 from protocol.process.launch import failure_file
+from scripts.supervisor.help_pages import help_text
+from scripts.version import version
 
 DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "demo_model"
-_BACKLOG = 2048
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of drivers that torch can use."""
 
@@ -26,15 +34,54 @@ def complete(config: EngineConfig) -> EngineConfig:
     if model.model == "null":
         return config
     directory = DEMO_MODEL_DIR if model.model == "demo" else Path(model.model).absolute()
+    name = "demo" if model.model == "demo" else directory.name
+    if not directory.exists() and _HUB_NAME.fullmatch(model.model):
+        directory, name = _downloaded(model.model) or directory, model.model
     if not (directory / "config.json").is_file():
-        problem = "has no config.json" if directory.is_dir() else "is not a directory"
-        raise ConfigError(
-            f"model {directory} {problem}; give a checkpoint directory in Hugging Face format, "
-            "'demo' or 'null'"
-        )
-    served = model.served_model_name or ("demo" if model.model == "demo" else None)
+        raise ConfigError(_why_not_a_model(model.model, directory))
+    if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
+        raise ConfigError(f"tokenizer {model.tokenizer} is not a directory with a tokenizer.json")
+    if model.chat_template is not None and not Path(model.chat_template).is_file():
+        raise ConfigError(f"chat_template {model.chat_template} is not a file")
+    served = model.served_model_name or (name,)
     model = msgspec.structs.replace(model, model=str(directory), served_model_name=served)
     return msgspec.structs.replace(config, model=model)
+
+
+def _downloaded(name: str) -> Path | None:
+    """Return the directory to which huggingface_hub has downloaded a model, if it has."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    model = cache / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (model / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    return model / "snapshots" / revision
+
+
+def _why_not_a_model(given: str, directory: Path) -> str:
+    """Return what is wrong with a model's path, and what to give instead."""
+    close = difflib.get_close_matches(directory.name, _names_beside(directory), n=1, cutoff=0.7)
+    if directory.is_dir():
+        return f"model {directory} has no config.json; give a directory in Hugging Face format"
+    if directory.exists():
+        return f"model {directory} is a file; give the directory that holds config.json"
+    if close:
+        return f"model {directory} does not exist; did you mean {directory.with_name(close[0])}?"
+    if _HUB_NAME.fullmatch(given) and not directory.parent.exists():
+        return (
+            f"model {given} is not a local directory, and nothing is downloaded; fetch it with "
+            f"`hf download {given} --local-dir {directory.name}` and serve {directory.name}"
+        )
+    return f"model {directory} does not exist; give a checkpoint directory, 'demo' or 'null'"
+
+
+def _names_beside(directory: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(directory.parent)]
+    except OSError:
+        return []
 
 
 def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = _GPU_NODES) -> int:
@@ -49,24 +96,48 @@ def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = _GPU_NO
 
 
 def served_name(config: EngineConfig) -> str:
-    return config.model.served_model_name or Path(config.model.model).name
+    return next(iter(config.model.served_model_name), Path(config.model.model).name)
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """Listen for HTTP; ConfigError: the address cannot be used."""
+def open_listener(api: ApiConfig) -> socket.socket:
+    """Listen for HTTP; ConfigError: the address, a certificate or the file of keys is unusable."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on host {host}, port {port}: {error.strerror}; "
-            "choose others with --host and --port (port 0: any free one)"
-        ) from error
+        make_context(api)
+        if api.api_key_file is not None:
+            read_keys(Path(api.api_key_file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return http_listener.open_listener(api)
+    except (OSError, ValueError) as error:
+        reason = str(error)
+        if isinstance(error, OSError):  # a resolver's numbers are negative
+            number = error.errno or 0
+            reason = os.strerror(number) if number > 0 else str(error.strerror)
+        if api.uds is not None:
+            text = f"cannot listen on uds {api.uds}: {reason}; choose another path with --uds"
+        else:
+            text = (
+                f"cannot listen on host {api.host}, port {api.port}: {reason}; "
+                "choose others with --host and --port (port 0: any free one)"
+            )
+        raise ConfigError(text) from error
 
 
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:
+    """Yield a sentence for each choice that may harm."""
+    api = config.api
+    if any(word.split("=")[0] == "--api-key" for word in argv):
+        yield (
+            "every user of this machine can read the API key in the list of processes; "
+            "pass it with --api-key-file or the variable TROIKA_API_KEY"
+        )
+    is_open = api.uds is None and api.host not in ("127.0.0.1", "::1", "localhost")
+    if is_open and not api.api_key and api.api_key_file is None:
+        yield f"every client that can reach {api.host} may use this server; set --api-key-file"
+    file = Path(api.api_key_file or "")
+    if api.api_key_file is not None and file.is_file() and file.stat().st_mode & 0o004:
+        yield f"every user of this machine can read {api.api_key_file}: chmod 600"
 
 
 def watch_signals() -> int:
@@ -93,10 +164,8 @@ def write_failure(run_dir: str | None, failure: str) -> None:
 
 
 def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:
-    """Parse the command line. Wrong arguments end the program with status 2."""
-    parser = argparse.ArgumentParser(
-        program, description="Serve a model over HTTP.", allow_abbrev=False
-    )
+    """Parse the command line. Wrong arguments end the program with status 2, help with 0."""
+    parser = settings.OneLineParser(program, add_help=False, allow_abbrev=False)
     parser.add_argument(
         "model",
         nargs="?",
@@ -104,11 +173,20 @@ def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Engine
         default=argparse.SUPPRESS,
         help="checkpoint directory, 'demo' (default) or 'null'; the same as --model",
     )
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", help="this text")
+    parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--no-api", action="store_true", help="start no HTTP server")
     for flag in ("--config-fd", "--parent-fd", "--epoch", "--rank"):
         parser.add_argument(flag, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--temporary-run-dir", action="store_true", help=argparse.SUPPRESS)
     settings.add_flags(parser)
+    asked, _ = parser.parse_known_args(argv)
+    if asked.help is not None or asked.version:
+        try:
+            print(f"troika {version()}" if asked.version else help_text(program, asked.help))
+        except ConfigError as error:
+            parser.error(str(error))
+        sys.exit(0)
     config = settings.parse_args(parser, argv)
     arguments = parser.parse_args(argv)
     if arguments.config_fd is not None:

@@ -26,14 +26,14 @@ CORPUS = [
 ] * 20
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[LiveServer]:
     """A server with an engine that responds at once, for tests that do not change it."""
     with LiveServer(configure(model="null", max_body_bytes=300_000), FakeClient()) as live:
         yield live
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def http(server: LiveServer) -> Iterator[httpx.Client]:
     """A client of `server`."""
     with httpx.Client(base_url=server.url, timeout=10) as client:

@@ -12,7 +12,10 @@ import msgspec
 import uvloop
 
 from api_proc.app import openai_app
-from api_proc.http.server import HttpServer, listen, url_of
+from api_proc.http.access_log import AccessLogger
+from api_proc.http.listener import open_listener, url_of
+from api_proc.http.server import HttpServer
+from api_proc.http.tls import make_context
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import FIRST_BYTE_ID
@@ -33,7 +36,7 @@ from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
 from protocol.sampling import FinishReason, SamplingParams
 
 EOS_ID = 2
-FACTS = ModelFacts("null", 1000, 512, 16, 200, [EOS_ID])
+FACTS = ModelFacts("null", 1000, 512, 16, 200, [EOS_ID], embedding_size=16)
 REPLY = "The quick brown fox jumps over the lazy dog. "
 
 Script = Callable[[AddRequest], Iterator[RequestOutput]]
@@ -102,6 +105,8 @@ class FakeClient:
         self.connected = True
         self.script = script or repeating()
         self.is_paused = False
+        self.stuck_since: float | None = None
+        """Time of the core's last step; None: it makes progress."""
         self.refusal: RequestFailed | None = None
         self.requests: list[AddRequest] = []
         self.cancelled: list[int] = []
@@ -120,6 +125,10 @@ class FakeClient:
     @property
     def last_status_time(self) -> float:
         return time.monotonic() if self.silent_since is None else self.silent_since
+
+    @property
+    def last_progress_time(self) -> float:
+        return time.monotonic() if self.stuck_since is None else self.stuck_since
 
     def report(self, state: EngineState, **stats: Any) -> None:
         self.status = Status(state, self.facts, EngineStats(**stats))
@@ -244,14 +253,17 @@ class LiveServer:
         client: FakeClient,
         text: TextProcessor | None = None,
         keep_alive_interval_s: float = 15.0,
+        access_logger: AccessLogger | None = None,
     ) -> None:
         self.client = client
         self.text = text or TextProcessor.load(config.model)
         self.state = ApiState(client, config, self.text)  # type: ignore[arg-type]
-        app = openai_app(self.state, keep_alive_interval_s=keep_alive_interval_s)
-        self._server = HttpServer(app)
-        self.socket = listen("127.0.0.1", 0)
-        self.url = url_of(self.socket)
+        app = openai_app(
+            self.state, keep_alive_interval_s=keep_alive_interval_s, access_logger=access_logger
+        )
+        self._server = HttpServer(app, tls=make_context(config.api))
+        self.socket = open_listener(msgspec.structs.replace(config.api, port=0))
+        self.url = url_of(self.socket, is_tls=config.api.ssl_certfile is not None)
         self.port = self.socket.getsockname()[1]
         self.loop: asyncio.AbstractEventLoop
         self._started: Future[None] = Future()

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from api_proc.commands import Commands
-from protocol.lifecycle import Drain, Health
+from protocol.lifecycle import Drain, Health, StatusReply
 
 
 class Played:
@@ -15,7 +15,7 @@ class Played:
 
     def __init__(self, *, has_supervisor: bool = True) -> None:
         self.config = SimpleNamespace(recovery=SimpleNamespace(shutdown_timeout_s=7.0))
-        self.client = self
+        self.client = self.processes = self
         self.sessions = None
         self.calls: list[str] = []
         self.is_idle = asyncio.Event()
@@ -53,10 +53,13 @@ async def settle() -> None:
         (Drain(), ["drain", "resume", "drained"]),
         (Drain(is_replaced=True), ["retire 7"]),
         (Health(True, 2.0), ["set_health"] * 3),
+        (StatusReply([], True, None), ["receive"] * 3),
     ],
 )
-def test_a_repeated_command_is_executed_once(message: Drain | Health, calls: list[str]) -> None:
-    """Except for health reports, which replace each other."""
+def test_a_repeated_command_is_executed_once(
+    message: Drain | Health | StatusReply, calls: list[str]
+) -> None:
+    """Except for reports, which replace each other."""
 
     async def play() -> Played:
         played = Played()

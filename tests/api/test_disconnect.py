@@ -56,7 +56,7 @@ def test_disconnect_before_the_answer_cancels(
         wait_until(lambda: len(client.requests) == 2)
         leave(connection)  # type: ignore[operator]
         wait_until(lambda: client.cancelled == [1, 2], timeout_s=AT_ONCE_S)
-        wait_until(lambda: live.state._num_open == 0, timeout_s=AT_ONCE_S)
+        wait_until(lambda: len(live.state.open_requests) == 0, timeout_s=AT_ONCE_S)
     assert live.state.metrics.num_finished["abort"] == 2
 
 

@@ -90,11 +90,11 @@ def test_draining_rejects_new_requests_and_finishes_old_ones(make_server: MakeSe
     assert httpx.get(live.url + "/readyz").status_code == 503
     refused = httpx.post(live.url + "/v1/completions", json=body)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert not live.state._idle.is_set()
+    assert len(live.state.open_requests) == 1
     client.is_paused = False
     old.join(timeout=30)
     assert "[DONE]" in texts[0]
-    wait_until(live.state._idle.is_set)
+    wait_until(lambda: not len(live.state.open_requests))
 
 
 def test_a_degraded_engine_rejects_requests_until_the_report_expires(

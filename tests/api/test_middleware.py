@@ -52,6 +52,13 @@ def test_wrong_keys_are_rejected(locked: LiveServer, value: bytes) -> None:
     assert response.status_code == 401
 
 
+def test_two_keys_are_rejected(locked: LiveServer) -> None:
+    """Proxies and servers differ in which of them counts."""
+    name, value = b"Authorization", b"Bearer " + KEY.encode()
+    for headers in ([(name, value)] * 2, [(name, b"Bearer x"), (name, value)]):
+        assert httpx.get(locked.url + "/v1/models", headers=headers).status_code == 401
+
+
 @pytest.mark.parametrize(
     "target",
     [
@@ -96,7 +103,7 @@ def test_other_methods_are_not_allowed(http: httpx.Client, method: str) -> None:
         assert response.json()["error"]["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/admin/drain", "/%00", "/v2/x"])
+@pytest.mark.parametrize("path", ["/x", "/v1", "/v1/completions/", "/admin/drain", "/%00", "/v2/x"])
 def test_unknown_routes_are_not_found(http: httpx.Client, path: str) -> None:
     response = http.post(path, content=b"{}")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")

@@ -35,7 +35,7 @@ def test_requests_are_a_function_of_the_seed_and_of_every_kind() -> None:
     kinds = {request.name.rpartition("-")[0] for request in one}
     assert kinds == {
         *("greedy", "seeded", "penalties", "n2", "stop", "logprobs", "chat", "chat-logprobs"),
-        "long",
+        *("long", "grammar", "chat-schema"),
     }
     assert 0 < sum(request.disconnect_after is not None for request in one) < 8
     assert {request.body["return_token_ids"] for request in one} == {True, False}

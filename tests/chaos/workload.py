@@ -121,6 +121,15 @@ def _chat_logprobs(rng: random.Random) -> Body:
     return {**_seeded(rng), "logprobs": True, "top_logprobs": 2}
 
 
+def _grammar(rng: random.Random) -> Body:
+    return {**_seeded(rng), "guided_regex": "([a-z]{1,6} ){20,40}"}
+
+
+def _chat_schema(rng: random.Random) -> Body:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
+    return {**_seeded(rng), "response_format": {"type": "json_schema", "schema": schema}}
+
+
 _KINDS: dict[str, Callable[[random.Random], Body]] = {
     "greedy": _greedy,
     "seeded": _seeded,
@@ -131,4 +140,6 @@ _KINDS: dict[str, Callable[[random.Random], Body]] = {
     "chat": _greedy,
     "chat-logprobs": _chat_logprobs,
     "long": _seeded,
+    "grammar": _grammar,
+    "chat-schema": _chat_schema,
 }

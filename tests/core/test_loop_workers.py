@@ -210,7 +210,7 @@ def test_a_worker_that_is_gone_before_its_adoption_does_not_count(bench: Bench) 
 def test_an_adoption_that_cannot_be_sent_does_not_count(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "troika.core")
+    caplog.set_level(logging.DEBUG, "troika.core")
 
     def send(channel: RouterChannel, peer: bytes, epoch: int, body: bytes) -> bool:
         raise PeerGone

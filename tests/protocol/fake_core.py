@@ -38,7 +38,7 @@ from protocol.transport.channel import (
 
 FAST_TICK_S = 0.02
 """Period of the status reports under the fixture `fast_ticks`."""
-FACTS = ModelFacts("fake", 1000, 4096, 16, 1000, [2])
+FACTS = ModelFacts("fake", 1000, 4096, 16, 1000, [2], embedding_size=3)
 READY = Status(EngineState.READY, FACTS, EngineStats())
 RECOVERING = Status(EngineState.RECOVERING, FACTS, EngineStats())
 

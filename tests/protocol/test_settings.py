@@ -56,7 +56,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
     ("values", "complaint"),
     [
         ({"max_num_seqs": 0}, "--max-num-seqs.*>= 1.*got 0"),
-        ({"max_num_seqs": "many"}, "--max-num-seqs.*int"),
+        ({"max_num_seqs": "many"}, "--max-num-seqs: 'many' is not a whole number"),
         ({"port": 65536}, "--port.*65535"),
         ({"dtype": "int3"}, "--dtype.*int3"),
         ({"max_num_sequences": 1}, "did you mean max_num_seqs"),

@@ -14,6 +14,8 @@ from protocol.lifecycle import (
     RestartQuery,
     RestartReply,
     Role,
+    StatusQuery,
+    StatusReply,
     Stop,
     decode_to_supervisor,
 )
@@ -120,4 +122,17 @@ def test_a_restart_is_asked_for_until_there_is_an_answer(
     clock.now += REPEAT_S
     link.read()
     assert len(channel.sent) == 2
+    assert link.num_fenced_frames == 0
+
+
+def test_a_status_is_asked_for_once(
+    link: SupervisorLink, channel: FakeChannel, clock: Clock
+) -> None:
+    """The reply has no epoch, as any program may ask."""
+    assert link.ask_for_status()
+    clock.now += 2 * REPEAT_S
+    reply = StatusReply([], True, None)
+    channel.deliver(reply, 0)
+    assert link.read() == [reply]
+    assert channel.sent == [(EPOCH, StatusQuery())]
     assert link.num_fenced_frames == 0

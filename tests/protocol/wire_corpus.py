@@ -29,6 +29,8 @@ from protocol.core_worker import (
     Adopt,
     BlockCopies,
     CachedRequestData,
+    CompileGrammar,
+    GrammarCompiled,
     KVGroup,
     ModelFacts,
     ModelRunnerOutput,
@@ -71,7 +73,14 @@ from protocol.lifecycle import (
     WorkerDied,
 )
 from protocol.message import Decoder, Message, encode, pack_token_ids
-from protocol.sampling import FinishReason, SamplingParams
+from protocol.sampling import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Pooling,
+    PoolingType,
+    SamplingParams,
+)
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 
 _PARAMS = SamplingParams(
@@ -90,6 +99,7 @@ _PARAMS = SamplingParams(
     logit_bias={5: -1.5, 9: 100.0},
     logprobs=2,
     prompt_logprobs=1,
+    pooling=Pooling(PoolingType.MEAN, 7, False),
 )
 _FACTS = ModelFacts(
     "demo", 1000, 4096, 16, 512, [2, 3], "float32", "cpu", [KVGroup(), KVGroup(64, 5)], 8, True
@@ -135,6 +145,9 @@ DIRECTIONS = [
             StepOutputs(
                 [RequestOutput(1, 0, [5], FinishReason.STOP, 5, 16, [_LOGPROBS], [_PROMPT])]
             ),
+            StepOutputs(
+                [RequestOutput(1, 0, [], FinishReason.STOP, embedding=b"\0\0\x80\x3f" * 7)]
+            ),
             Refused(None, RequestError(ErrorCode.INVALID, "not this", "prompt"), 3),
             ControlDone(4, True, PauseMode.PAUSED_ALL),
             KVEventBatch(
@@ -156,6 +169,7 @@ DIRECTIONS = [
         [
             Adopt(17),
             Sleep(),
+            CompileGrammar(3, Grammar(GrammarKind.REGEX, "[a-z]+"), is_proven=True),
             SchedulerOutput(18, [], CachedRequestData(), {}, 32, [], []),
             SchedulerOutput(
                 19,
@@ -183,7 +197,9 @@ DIRECTIONS = [
             ModelRunnerOutput(18, list(range(32))),
             ModelRunnerOutput(19, [5, 6, 7], [1, 2], [0, 3], {1: [_LOGPROBS]}, [_PROMPT], 12_345),
             ModelRunnerOutput(20, [5, 0], request_errors={2: "the logits are not finite"}),
-            StepFailed(21, "RuntimeError: out of memory"),
+            ModelRunnerOutput(21, [5, 0], pooled={2: b"\0\0\x80\x3f" * 7}),
+            StepFailed(22, "RuntimeError: out of memory"),
+            GrammarCompiled(3, "no such rule"),
         ],
     ),
     Direction(
@@ -193,7 +209,7 @@ DIRECTIONS = [
         [
             Hello(Role.WORKER, 1, 4321),
             Progress("weights", 3, 10),
-            Ready("cpu, float32", 512),
+            Ready("cpu, float32", 512, ["context 2,048 tokens", "attention: native"]),
             Fatal("loading", "no such file", "look there", False),
             Drained(),
             StatusQuery(),

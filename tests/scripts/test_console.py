@@ -104,6 +104,30 @@ def test_time_goes_on_while_nothing_is_reported_and_stops_with_the_start() -> No
     assert console.next_tick() is None, "only the first worker has a bar"
 
 
+def test_a_long_fact_goes_on_below_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal; a log file has it in one line."""
+    monkeypatch.setenv("COLUMNS", "41")
+    text = "no C++ compiler: attention is slower; install g++"
+    for is_terminal, expected in (
+        (True, "  no C++ compiler: attention is slower;\n    install g++\n"),
+        (False, f"  {text}\n"),
+    ):
+        stream = io.StringIO()
+        Console(stream, is_terminal=is_terminal).fact(text)
+        assert stream.getvalue().removeprefix("\r\x1b[K") == expected
+
+
+def test_lines_are_part_of_a_json_log(caplog: pytest.LogCaptureFixture) -> None:
+    """With one message for each row of the start."""
+    stream = io.StringIO()
+    caplog.set_level(logging.INFO, "troika.supervisor")
+    console = Console(stream, is_terminal=True, is_log_only=True)
+    play(console)
+    console.error("no such model")
+    assert stream.getvalue() == ""
+    assert caplog.messages == ["worker 1.0 s start 0.5 s, weights 0.5 s", "ready", "no such model"]
+
+
 def test_note_wipes_the_echo_of_ctrl_c(caplog: pytest.LogCaptureFixture) -> None:
     """On a terminal only; otherwise just the log is written."""
     for is_terminal, expected in ((True, "\r\x1b[K"), (False, "")):

@@ -7,7 +7,7 @@ from protocol.api_core import ErrorCode, PauseMode, RequestOutput
 from protocol.client.errors import RequestFailed
 from protocol.config.settings import configure
 from protocol.kv_events import BlocksStored
-from protocol.sampling import FinishReason, SamplingParams
+from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from scripts.inprocess import InprocEngine
 
 
@@ -117,3 +117,17 @@ def test_kv_events_list_what_the_cache_stored() -> None:
     stored = [e for e in engine.take_kv_events() if isinstance(e, BlocksStored)]
     assert [t for event in stored for t in event.token_ids] == list(range(5, 37))
     assert engine.take_kv_events() == []
+
+
+def test_outputs_follow_a_grammar_and_a_bad_one_fails_alone() -> None:
+    engine = InprocEngine(configure(model="null"))
+    letters = SamplingParams(max_tokens=40, grammar=Grammar(GrammarKind.REGEX, "[ab]{10}"))
+    wrong = SamplingParams(max_tokens=40, grammar=Grammar(GrammarKind.REGEX, "[ab"))
+    good, bad = engine.submit([5, 6], letters), engine.submit([5, 6], wrong)
+    rows: list[RequestOutput] = []
+    while engine.has_unfinished:
+        rows += engine.step()
+    ids = [token_id for row in rows if row.request_id == good for token_id in row.token_ids]
+    assert len(ids) == 11
+    assert set(ids[:10]) <= {3 + ord("a"), 3 + ord("b")}
+    assert [row.finish_reason for row in rows if row.request_id == bad] == [FinishReason.ERROR]

@@ -47,7 +47,7 @@ def expected_stream(
 class SimulatedModel(NullRunner):
     """The null runner, with all its checks, and with the tokens of `next_token_id`."""
 
-    def _next_token_id(self, request: MirroredRequest) -> int:
+    def _next_token_id(self, request: MirroredRequest, mask: bytes | None = None) -> int:
         return next_token_id(
             request.token_ids,
             request.num_prompt_tokens,

@@ -64,7 +64,7 @@ def gaps_s(url: str, num_streams: int, num_tokens: int) -> list[float]:
             data = stream.socket.recv(65536)
             assert data, "a stream that is read was broken"
             now = time.monotonic()
-            num_events = data.count(b"\nid: ")
+            num_events = data.count(b"data: {")
             if num_events and number in last:
                 found += [now - last[number], *[0.0] * (num_events - 1)]
             if num_events:

@@ -68,6 +68,12 @@ def test_official_client_against_the_real_engine(client: openai.OpenAI) -> None:
     )
     parts = [chunk.choices[0].delta.content or "" for chunk in deltas]
     assert "".join(parts) == chat.choices[0].message.content
+    batch = client.embeddings.create(model="demo", input=["a text", PROMPT]).data
+    [alone] = client.embeddings.create(model="demo", input=PROMPT).data
+    assert alone.embedding == batch[1].embedding != batch[0].embedding
+    assert sum(x * x for x in alone.embedding) == pytest.approx(1.0, abs=1e-5)
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="demo", input=PROMPT, dimensions=8)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="demo", prompt=PROMPT, temperature=9)
     with pytest.raises(openai.NotFoundError, match="other"):

@@ -138,7 +138,7 @@ def test_failed_start_raises_the_reason_and_leaves_nothing(start_engine: EngineF
     """The error has the text of the process that failed."""
     started = time.monotonic()
     run_dir = f"{start_engine.base}/bad"
-    with pytest.raises(EngineStartError, match="model /nonexistent is not a directory"):
+    with pytest.raises(EngineStartError, match="model /nonexistent does not exist"):
         EngineProcesses.start(configure(model="/nonexistent", run_dir=run_dir), timeout_s=TIMEOUT_S)
     assert time.monotonic() - started < 10.0, "before the timeout"
     assert not set(os.listdir(run_dir)) - {"epoch", "supervisor.lock"}

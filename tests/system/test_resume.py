@@ -49,6 +49,14 @@ CASES: dict[str, dict[str, Any]] = {
         "echo": True,
         "logprobs": 1,
     },
+    "bad_words, allowed_token_ids, logprob_token_ids": {
+        **COMPLETION,
+        **SEEDED,
+        "bad_words": ["self", "return", "\n\n"],
+        "allowed_token_ids": list(range(3, 600)),
+        "logprob_token_ids": [77, 5, 90],
+        "logprobs": 0,
+    },
     "min_tokens, stop token": {
         **COMPLETION,
         "temperature": 0,

@@ -306,10 +306,10 @@ def test_many_clients_come_back_after_each_death_of_the_api(shared: Engine) -> N
 
 
 def test_without_a_journal_nothing_outlives_its_connection(engine: Engine) -> None:
-    """Ids are sent nevertheless; a repeated id is a new request, unless it asks for the rest."""
+    """Events have no ids; a repeated id is a new request, unless it asks for the rest."""
     headers = {"X-Request-Id": "x"}
     first = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
-    assert [event.id for event in first][-2:] == ["x.4", None]
+    assert {event.id for event in first} == {None}
     again = Stream(engine.url(), body(max_tokens=4), headers=headers).events()
     assert content(again) == content(first)
     rest = Stream(engine.url(), body(), headers=headers | {"Last-Event-ID": "x.2"})

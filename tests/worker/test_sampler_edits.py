@@ -266,3 +266,43 @@ def test_vocabulary_too_large_is_refused() -> None:
     """The error states the bound that keeps integer sums exact."""
     with pytest.raises(ValueError, match="vocab_size"):
         _sampler(2**22)
+
+
+def test_a_bad_word_is_banned_where_its_beginning_ends_the_output() -> None:
+    """The last token only, and not after a prompt that ends in the beginning."""
+    words = [[3], [4, 5], [6, 7, 0]]
+    for prompt, outputs, banned in (
+        ([1], [], {3}),
+        ([6, 7], [], {3}),
+        ([6], [7], {3}),
+        ([1], [4], {3, 5}),
+        ([1], [6, 7], {3, 0}),
+        ([1], [6, 7, 1], {3}),
+    ):
+        edited = _edit(SCORES, _row(prompt, outputs, bad_words=words))
+        assert {i for i, score in enumerate(edited) if score == -INF} == banned
+        kept = set(range(len(SCORES))) - banned
+        assert [edited[i] for i in kept] == [SCORES[i] for i in kept]
+
+
+def test_only_allowed_tokens_remain() -> None:
+    edited = _edit(SCORES, _row(allowed_token_ids=[1, 6, VOCAB + 9], logit_bias={5: 9.0, 6: 1.0}))
+    assert edited == [-INF, -1.0, -INF, -INF, -INF, -INF, 1.5, -INF]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_banned_allowed_token_is_better_than_any_other(temperature: float) -> None:
+    row = _row(allowed_token_ids=[4, 3], bad_words=[[3], [4]], temperature=temperature)
+    assert _tokens(torch.randn(1, VOCAB), [row]) == [4]
+
+
+def test_logprobs_of_chosen_candidates() -> None:
+    """In the order of the request, beside a row with the most likely ones."""
+    logits = torch.tensor([SCORES] * 2)
+    rows = [_row(logprobs=2, logprob_token_ids=[3, 0, 5]), _row(logprobs=2)]
+    chosen, best = _sampler(len(SCORES)).sample(logits, rows).logprobs
+    assert chosen is not None
+    assert best is not None
+    assert (chosen.top_ids, best.top_ids) == ([3, 0, 5], [5, 2])
+    expected = logits[0].log_softmax(dim=-1)[[3, 0, 5]].tolist()
+    assert chosen.top_logprobs == pytest.approx(expected)

@@ -11,7 +11,9 @@ import zmq
 from protocol.core_worker import (
     Adopt,
     CachedRequestData,
+    CompileGrammar,
     CoreToWorker,
+    GrammarCompiled,
     ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -23,9 +25,11 @@ from protocol.core_worker import (
 )
 from protocol.lifecycle import Role, Stop
 from protocol.message import ProtocolError, encode
+from protocol.sampling import Grammar, GrammarKind
 from protocol.transport.channel import HighWaterMark, Received, RouterChannel
 from tests.unsupervised_child import UnsupervisedChild
 from worker_proc import loop
+from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import WorkerLoop
 from worker_proc.shim import WorkerShim
 
@@ -40,6 +44,7 @@ class FakeRunner:
 
     facts = FACTS
     swap_cost_tokens = 3.5
+    grammars: GrammarCompiler | None = None
 
     def __init__(self) -> None:
         self.num_resets = 0
@@ -204,7 +209,7 @@ def bench(tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -
 def test_hello_is_repeated_until_a_core_adopts(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "troika.worker")
+    caplog.set_level(logging.DEBUG, "troika.worker")
     bench.until(lambda: len(bench.hellos) >= 3)
     timeout_ms = bench.loop._poll_ms()
     assert timeout_ms is not None
@@ -292,3 +297,36 @@ def test_a_worker_stops_on_stop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("gc.freeze", lambda: None)
     bench.child.inbox.append(Stop())
     bench.loop.run()
+
+
+# Grammars ------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_answered_when_it_is_ready_and_steps_go_on_meanwhile(
+    tmp_path: Path, runner: FakeRunner
+) -> None:
+    runner.grammars = GrammarCompiler(Vocabulary(1000, [2]))
+    bench = Bench(str(tmp_path), runner)
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    good, bad = (Grammar(GrammarKind.REGEX, source) for source in ("[a-z]+", "[a-z"))
+    bench.send(9, CompileGrammar(3, bad))
+    bench.send(9, CompileGrammar(4, good))
+    bench.send(9, step(0))
+    bench.until(lambda: len(bench.replies) == 3)
+    first, second, third = bench.replies
+    assert first == ModelRunnerOutput(0, [7])
+    assert isinstance(second, GrammarCompiled)
+    assert (second.grammar_id, third) == (3, GrammarCompiled(4))
+    assert "unclosed" in second.error
+    assert bench.received[-1][0].header.epoch == 9
+    bench.send(9, CompileGrammar(5, good))
+    bench.until(lambda: len(bench.replies) == 4)
+    assert bench.replies[-1] == GrammarCompiled(5)
+    bench.close()
+
+
+def test_a_runner_without_grammars_refuses_them(shim: WorkerShim) -> None:
+    shim.on_message(8, Adopt(0))
+    answer = shim.on_message(8, CompileGrammar(3, Grammar(GrammarKind.REGEX, "a")))
+    assert answer == GrammarCompiled(3, "this worker cannot compile grammars")

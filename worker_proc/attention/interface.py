@@ -35,6 +35,9 @@ class Scoring(NamedTuple):
 class AttentionBackend(Protocol):
     """One way to compute attention over the pool; holds the metadata of the current step."""
 
+    name: str
+    """For people."""
+
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return the shapes of a layer's pools of keys and of values."""
 

@@ -36,6 +36,8 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
 class NativeBackend:
     """Attention by the native kernel, in place."""
 
+    name = "native kernel"
+
     def __init__(
         self,
         library: NativeLibrary,

@@ -17,6 +17,7 @@ from worker_proc.inputs import StepInputs, to_device
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
+from worker_proc.runner import PORTABLE_ATTENTION
 
 MAX_GROUP_TOKENS = 2**17  # most padded tokens of one group, which bounds its memory
 MIN_FILL = 0.6  # least ratio of a group's shortest context to its longest, in blocks
@@ -54,6 +55,8 @@ Decodes = list[tuple[int, ScheduledRequest]]  # parts of one token, each with it
 
 class SdpaBackend:
     """Attention by torch's `scaled_dot_product_attention` over gathered blocks."""
+
+    name = PORTABLE_ATTENTION
 
     def __init__(
         self, rules: set[Rule], block_size: int, dtype: torch.dtype, device: torch.device

@@ -120,5 +120,8 @@ def size_cache(
     least = 1 + len(layout.groups)
     if num_blocks < least:
         needed, there = format_sizes(least * block_bytes, available_bytes)
-        raise InsufficientMemory(f"the KV cache needs {needed} at least, and {there} are available")
+        raise InsufficientMemory(
+            f"the KV cache needs {needed} at least, and {there} are available; free memory, or"
+            " raise kv_cache_memory_bytes"
+        )
     return CacheSize(num_blocks, fitting_len)

@@ -20,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
 from worker_proc.attention.probe import ProbedLayer, probe_model
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
     DTYPES,
     StoredTensor,
@@ -29,6 +30,7 @@ from worker_proc.loading.checkpoint import (
     describe_rejection,
     is_unused_buffer,
 )
+from worker_proc.loading.host_limits import available_memory
 from worker_proc.runner import ReportProgress
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -69,6 +71,7 @@ def load_model(
     model_len = _model_len(text_config)
     torch_dtype = _resolve_dtype(dtype, config, device)
     stored = check_stored_dtypes(directory)
+    check_room(sum(p.numel() for p in meta_model.parameters()) * torch_dtype.itemsize, device)
     progress("inspect", 1, 1)
     model = _load_weights(directory, torch_dtype, stored, progress).to(device)
     _release_unused(model, probed.parameters)
@@ -81,6 +84,17 @@ def load_model(
         model_len=model_len,
         eos_token_ids=_eos_token_ids(model, text_config),
     )
+
+
+def check_room(num_bytes: int, device: torch.device) -> None:
+    """Raise InsufficientMemory if the weights alone do not fit in the memory that is free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if num_bytes > free:
+        needed, there = format_sizes(num_bytes, free)
+        raise InsufficientMemory(
+            f"the weights need {needed} of memory, and {there} are free ({device.type}); free some,"
+            " or choose a smaller model or dtype"
+        )
 
 
 @contextmanager

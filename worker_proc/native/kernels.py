@@ -171,7 +171,7 @@ def load_library() -> NativeLibrary | None:
             return None
         return NativeLibrary(path)
     except (OSError, RuntimeError, AttributeError) as error:
-        _log.info("computing without native kernels: %s", error)
+        _log.debug("computing without native kernels: %s", error)
         return None
 
 

@@ -37,11 +37,13 @@ def has_edits(row: SamplingRow) -> bool:
         or params.frequency_penalty
         or params.logit_bias
         or params.min_tokens
+        or params.bad_words
+        or params.allowed_token_ids
     )
 
 
 def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
-    """Apply min_tokens, then logit_bias, then the penalties, in place.
+    """Apply min_tokens, bad_words, logit_bias, the penalties and allowed_token_ids, in place.
 
     While a row has fewer outputs than min_tokens, the EOS ids and its stop_token_ids are banned
     (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are ignored. A score
@@ -49,9 +51,11 @@ def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequ
     [n, vocab], without NaN or +inf.
     """
     _ban_stops(scores, rows, eos_token_ids)
+    _ban_words(scores, rows)
     _add_biases(scores, rows)
     _penalize_repetition(scores, rows)
     _penalize_outputs(scores, rows)
+    _allow_only(scores, rows)
 
 
 def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
@@ -64,6 +68,35 @@ def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Seque
     ]
     if places:
         scores[torch.tensor(places, device=scores.device).unbind(dim=1)] = -math.inf
+
+
+def _ban_words(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Ban the last token of each bad word whose other tokens end the output."""
+    places = []
+    for i, row in enumerate(rows):
+        num_outputs = row.num_tokens - row.num_prompt_tokens
+        for word in row.sampling_params.bad_words:
+            num_before = len(word) - 1
+            if num_before > num_outputs or word[-1] >= scores.shape[1]:
+                continue
+            if not num_before or row.token_ids[-num_before:] == word[:-1]:
+                places.append((i, word[-1]))
+    if places:
+        scores[torch.tensor(places, device=scores.device).unbind(dim=1)] = -math.inf
+
+
+def _allow_only(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Ban all other tokens; where every allowed one is banned, allow the first of them."""
+    for i, row in enumerate(rows):
+        allowed = row.sampling_params.allowed_token_ids
+        if allowed:
+            inside = [token_id for token_id in allowed if token_id < scores.shape[1]]
+            ids = torch.tensor(inside, device=scores.device)
+            kept = scores[i, ids]
+            if kept.isneginf().all():
+                kept[0] = 0.0
+            scores[i] = -math.inf
+            scores[i, ids] = kept
 
 
 def _add_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -48,9 +48,15 @@ def head(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+    logits: Tensor,
+    token_ids: Sequence[int],
+    num_tops: Sequence[int],
+    candidates: Sequence[Sequence[int]] | None = None,
 ) -> list[TokenLogprobs]:
-    """Describe one token per row of raw logits, with top lists of `num_tops`; NaN is -inf."""
+    """Describe one token per row of raw logits, with top lists of `num_tops`; NaN is -inf.
+
+    Where a row has `candidates`, its list holds these tokens instead.
+    """
     limits = torch.finfo(torch.float32)
     scores = logits.float().nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
     logprobs = scores.log_softmax(dim=-1).clamp_(min=MIN_LOGPROB)
@@ -63,6 +69,12 @@ def token_logprobs(
     if num_top:
         _, ids = head(scores, num_top)
         tops, top_logprobs = ids.tolist(), logprobs.gather(1, ids).tolist()
+    num_tops = list(num_tops)
+    for row, asked in enumerate(candidates or ()):
+        if asked:
+            tops[row] = [token_id for token_id in asked if token_id < logits.shape[1]]
+            top_logprobs[row] = logprobs[row, tops[row]].tolist()
+            num_tops[row] = len(tops[row])
     columns = zip(token_ids, chosen, ranks, tops, top_logprobs, num_tops, strict=True)
     return [
         TokenLogprobs(token_id, logprob, rank, top[:num], values[:num])

@@ -1,9 +1,9 @@
 """Chooses the next token of each row: a pure function of logits, parameters, seed and ids.
 
-Stages, in order: raw logprobs if asked for; min_tokens, logit_bias and penalties
-(`logit_edits`); greedy rows take the most likely token; the others go through temperature, min_p,
-top_k, top_p and one draw (`inverse_cdf`). A row goes only through the stages that its parameters
-ask for, and its token never depends on the other rows.
+Stages, in order: raw logprobs if asked for; min_tokens, bad_words, logit_bias, penalties and
+allowed_token_ids (`logit_edits`); greedy rows take the most likely token; the others go through
+temperature, min_p, top_k, top_p and one draw (`inverse_cdf`). A row goes only through the stages
+that its parameters ask for, and its token never depends on the other rows.
 """
 
 import enum
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from protocol.core_worker import TokenLogprobs
+from worker_proc.grammar.masks import RowMasks
 from worker_proc.sampling.inverse_cdf import MAX_VOCAB_SIZE, Filters, sample_full, sample_top_k
 from worker_proc.sampling.logit_edits import SamplingRow, edit_scores, has_edits
 from worker_proc.sampling.philox import draw
@@ -62,17 +63,20 @@ class Sampler:
         self._chunk_rows = max(1, num_elements // vocab_size)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None = None
+    ) -> SampledTokens:
         """Choose one token per row of raw logits, float [n, vocab], which are not changed.
 
         A row in which no token is possible, since its edits ban every one whose logit is not -inf,
-        takes the most likely token of its raw logits. A row that is not finite takes token 0.
+        takes the most likely token of its raw logits; a row with a mask chooses among all that the
+        mask allows. A row that is not finite takes token 0.
         """
         assert logits.shape == (len(rows), self._vocab_size), logits.shape
         # Unlike argmax, max over one dimension is vectorised for bf16 on the CPU (5 times faster);
         # of equal values both return the first. The maximum of a row with a NaN is NaN.
         maxima, token_ids = logits.max(dim=-1)
-        self._choose(logits, rows, token_ids)
+        self._choose(logits, rows, masks, token_ids)
         is_finite = maxima.isfinite()
         chosen = token_ids.masked_fill_(~is_finite, 0).tolist()
         not_finite = [row for row, finite in enumerate(is_finite.tolist()) if not finite]
@@ -91,19 +95,31 @@ class Sampler:
             entries += token_logprobs(part, ids, [num_top] * len(ids))
         return entries
 
-    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Tensor) -> None:
+    def _choose(
+        self,
+        logits: Tensor,
+        rows: Sequence[SamplingRow],
+        masks: RowMasks | None,
+        token_ids: Tensor,
+    ) -> None:
         """Replace the most likely tokens, int64 [n], in rows that choose in another way."""
-        groups: dict[_Path, list[int]] = {}
+        groups: dict[tuple[_Path, bool], list[int]] = {}
         for i, row in enumerate(rows):
-            groups.setdefault(self._path(row), []).append(i)
-        groups.pop(_Path.RAW_MAX, None)
-        for path, members in groups.items():
+            path, is_masked = self._path(row), masks is not None and i in masks
+            if is_masked and path is _Path.RAW_MAX:
+                path = _Path.EDITED_MAX
+            groups.setdefault((path, is_masked), []).append(i)
+        groups.pop((_Path.RAW_MAX, False), None)
+        for (path, is_masked), members in groups.items():
             for start in range(0, len(members), self._chunk_rows):
                 part = members[start : start + self._chunk_rows]
                 index = torch.tensor(part, device=logits.device)
                 part_rows = [rows[i] for i in part]
                 scores = self._edited(logits.index_select(0, index), part_rows)
-                is_lost = scores.amax(dim=-1).isneginf()
+                if is_masked and masks is not None:
+                    is_lost = _confine(scores, masks.allowed(part, logits.device))
+                else:
+                    is_lost = scores.amax(dim=-1).isneginf()
                 if is_lost.any():
                     scores[is_lost] = 0.0
                 chosen = _sample(path, scores, part_rows)
@@ -134,10 +150,27 @@ class Sampler:
         for start in range(0, len(asking), self._chunk_rows):
             part, num_tops = zip(*asking[start : start + self._chunk_rows], strict=True)
             chosen = [token_ids[i] for i in part]
-            found = token_logprobs(logits[list(part)], chosen, num_tops)
+            candidates = [rows[i].sampling_params.logprob_token_ids for i in part]
+            found = token_logprobs(logits[list(part)], chosen, num_tops, candidates)
             for i, entry in zip(part, found, strict=True):
                 entries[i] = entry
         return entries
+
+
+def _confine(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Ban the tokens that are not allowed, in place; returns the rows in which none is possible.
+
+    Where edits ban all that is allowed, each of these tokens is equally likely: so a grammar that
+    has come to its end ends, whatever min_tokens is.
+    """
+    scores.masked_fill_(~allowed, -math.inf)
+    is_lost = scores.amax(dim=-1).isneginf()
+    if is_lost.any():
+        scores[is_lost] = torch.zeros_like(scores[is_lost]).masked_fill_(
+            ~allowed[is_lost], -math.inf
+        )
+        is_lost = ~allowed.any(dim=-1)
+    return is_lost
 
 
 def _sample(path: _Path, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -15,14 +15,17 @@ from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from worker_proc.calibration.warm_up import warm_up
+from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import WorkerLoop
 from worker_proc.runner import ReportProgress, Runner, RunnerFactory
+from worker_proc.startup.announcement import announcement
 from worker_proc.startup.lean_import import lean_imports
 
 NULL_VOCAB_SIZE = 32_000
 NULL_MAX_MODEL_LEN = 8192
 NULL_NUM_BLOCKS = 8192
 NULL_EOS_TOKEN_ID = 2
+NULL_EMBEDDING_SIZE = 16
 NULL_BLOCK_BYTES = 65_536  # of swap_space_bytes
 _SPIN_COUNT = "2000"  # about 0.1 ms
 
@@ -92,7 +95,7 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
             return
     child.restart_on_sigterm()
     loop = WorkerLoop(child, runner, clock=time, poller=zmq.Poller())
-    child.ready(detail, num_blocks)
+    child.ready(detail, num_blocks, list(announcement(facts, runner.attention)))
     try:
         loop.run()
     except Exception as error:
@@ -113,14 +116,17 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         device="",
         num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
         exact_resume=True,
+        embedding_size=NULL_EMBEDDING_SIZE,
     )
 
 
 def _null_runner(config: EngineConfig) -> Runner:
     from worker_proc.null_runner import NullRunner
 
+    facts = null_facts(config)
     return NullRunner(
-        null_facts(config),
+        facts,
         config.worker.null_step_ms / 1000,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
+        grammars=GrammarCompiler(Vocabulary(facts.vocab_size, facts.eos_token_ids)),
     )

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
     set_name("troika-zygote")
     with os.fdopen(arguments.config_fd, "rb") as pipe:
         config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
-    configure_logging(str(Role.ZYGOTE), config.run.log_level)
+    configure_logging(str(Role.ZYGOTE), config.run.log_level, config.run.log_format)
     link = ZygoteLink(socket.socket(fileno=arguments.listen_fd), decode_to_zygote)
     if arguments.progress_fd is not None:
         show_stacks()
@@ -144,8 +144,9 @@ class Zygote:
         self._link.send(Progress(phase, done, total))
 
     def _fatal(self, error: Exception, *, retry: bool) -> NoReturn:
-        text = f"{type(error).__name__}: {error}"
-        log.error("loading failed: %s", text, exc_info=retry)
+        text = f"{type(error).__name__}: {error}" if retry else str(error)
+        severity = logging.ERROR if retry else logging.DEBUG  # the supervisor prints a sentence
+        log.log(severity, "loading failed: %s", text, exc_info=retry)
         self._link.deliver(Fatal("loading the model", text[:MAX_TEXT], retry=retry))
         sys.stderr.flush()
         os._exit(EXIT_FATAL)
@@ -253,7 +254,7 @@ def run_worker(order: ForkedWorker, config: EngineConfig, make: RunnerFactory) -
     arguments = argparse.Namespace(
         epoch=order.message.epoch, rank=order.message.rank, listen_fd=None, **order.fds
     )
-    configure_logging(str(Role.WORKER), config.run.log_level)
+    configure_logging(str(Role.WORKER), config.run.log_level, config.run.log_format)
     child = ChildProcess(Role.WORKER, arguments, config)
     work(child, make, is_standby=order.message.is_standby)
 

@@ -1,0 +1,213 @@
+"""The access log: one line per HTTP request, written by a thread, in bounded number.
+
+A line has the request's id, status, tokens and times, and never any of its text. A log that is not
+read must not delay requests: while a write is in progress, lines wait, and beyond a bound they are
+dropped and counted.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api_proc.http.connection import REQUEST_ID_KEY
+from api_proc.http.middleware import OPEN_PATHS, STATUS_KEY
+from protocol.config import AccessLog, LogFormat
+
+GENERATION_KEY = "troika.generation"
+NUM_EACH_SECOND = 50
+"""Requests of a second that are all logged."""
+SAMPLE_EVERY = 100
+"""Of the further ones, this share is logged."""
+MAX_WAITING_LINES = 10_000
+_FLUSH_S = 0.05
+_MAX_WRITE_BYTES = 4096
+"""A pipe does not mix writes of this size with those of other processes."""
+_MAX_PATH = 200
+_DISCONNECTED = 499
+"""nginx's status for a client that left before the response."""
+_PROBES = OPEN_PATHS | {"/metrics", "/debug/engine"}
+
+
+class GenerationRecord(NamedTuple):
+    """What a request has generated."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    time_to_first_token_s: float | None
+    is_sent: bool
+    """False: it failed, or its client has disconnected."""
+
+
+class AccessLogger:
+    """Chooses the requests that are logged, and writes their lines to a descriptor."""
+
+    def __init__(self, mode: AccessLog, form: LogFormat, fd: int = 2) -> None:
+        self._is_all = mode is AccessLog.ALL
+        self._is_json = form is LogFormat.JSON
+        self._fd = fd
+        self._second = 0
+        self._clock = ""
+        self._num_in_second = self._num_skipped = self._num_dropped = 0
+        self._lines: list[str] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing = threading.Lock()
+
+    def wants(self, path: str, status: int, now: float) -> bool:
+        """Whether the request is logged; `now` is the time of day in seconds."""
+        if int(now) != self._second:
+            self._begin_second(int(now))
+        if self._is_all:
+            return True
+        if status == 200 and path in _PROBES:
+            return False
+        self._num_in_second += 1
+        excess = self._num_in_second - NUM_EACH_SECOND
+        if excess <= 0 or excess % SAMPLE_EVERY == 0:
+            return True
+        self._num_skipped += 1
+        return False
+
+    def _begin_second(self, second: int) -> None:
+        if self._num_skipped:
+            number, total = self._num_skipped, self._num_in_second
+            text = f"{number} of the {total} requests of that second are not logged"
+            self.write(self._note(text))
+        self._second = second
+        self._clock = time.strftime("%H:%M:%S", time.localtime(second))
+        self._num_in_second = self._num_skipped = 0
+
+    def log(self, scope: Scope, status: int, now: float, duration_s: float) -> None:
+        """Write the line of a request that has ended."""
+        record: GenerationRecord | None = scope.get(GENERATION_KEY)
+        render = self._json if self._is_json else self._text
+        self.write(render(scope, status, now, duration_s, record))
+
+    def _text(
+        self,
+        scope: Scope,
+        status: int,
+        now: float,
+        duration_s: float,
+        record: GenerationRecord | None,
+    ) -> str:
+        tokens = ""
+        if record is not None:
+            first_s = record.time_to_first_token_s
+            first = "-" if first_s is None else f"{first_s * 1000:.0f} ms"
+            tokens = (
+                f" prompt {record.num_prompt_tokens} output {record.num_output_tokens}"
+                f" first {first}"
+            )
+            tokens += "" if record.is_sent else " unfinished"
+        return (
+            f"{self._clock} [api] {scope['method']} {_path(scope)} {status}{tokens}"
+            f" total {duration_s * 1000:.0f} ms {scope[REQUEST_ID_KEY]}\n"
+        )
+
+    def _json(
+        self,
+        scope: Scope,
+        status: int,
+        now: float,
+        duration_s: float,
+        record: GenerationRecord | None,
+    ) -> str:
+        fields: dict[str, Any] = {
+            "time": round(now, 3),
+            "level": "info",
+            "process": "api",
+            "event": "request",
+            "request_id": scope[REQUEST_ID_KEY],
+            "method": scope["method"],
+            "path": _path(scope),
+            "status": status,
+            "duration_s": round(duration_s, 4),
+        }
+        if record is not None:
+            first_s = record.time_to_first_token_s
+            fields["prompt_tokens"] = record.num_prompt_tokens
+            fields["output_tokens"] = record.num_output_tokens
+            fields["time_to_first_token_s"] = None if first_s is None else round(first_s, 4)
+            fields["finished"] = record.is_sent
+        return msgspec.json.encode(fields).decode() + "\n"
+
+    def _note(self, text: str) -> str:
+        if not self._is_json:
+            return f"{self._clock} [api] access log: {text}\n"
+        fields = {"time": self._second, "level": "info", "process": "api", "message": text}
+        return msgspec.json.encode(fields).decode() + "\n"
+
+    def write(self, line: str) -> None:
+        """Write a line soon."""
+        if len(self._lines) >= MAX_WAITING_LINES:
+            self._num_dropped += 1
+            return
+        self._lines.append(line)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_FLUSH_S, self._flush_in_thread, loop)
+
+    def _flush_in_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._writing.acquire(blocking=False):  # the last write has not ended
+            self._timer = loop.call_later(_FLUSH_S, self._flush_in_thread, loop)
+            return
+        self._timer = None
+        threading.Thread(target=self._write_out, args=(self._take(),), daemon=True).start()
+
+    def flush(self) -> None:
+        """Write all lines before the process ends, unless a write is stuck."""
+        if self._writing.acquire(timeout=_FLUSH_S):
+            self._write_out(self._take())
+
+    def _take(self) -> list[str]:
+        lines, self._lines = self._lines, []
+        if self._num_dropped:
+            lines.append(self._note(f"{self._num_dropped} lines were dropped: the log is too slow"))
+            self._num_dropped = 0
+        return lines
+
+    def _write_out(self, lines: list[str]) -> None:
+        """Write lines in pieces, and release the lock that the caller has acquired."""
+        try:
+            piece = b""
+            for line in [*map(str.encode, lines), b""]:
+                if piece and (not line or len(piece) + len(line) > _MAX_WRITE_BYTES):
+                    os.write(self._fd, piece)
+                    piece = b""
+                piece += line
+        except OSError:
+            pass  # the log is gone
+        finally:
+            self._writing.release()
+
+
+class AccessLogMiddleware:
+    """Logs each request at its end."""
+
+    def __init__(self, app: ASGIApp, logger: AccessLogger) -> None:
+        self._app = app
+        self._logger = logger
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            now, status = time.time(), scope.get(STATUS_KEY, _DISCONNECTED)
+            if self._logger.wants(scope["path"], status, now):
+                self._logger.log(scope, status, now, time.perf_counter() - started)
+
+
+def _path(scope: Scope) -> str:
+    """Return the path as the client has sent it, shortened, without characters that hide others."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path = raw[:_MAX_PATH].decode("ascii", "backslashreplace")
+    return path if path.isprintable() else ascii(path)

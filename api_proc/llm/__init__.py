@@ -1,0 +1,37 @@
+"""The Python interface: text generation without HTTP, with the names of vLLM's classes.
+
+from api_proc.llm import LLM, SamplingParams
+
+with LLM("demo") as llm:
+    for output in llm.generate(["def add(a, b):"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+from api_proc.llm.async_llm import AsyncLLM
+from api_proc.llm.llm import LLM, PromptsFailed
+from api_proc.llm.outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+)
+from api_proc.llm.sampling import RequestOutputKind, SamplingParams
+from api_proc.openai.structured import StructuredOutputs as StructuredOutputsParams
+from protocol.sampling import Pooling, PoolingType
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "Pooling",
+    "PoolingType",
+    "PromptsFailed",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]

@@ -1,0 +1,155 @@
+"""The two places where prompts are computed: the engine's own processes, and this process."""
+
+import asyncio
+import logging
+from typing import Protocol
+
+from protocol.api_core import ErrorCode, RequestError, RequestOutput
+from protocol.client import AsyncEngineClient
+from protocol.client.errors import failure_of
+from protocol.client.request_stream import RequestStream
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from protocol.message import MAX_TEXT
+from protocol.process.launch import EngineProcesses, EngineStartError
+from protocol.sampling import SamplingParams
+
+log = logging.getLogger("troika.api")
+
+_CHECK_S = 0.25
+"""How often a start is checked for its failure."""
+_IDLE_S = 0.001
+
+
+class Engine(Protocol):
+    """Computes token ids; all methods but `end` are called in one event loop."""
+
+    async def start(self, timeout_s: float) -> ModelFacts:
+        """Wait until requests are served."""
+
+    def submit(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+    ) -> RequestStream:
+        """Accept a request; RequestFailed: it is invalid, or there is no room for it."""
+
+    async def disconnect(self) -> None:
+        """Fail everything that is open."""
+
+    def end(self) -> None:
+        """End what `start` has started; blocks for less than 5 s. Idempotent, in any thread."""
+
+
+class ProcessEngine:
+    """Core and workers as child processes, which are replaced when they die."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._processes: EngineProcesses | None = None
+        self._client: AsyncEngineClient | None = None
+
+    @property
+    def run_dir(self) -> str:
+        """The directory of the engine's sockets, for `troika status` and for tests."""
+        if self._processes is None:
+            raise RuntimeError("the engine was not started")
+        return self._processes.run_dir
+
+    async def start(self, timeout_s: float) -> ModelFacts:
+        """As `Engine.start`; EngineStartError: it has ended, or is not ready in time."""
+        self._processes = EngineProcesses(self._config)
+        self._client = AsyncEngineClient(
+            self._processes.address, stall_timeout_s=self._config.recovery.stall_timeout_s
+        )
+        await self._client.start()
+        for _ in range(max(1, int(timeout_s / _CHECK_S))):
+            try:
+                return await self._client.wait_ready(_CHECK_S)
+            except TimeoutError:
+                self._processes.check()
+        raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")
+
+    def submit(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+    ) -> RequestStream:
+        assert self._client is not None
+        return self._client.submit(prompt_token_ids, params, priority=priority)
+
+    async def disconnect(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    def end(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+
+class Stepper(Protocol):
+    """An engine in this process, such as `scripts.inprocess.InprocEngine`."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def submit(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+    ) -> int: ...
+
+    def cancel(self, request_id: int) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+
+class SteppedEngine:
+    """Steps an engine in this process, in its event loop, which has no other work."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._streams: dict[int, RequestStream] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def start(self, timeout_s: float) -> ModelFacts:
+        return self._stepper.facts
+
+    def submit(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int
+    ) -> RequestStream:
+        request_id = self._stepper.submit(prompt_token_ids, params, priority=priority)
+        stream = self._streams[request_id] = RequestStream(request_id, self._cancel)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_until_idle())
+        return stream
+
+    async def disconnect(self) -> None:
+        self._fail_all("the client was closed")
+
+    def end(self) -> None:
+        """The caller owns the engine."""
+
+    def _cancel(self, request_id: int) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._stepper.cancel(request_id)
+
+    def _fail_all(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            self._stepper.cancel(request_id)
+            stream.fail(failure_of(RequestError(ErrorCode.INTERNAL, reason)))
+
+    async def _step_until_idle(self) -> None:
+        while self._stepper.has_unfinished:
+            try:
+                outputs = self._stepper.step()
+            except Exception as error:
+                log.exception("a step has failed")
+                self._fail_all(f"a step has failed: {error}"[:MAX_TEXT])
+                return
+            for output in outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.deliver(output)
+                if output.finish_reason is not None:
+                    self._streams.pop(output.request_id, None)
+            # A paused engine has work and no outputs.
+            await asyncio.sleep(0 if outputs else _IDLE_S)

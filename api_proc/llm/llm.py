@@ -1,0 +1,265 @@
+"""The blocking interface: lists of prompts in, lists of results out."""
+
+import asyncio
+import functools
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from api_proc.llm.async_llm import START_TIMEOUT_S
+from api_proc.llm.engines import Engine, ProcessEngine, SteppedEngine, Stepper
+from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
+from api_proc.llm.prompts import Message, PromptType, invalid, is_one_chat, is_one_prompt
+from api_proc.llm.request import PromptRequest
+from api_proc.llm.sampling import SamplingParams
+from api_proc.llm.settings import engine_config
+from api_proc.llm.text_engine import Result, TextEngine, at_index
+from api_proc.text.output_sequence import Prompt
+from protocol.client.errors import RequestFailed
+from protocol.client.loop_thread import LoopThread
+from protocol.sampling import Pooling
+
+T = TypeVar("T")
+Params = SamplingParams | Sequence[SamplingParams] | None
+UseTqdm = bool | Callable[..., Any]
+
+
+class PromptsFailed(Exception):
+    """Some prompts of a list have failed after they were accepted; the others have results."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        failed = [i for i, output in enumerate(outputs) if isinstance(output, RequestFailed)]
+        super().__init__(
+            f"{len(failed)} of {len(outputs)} prompts have failed; "
+            f"prompts[{failed[0]}]: {outputs[failed[0]]}"
+        )
+        self.outputs = outputs
+        """In the order of the prompts: a result, or the failure of this prompt."""
+
+
+class LLM:
+    """An engine for programs without an event loop; any thread may use it.
+
+    Its processes outlive the death of one of them, and exit with this program. `close` ends them.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        engine: Stepper | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        **arguments: Any,
+    ) -> None:
+        """Start an engine and wait until it serves.
+
+        Args:
+            model: a checkpoint directory, "demo" or "null".
+            engine: an engine in this process to use instead, as `scripts.inprocess.InprocEngine`;
+                `model` and `arguments` are those with which it was created.
+            arguments: all settings of `troika serve`, with underscores, and those of vLLM's class.
+
+        ConfigError: an argument cannot be used. EngineStartError: the engine does not start.
+        """
+        config = engine_config(model, arguments)
+        place: Engine = ProcessEngine(config) if engine is None else SteppedEngine(engine)
+        self._engine = TextEngine(place, config)
+        self._thread = LoopThread("llm")
+        try:
+            self._thread.run(self._engine.start(start_timeout_s), timeout_s=None)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the engine within 9 s, and usually at once; open calls fail. Idempotent.
+
+        In a fork of the program it does nothing.
+        """
+        try:
+            self._thread.close(self._engine.disconnect)
+        finally:
+            self._engine.end()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # At the program's end the processes exit by themselves.
+        if hasattr(self, "_thread") and not sys.is_finalizing():
+            self.close()
+
+    @property
+    def run_dir(self) -> str:
+        """The directory of the engine's sockets; RuntimeError for an engine in this process."""
+        if not isinstance(self._engine.engine, ProcessEngine):
+            raise RuntimeError("an engine in this process has no run directory")
+        return self._engine.engine.run_dir
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the checkpoint's own parameters, from its generation_config.json."""
+        return self._engine.default_params()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the results are in their order.
+
+        Args:
+            sampling_params: for all prompts, or one for each; None: the checkpoint's own.
+            use_tqdm: show a progress bar, or the function that makes one.
+            priority: one number for each prompt, for the scheduling policy `priority`.
+
+        InvalidRequest: one of the prompts cannot be served, and none has run. PromptsFailed: some
+        have failed later.
+        """
+        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
+        return self._complete(items, self._engine.tokenized, sampling_params, use_tqdm, priority)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: UseTqdm = True,
+        pooling_params: Pooling | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vectors of prompts, in their order; errors as `generate`.
+
+        `pooling_params` are by default those with which the checkpoint was trained.
+        """
+        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
+        params, pooling = SamplingParams(), pooling_params or self._engine.default_pooling()
+
+        def request(i: int, prompt: Prompt) -> PromptRequest:
+            request_id = self._engine.new_request_id()
+            return PromptRequest(request_id, prompt, params, 0, pooling=pooling)
+
+        work = self._all(items, self._engine.tokenized, request, self._engine.embed, use_tqdm)
+        return _successes(self._thread.run(work, timeout_s=None))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one chat or several, rendered with the checkpoint's template; as `generate`.
+
+        Args:
+            continue_final_message: the answer continues the last message of the chat.
+            tools: are shown to the model, in OpenAI's form; calls stay a part of the text.
+        """
+        chats = [messages] if is_one_chat(messages) else messages
+        tokenized = functools.partial(
+            self._engine.tokenized_chat,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+        )
+        items = cast(Sequence[Sequence[Message]], chats)
+        return self._complete(items, tokenized, sampling_params, use_tqdm, None)
+
+    def _complete(
+        self,
+        items: Sequence[T],
+        tokenized: Callable[[T], Awaitable[Prompt]],
+        params: Params,
+        use_tqdm: UseTqdm,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        num_items = len(items)
+        each_params = self._one_each("sampling_params", params, num_items)
+        if priority is not None and len(priority) != num_items:
+            raise invalid("priority", f"there are {len(priority)} for {num_items} prompts")
+
+        def request(i: int, prompt: Prompt) -> PromptRequest:
+            request_id, seed = self._engine.new_request_id(), self._engine.draw_seed()
+            number = 0 if priority is None else priority[i]
+            return PromptRequest(request_id, prompt, each_params[i], seed, number)
+
+        work = self._all(items, tokenized, request, self._engine.finish, use_tqdm)
+        return _successes(self._thread.run(work, timeout_s=None))
+
+    async def _all(
+        self,
+        items: Sequence[T],
+        tokenized: Callable[[T], Awaitable[Prompt]],
+        make_request: Callable[[int, Prompt], PromptRequest],
+        run: Callable[[PromptRequest], Awaitable[Result]],
+        use_tqdm: UseTqdm,
+    ) -> list[Result | RequestFailed]:
+        """Make a request of each item, and run all of them once all are valid."""
+        requests = []
+        for i, item in enumerate(items):
+            try:
+                request = make_request(i, await tokenized(item))
+                self._engine.check(request)
+            except RequestFailed as failure:
+                raise at_index(failure, i) from None
+            requests.append(request)
+            await asyncio.sleep(0)  # other threads may have requests open
+        with _progress(use_tqdm, len(requests)) as on_end:
+            return await self._engine.run_all(requests, run, on_end)
+
+    def _one_each(self, name: str, params: Params, num_prompts: int) -> list[SamplingParams]:
+        if params is None:
+            params = self._engine.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise invalid(name, f"there are {len(params)} for {num_prompts} prompts")
+        return list(params)
+
+
+def _successes(outputs: list[Result | RequestFailed]) -> list[Result]:
+    """Return the results; PromptsFailed: some requests have failed."""
+    if any(isinstance(output, RequestFailed) for output in outputs):
+        raise PromptsFailed(outputs)
+    return cast(list[Result], outputs)
+
+
+@contextmanager
+def _progress(use_tqdm: UseTqdm, total: int) -> Iterator[Callable[[Any], None]]:
+    """Show a bar with the rates of tokens; yields the function to call with each result."""
+    if not use_tqdm or not total:
+        yield lambda output: None
+        return
+    make = use_tqdm
+    if not callable(make):
+        from tqdm.auto import tqdm
+
+        make = tqdm
+    bar = make(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+    num_input = num_output = 0
+
+    def on_end(output: RequestOutput | EmbeddingRequestOutput) -> None:
+        nonlocal num_input, num_output
+        num_input += len(output.prompt_token_ids)
+        if isinstance(output, RequestOutput):
+            num_output += sum(len(item.token_ids) for item in output.outputs)
+        elapsed_s = max(1e-6, bar.format_dict["elapsed"])
+        bar.set_postfix_str(
+            f"input {num_input / elapsed_s:.0f} tok/s, output {num_output / elapsed_s:.0f} tok/s",
+            refresh=False,
+        )
+        bar.update(1)
+
+    try:
+        yield on_end
+    finally:
+        bar.close()

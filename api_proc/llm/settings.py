@@ -1,0 +1,58 @@
+"""The arguments of `LLM`: vLLM's names, and all settings of `troika serve`."""
+
+from typing import Any
+
+from protocol.config import ConfigError, EngineConfig
+from protocol.config.settings import configure
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "disable_custom_all_reduce",
+        "disable_log_stats",
+        "enforce_eager",
+        "swap_space",
+        "trust_remote_code",
+    }
+)
+"""Arguments that change no output: they are accepted, whatever their value."""
+_INERT = {
+    "convert": "auto",
+    "cpu_offload_gb": 0,
+    "data_parallel_size": 1,
+    "enable_lora": False,
+    "hf_overrides": None,
+    "hf_token": None,
+    "load_format": "auto",
+    "logits_processors": None,
+    "pipeline_parallel_size": 1,
+    "quantization": None,
+    "revision": None,
+    "skip_tokenizer_init": False,
+    "speculative_config": None,
+    "task": "auto",
+    "tokenizer_mode": "auto",
+    "tokenizer_revision": None,
+}
+"""Arguments of features that this engine lacks, with the value that does not ask for them."""
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def engine_config(model: str, arguments: dict[str, Any]) -> EngineConfig:
+    """Return the configuration of an engine; ConfigError names an argument that cannot be used."""
+    values = {"model": model, "log_level": "warning"}
+    for name, value in arguments.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if name in _INERT:
+            if value not in (None, _INERT[name]):
+                raise ConfigError(f"{name}: {value!r} is not supported, only {_INERT[name]!r} is")
+            continue
+        values[name] = value
+    if values.get("seed") is None:
+        values.pop("seed", None)
+    dtype = str(values.get("dtype", "auto")).removeprefix("torch.")
+    values["dtype"] = _DTYPES.get(dtype, dtype)
+    for name in ("tokenizer", "chat_template", "model"):
+        if values.get(name) is not None:
+            values[name] = str(values[name])
+    return configure(**values)

@@ -1,0 +1,218 @@
+"""Text over an engine: what the blocking and the asynchronous interface have in common."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+
+from api_proc.llm.engines import Engine
+from api_proc.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from api_proc.llm.prompts import Message, PromptType, invalid, tokenized, tokenized_chat
+from api_proc.llm.request import PromptRequest, Request
+from api_proc.llm.sampling import RequestOutputKind, SamplingParams, resolved, with_defaults
+from api_proc.text.embedding_config import embedding_config
+from api_proc.text.output_sequence import Prompt
+from api_proc.text.processor import TextProcessor
+from protocol import sampling
+from protocol.api_core import AddRequest, ErrorCode, RequestError
+from protocol.client.errors import Overloaded, RequestFailed, failure_of
+from protocol.client.ledger import check_request
+from protocol.client.request_stream import RequestStream
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from protocol.message import unpack_floats
+
+Result = TypeVar("Result")
+
+
+class TextEngine:
+    """Tokenizer, seeds and open requests; all methods but `end` are called in one event loop."""
+
+    def __init__(self, engine: Engine, config: EngineConfig) -> None:
+        """`config` is that of the engine; its seed is the base of all seeds, also if it is 0."""
+        self.engine = engine
+        self._config = config
+        self._random = random.Random(config.model.seed)
+        self._numbers = itertools.count()
+        self._open: dict[str, Request] = {}
+        self._text: TextProcessor | None = None
+        self._facts: ModelFacts | None = None
+
+    async def start(self, timeout_s: float) -> None:
+        """Wait until requests are served; EngineStartError or ConfigError: they never will be."""
+        self._facts = await self.engine.start(timeout_s)
+        # The worker knows the directory of a model that is named otherwise.
+        model = msgspec.structs.replace(self._config.model, model=self._facts.model)
+        self._text = await asyncio.to_thread(TextProcessor.load, model)
+
+    async def disconnect(self) -> None:
+        """Fail everything that is open."""
+        await self.engine.disconnect()
+        if self._text is not None:
+            self._text.close()
+
+    def end(self) -> None:
+        self.engine.end()
+
+    @property
+    def text(self) -> TextProcessor:
+        assert self._text is not None, "not started"
+        return self._text
+
+    @property
+    def facts(self) -> ModelFacts:
+        assert self._facts is not None, "not started"
+        return self._facts
+
+    def default_params(self) -> SamplingParams:
+        return with_defaults(self.text.defaults)
+
+    def new_request_id(self) -> str:
+        """Return a number that no open request has."""
+        return next(name for name in map(str, self._numbers) if name not in self._open)
+
+    def draw_seed(self) -> int:
+        return self._random.getrandbits(63)
+
+    async def tokenized(self, prompt: PromptType) -> Prompt:
+        return await tokenized(self.text, prompt, self.facts.max_model_len - 1)
+
+    async def tokenized_chat(self, messages: Sequence[Message], **options: Any) -> Prompt:
+        return await tokenized_chat(self.text, messages, self.facts.max_model_len - 1, **options)
+
+    def check(self, request: PromptRequest) -> None:
+        """Raise RequestFailed for a request that the model cannot serve."""
+        params = self._params(request, 0)
+        add = AddRequest(0, request.prompt.token_ids, params, priority=request.priority)
+        check_request(add, self.facts)
+
+    def submit(self, request: PromptRequest) -> Request:
+        """Submit all sequences of a request; RequestFailed: there is no room for it, or as `check`.
+
+        It is open until its outputs have been read by `outputs`.
+        """
+        if request.request_id in self._open:
+            raise invalid("request_id", f"{request.request_id!r} is the id of an open request")
+        streams: list[RequestStream] = []
+        try:
+            for i in range(request.params.n):
+                streams.append(self._submit_one(request, i))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        opened = self._open[request.request_id] = Request(request, streams, self.text.tokenizer)
+        return opened
+
+    def _submit_one(self, request: PromptRequest, index: int) -> RequestStream:
+        prompt, params = request.prompt.token_ids, self._params(request, index)
+        return self.engine.submit(prompt, params, priority=request.priority)
+
+    def _params(self, request: PromptRequest, index: int) -> sampling.SamplingParams:
+        if request.pooling is not None:
+            return sampling.pooling_params(request.pooling)
+        num_prompt_tokens = len(request.prompt.token_ids)
+        return resolved(
+            request.params,
+            self.facts,
+            self.text.tokenizer,
+            num_prompt_tokens,
+            seed=request.seed,
+            index=index,
+        )
+
+    async def outputs(
+        self, request: PromptRequest, kind: RequestOutputKind
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Submit a request and iterate over its outputs; leaving early aborts it."""
+        opened = self.submit(request)
+        try:
+            async with aclosing(opened.outputs(kind)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            del self._open[request.request_id]
+
+    def abort(self, request_id: str) -> None:
+        """End a request with the reason abort, if it is open."""
+        opened = self._open.get(request_id)
+        if opened is not None:
+            opened.abort()
+
+    async def finish(self, request: PromptRequest) -> RequestOutput:
+        """Return the last output of a request."""
+        async with aclosing(self.outputs(request, RequestOutputKind.FINAL_ONLY)) as outputs:
+            return [output async for output in outputs][-1]
+
+    async def embed(self, request: PromptRequest) -> EmbeddingRequestOutput:
+        """Return the vector of a prompt; RequestFailed: the request has failed."""
+        stream = self._submit_one(request, 0)
+        try:
+            async for output in stream:
+                if output.embedding is not None:
+                    embedding = EmbeddingOutput(unpack_floats(output.embedding).tolist())
+                    token_ids = request.prompt.token_ids
+                    return EmbeddingRequestOutput(request.request_id, embedding, token_ids)
+        finally:
+            stream.cancel()
+        text = "the request has ended without its vector"
+        raise failure_of(RequestError(ErrorCode.INTERNAL, text))
+
+    def default_pooling(self) -> sampling.Pooling:
+        """Return how the checkpoint was trained to embed."""
+        model = msgspec.structs.replace(self._config.model, model=self.facts.model)
+        return sampling.Pooling(embedding_config(model).pooling)
+
+    async def run_all(
+        self,
+        requests: Sequence[PromptRequest],
+        run: Callable[[PromptRequest], Awaitable[Result]],
+        on_end: Callable[[Result], None],
+    ) -> list[Result | RequestFailed]:
+        """Run requests to their ends and return these in the order of the requests.
+
+        About twice as many sequences as the engine computes at a time are open. A request for which
+        there is no room is run again, for as long as requests wait for an engine.
+        """
+        results: list[Result | RequestFailed | None] = [None] * len(requests)
+        waiting = iter(range(len(requests)))
+
+        async def work() -> None:
+            for i in waiting:
+                try:
+                    result = await self._when_there_is_room(run, requests[i])
+                    results[i] = result
+                    on_end(result)
+                except RequestFailed as failure:
+                    results[i] = failure
+
+        largest = max((request.params.n for request in requests), default=1)
+        num_open = max(1, 2 * self._config.scheduler.max_num_seqs // largest)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(num_open, len(requests))):
+                group.create_task(work())
+        return [result for result in results if result is not None]
+
+    async def _when_there_is_room(
+        self, run: Callable[[PromptRequest], Awaitable[Result]], request: PromptRequest
+    ) -> Result:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.recovery.stall_timeout_s
+        while True:
+            try:
+                return await run(request)
+            except Overloaded as failure:
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(failure.retry_after_s)
+
+
+def at_index(failure: RequestFailed, index: int) -> RequestFailed:
+    """Name the prompt of a list in its failure."""
+    error = failure.error
+    message = f"prompts[{index}]: {error.message}"
+    return type(failure)(msgspec.structs.replace(error, message=message))

@@ -1,0 +1,275 @@
+"""POST /v1/embeddings: one vector for each text, pooled from the model's hidden states."""
+
+import asyncio
+import time
+from base64 import b64encode
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText, TruncateTokens
+from api_proc.errors import ApiError, from_request_error, invalid
+from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
+from api_proc.http.connection import Connection
+from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.http.open_requests import Slot
+from api_proc.openai.responses import encode
+from api_proc.state import ApiState
+from api_proc.text.embedding_config import embedding_config
+from api_proc.text.processor import too_long
+from api_proc.text.tokenizer import EncodeOptions
+from protocol.api_core import ErrorCode, RequestError, RequestOutput, Tenant
+from protocol.client.errors import RequestFailed, failure_of
+from protocol.client.request_stream import RequestStream
+from protocol.core_worker import ModelFacts
+from protocol.message import unpack_floats
+from protocol.sampling import (
+    MAX_EMBEDDING_SIZE,
+    CacheSalt,
+    FinishReason,
+    Pooling,
+    PoolingType,
+    Priority,
+    pooling_params,
+)
+
+MAX_RESPONSE_BYTES = 2**25
+_BYTES_PER_NUMBER = {"float": 22, "base64": 6}
+"""About what a number takes in the response."""
+_AT_ONCE = 32
+"""Requests submitted, or vectors rendered, in one turn of the event loop."""
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/embeddings. None: the server's default."""
+
+    input: PromptText | PromptItems
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_SIZE)] | None = None
+    user: Tenant | None = None
+    pooling: PoolingType | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncateTokens | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """One vector; in base64 it is float32, little-endian."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """Response of /v1/embeddings."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+_decode = BodyDecoder(EmbeddingBody)
+
+
+async def create_embeddings(state: ApiState, connection: Connection) -> None:
+    """Handle one request; its vectors are computed together with all other requests."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    facts = await state.accepting()
+    with Turn(state.large_requests) as turn:
+        body, unknown = await _decode.in_turn(raw, turn)
+        connection.headers += state.unknown_fields.check(raw, unknown)
+        state.require_model(body.model)
+        pooling = _pooling(state, body, facts)
+        prompts = await _tokenize(state, body, facts)
+    encoding_format = body.encoding_format or "float"
+    size = pooling.dimensions or facts.embedding_size
+    most = MAX_RESPONSE_BYTES // _BYTES_PER_NUMBER[encoding_format] // size
+    if len(prompts) > most:
+        message = f"a response holds at most {most} vectors of {size} numbers as {encoding_format}"
+        raise invalid("input", message)
+    connection.reserve(len(prompts) * size * _BYTES_PER_NUMBER[encoding_format])
+    with _Embeddings(state, connection, prompts) as embeddings:
+        try:
+            await embeddings.submit(body, pooling)
+            vectors = await embeddings.read(encoding_format)
+        except RequestFailed as failure:
+            raise from_request_error(failure.error, "input") from failure
+    if vectors is not None:
+        await connection.send_pieces(_response(state, connection, prompts, vectors))
+
+
+def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling:
+    size = facts.embedding_size
+    if size == 0:
+        raise ApiError(400, "the model returns no embeddings", code="unsupported_model")
+    config = embedding_config(state.config.model)
+    dimensions = None if body.dimensions == size else body.dimensions
+    if dimensions is not None:
+        if not config.can_shorten:
+            message = f"the model's vectors have {size} numbers and cannot be shortened"
+            raise invalid("dimensions", message)
+        if dimensions > size:
+            raise invalid("dimensions", f"must be at most {size}, the size of the model's vectors")
+        if config.dimensions and dimensions not in config.dimensions:
+            known = ", ".join(map(str, config.dimensions))
+            raise invalid("dimensions", f"the model was trained with {known}")
+    return Pooling(body.pooling or config.pooling, dimensions, body.normalize is not False)
+
+
+async def _tokenize(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> list[list[int]]:
+    """Return the ids of each input; it distinguishes the four forms of `input`."""
+    items: list[Any] = [body.input] if isinstance(body.input, str) else body.input
+    if len(set(map(type, items))) > 1:
+        message = "a list must hold texts only, token ids only, or lists of token ids only"
+        raise invalid("input", message)
+    if isinstance(items[0], int):
+        items = [items]
+    if len(items) > MAX_PROMPTS:
+        raise invalid("input", f"may hold at most {MAX_PROMPTS} inputs")
+    max_tokens, keep_last = facts.max_model_len - 1, body.truncate_prompt_tokens
+    if keep_last == 0:
+        raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
+    if keep_last == -1:
+        keep_last = max_tokens
+    prompts: list[list[int]]
+    if isinstance(items[0], str):
+        options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last)
+        prompts = await state.text.encode(items, options, param="input")
+    else:
+        prompts = items if keep_last is None else [ids[-keep_last:] for ids in items]
+    if not all(prompts):
+        raise invalid("input", "an input has no tokens", "empty_prompt")
+    longest = max(map(len, prompts))
+    if longest > max_tokens:
+        raise too_long(longest, max_tokens, "input")
+    return prompts
+
+
+class _Embeddings:
+    """All vectors of one HTTP request. At its exit those that are not computed are aborted."""
+
+    def __init__(self, state: ApiState, connection: Connection, prompts: list[list[int]]) -> None:
+        self.request_id = connection.request_id
+        self._state = state
+        self._connection = connection
+        self._prompts = prompts
+        self._streams: list[RequestStream] = []
+        self._num_read = 0
+        self._is_cancelled = False
+        self._arrival = time.monotonic()
+
+    def __enter__(self) -> "_Embeddings":
+        self._state.open_requests.add(self)
+        self._connection.watch(self._cancel)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        metrics = self._state.metrics
+        for _stream in self._streams[self._num_read :]:
+            metrics.count_end(FinishReason.ABORT)
+        self._connection.scope[GENERATION_KEY] = GenerationRecord(
+            sum(map(len, self._prompts)), 0, None, is_sent=self._num_read == len(self._prompts)
+        )
+        self._cancel()
+        self._state.open_requests.remove(self)
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        for stream in self._streams:
+            stream.cancel()
+
+    def abort(self) -> bool:
+        """End the request with an error for its client."""
+        self.fail(failure_of(RequestError(ErrorCode.ABORTED, "the request was aborted")))
+        return bool(self._streams)
+
+    def fail(self, error: RequestFailed) -> None:
+        for stream in self._streams:
+            stream.fail(error)
+            stream.cancel()
+
+    def slot(self) -> Slot:
+        num_tokens = sum(map(len, self._prompts))
+        return Slot(
+            path="/v1/embeddings",
+            state="running" if self._num_read else "waiting",
+            age_s=round(time.monotonic() - self._arrival, 3),
+            num_sequences=len(self._prompts),
+            num_prompt_tokens=num_tokens,
+            num_output_tokens=0,
+        )
+
+    async def submit(self, body: EmbeddingBody, pooling: Pooling) -> None:
+        state, params = self._state, pooling_params(pooling)
+        for number, prompt in enumerate(self._prompts, start=1):
+            stream = state.client.submit(
+                prompt,
+                params,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                tenant=body.user or "",
+            )
+            self._streams.append(stream)
+            state.metrics.prompt_tokens.observe(len(prompt))
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if self._is_cancelled:
+                    return
+
+    async def read(self, encoding_format: str) -> list[bytes] | None:
+        """Return the vectors as JSON, in order; None once the client has disconnected."""
+        vectors = []
+        for index, stream in enumerate(self._streams):
+            async for output in stream:
+                vectors.append(_render(index, output, encoding_format))
+                self._num_read += 1
+                self._state.metrics.count_end(FinishReason.STOP)
+            if self._is_cancelled:
+                return None
+            if index % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        self._state.metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
+        return vectors
+
+
+def _render(index: int, output: RequestOutput, encoding_format: str) -> bytes:
+    packed = output.embedding
+    if packed is None:
+        message = f"the engine ended the request: {output.finish_reason}"
+        raise failure_of(RequestError(ErrorCode.INTERNAL, message))
+    if encoding_format == "base64":
+        return encode(Embedding(index=index, embedding=b64encode(packed).decode()))
+    return encode(Embedding(index=index, embedding=unpack_floats(packed).tolist()))
+
+
+def _response(
+    state: ApiState, connection: Connection, prompts: list[list[int]], vectors: list[bytes]
+) -> list[bytes]:
+    """Return the response in pieces of some vectors each."""
+    num_tokens = sum(map(len, prompts))
+    response = EmbeddingList(
+        id="embd-" + connection.request_id,
+        created=int(time.time()),
+        model=state.model_name,
+        data=[],
+        usage=EmbeddingUsage(num_tokens, num_tokens),
+    )
+    before, name, after = encode(response).partition(b'"data":')
+    groups = [
+        b",".join(vectors[first : first + _AT_ONCE]) for first in range(0, len(vectors), _AT_ONCE)
+    ]
+    others = (b"," + group for group in groups[1:])
+    return [before + name + b"[" + groups[0], *others, after.removeprefix(b"[")]

@@ -1,0 +1,302 @@
+"""The OpenAPI 3.1 document, made from the structs of the routes, and the page that renders it.
+
+`OPERATIONS` describes every route of `api_proc.app`; a test compares the two.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from api_proc.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TemplateBody,
+    TokenizeBody,
+)
+from api_proc.http.connection import Connection
+from api_proc.http.middleware import OPEN_PATHS
+from api_proc.http.open_requests import Slot
+from api_proc.openai import admin_routes as admin
+from api_proc.openai import info_routes as info
+from api_proc.openai import load_routes, responses, token_routes
+from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.state import ApiState
+
+
+class Error(msgspec.Struct):
+    """What was wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that has a bad value."""
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The response to every request that fails."""
+
+    error: Error
+
+
+class Parameter(NamedTuple):
+    """A parameter in the query or in the path."""
+
+    name: str
+    type: Any
+    place: Literal["query", "path"] = "query"
+
+
+class Operation(NamedTuple):
+    """One route: what it does, takes and returns."""
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    response: Any
+    """A type that msgspec can describe; a string: the media type of something else."""
+    request: type | None = None
+    example: dict[str, Any] | None = None
+    """A body of a request."""
+    event: type | None = None
+    """What each server-sent event holds if the response is streamed."""
+    parameters: tuple[Parameter, ...] = ()
+    errors: tuple[int, ...] = (401, 500)
+
+
+_READS_BODY = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+_GENERATES = (400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
+_CONTROLS = (400, 401, 409, 429, 500, 503)
+_MESSAGES = [{"role": "user", "content": "Hello"}]
+_HTML = "text/html"
+_METRICS = "text/plain"
+
+OPERATIONS = (
+    Operation(
+        *("POST", "/v1/completions", "generate", "Continue one or more prompts."),
+        *(responses.Completion, CompletionBody),
+        {"prompt": "def main(", "max_tokens": 16},
+        event=responses.Completion,
+        errors=_GENERATES,
+    ),
+    Operation(
+        *("POST", "/v1/chat/completions", "generate", "Answer a chat."),
+        *(responses.ChatCompletion, ChatBody),
+        {"messages": _MESSAGES, "max_tokens": 16},
+        event=responses.ChatChunk,
+        errors=_GENERATES,
+    ),
+    Operation(
+        *("POST", "/v1/embeddings", "generate", "Return a vector for each text."),
+        *(EmbeddingList, EmbeddingBody),
+        {"input": ["a text", "another"]},
+        errors=_GENERATES,
+    ),
+    Operation(
+        *("POST", "/abort_requests", "generate", "End open requests by their ids."),
+        *(load_routes.Aborted, load_routes.AbortBody),
+        {"request_ids": ["cmpl-1234"]},
+        errors=_READS_BODY,
+    ),
+    Operation("GET", "/v1/models", "model", "List the names of the model.", info.ModelList),
+    Operation(
+        *("GET", "/v1/models/{name}", "model", "Describe the model.", info.ModelCard),
+        parameters=(Parameter("name", str, "path"),),
+        errors=(401, 404, 500),
+    ),
+    Operation(
+        *("POST", "/tokenize", "text", "Return the token ids of a text or of a chat's prompt."),
+        *(token_routes.Tokenized, TokenizeBody),
+        {"prompt": "Hello"},
+        errors=_READS_BODY,
+    ),
+    Operation(
+        *("POST", "/detokenize", "text", "Return the text of token ids."),
+        *(token_routes.Detokenized, DetokenizeBody),
+        {"tokens": [5, 6, 7]},
+        errors=_READS_BODY,
+    ),
+    Operation(
+        *("POST", "/apply-template", "text", "Return the text of a chat's prompt."),
+        *(token_routes.Rendered, TemplateBody),
+        {"messages": _MESSAGES},
+        errors=_READS_BODY,
+    ),
+    Operation(
+        *("GET", "/tokenizer_info", "text", "Return tokenizer_config.json.", dict[str, Any]),
+    ),
+    Operation(
+        *("GET", "/livez", "health", "Whether the HTTP server runs.", info.Alive), errors=(500,)
+    ),
+    Operation(
+        *("GET", "/readyz", "health", "Whether requests are accepted.", info.Readiness),
+        errors=(500, 503),
+    ),
+    Operation(
+        *("GET", "/health", "health", "Whether accepted requests proceed.", info.Readiness),
+        errors=(500, 503),
+    ),
+    Operation(
+        *("GET", "/healthz", "health", "Whether open requests make progress."),
+        load_routes.Progress,
+        errors=(500, 503),
+    ),
+    Operation("GET", "/metrics", "health", "Metrics in the format of Prometheus.", _METRICS),
+    Operation("GET", "/load", "health", "Count the open requests.", load_routes.Load),
+    Operation("GET", "/v1/load", "health", "The same as /load.", load_routes.Load),
+    Operation("GET", "/slots", "health", "List the oldest open requests.", list[Slot]),
+    Operation("GET", "/version", "health", "The version of the server.", info.Version),
+    Operation("GET", "/openapi.json", "health", "This document.", dict[str, Any], errors=(500,)),
+    Operation("GET", "/docs", "health", "This document as a page.", _HTML, errors=(500,)),
+    Operation(
+        *("POST", "/pause", "admin", "Admit no new requests, or compute nothing."),
+        admin.Paused,
+        parameters=(Parameter("mode", Literal["new", "all"]),),
+        errors=_CONTROLS,
+    ),
+    Operation("POST", "/resume", "admin", "End a pause.", admin.Done, errors=_CONTROLS),
+    Operation(
+        *("GET", "/is_paused", "admin", "Whether the engine is paused.", admin.PauseState),
+        errors=(400, 401, 500),
+    ),
+    Operation(
+        *("POST", "/sleep", "admin", "Pause, and release the memory of the KV cache."),
+        admin.Done,
+        errors=_CONTROLS,
+    ),
+    Operation("POST", "/wake_up", "admin", "End a sleep.", admin.Done, errors=_CONTROLS),
+    Operation(
+        *("GET", "/is_sleeping", "admin", "Whether the engine sleeps.", admin.SleepState),
+        errors=(400, 401, 500),
+    ),
+    Operation(
+        *("POST", "/reset_prefix_cache", "admin", "Drop all cached prefixes.", admin.Done),
+        parameters=(Parameter("reset_running_requests", bool),),
+        errors=_CONTROLS,
+    ),
+)
+
+_PHRASES = {
+    400: "A field has a bad value.",
+    401: "The API key is missing or wrong.",
+    404: "The model does not exist.",
+    408: "The body did not arrive in time.",
+    409: "It contradicts the present state: a request was aborted or has another body, blocks"
+    " are in use.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    429: "Too much is open; send the request again later.",
+    500: "The server has failed.",
+    503: "The engine cannot serve requests now.",
+}
+_PAGE = Path(__file__).with_name("docs.html")
+_PAGE_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
+        b" style-src 'unsafe-inline'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+)
+
+
+async def openapi_json(state: ApiState, connection: Connection) -> None:
+    """GET /openapi.json: the document of this server's routes."""
+    with_admin = state.config.api.enable_admin_routes
+    await connection.send(200, _encoded_document(with_admin))
+
+
+async def docs_page(state: ApiState, connection: Connection) -> None:
+    """GET /docs: a page that renders the document; it loads nothing from elsewhere."""
+    await connection.send(200, _page(), _PAGE_HEADERS, b"text/html; charset=utf-8")
+
+
+@lru_cache
+def _page() -> bytes:
+    return _PAGE.read_bytes()
+
+
+@lru_cache
+def _encoded_document(with_admin: bool) -> bytes:
+    operations = (item for item in OPERATIONS if with_admin or item.tag != "admin")
+    return msgspec.json.encode(document(operations))
+
+
+def document(operations: Iterable[Operation]) -> dict[str, Any]:
+    """Return the OpenAPI document of these routes."""
+    operations = list(operations)
+    types = {_key(kind): kind for item in operations for kind in _types(item)}
+    types[_key(ErrorResponse)] = ErrorResponse
+    found, components = msgspec.json.schema_components(
+        types.values(), ref_template="#/components/schemas/{name}"
+    )
+    schemas = dict(zip(types, found, strict=True))
+    paths: dict[str, Any] = {}
+    for item in operations:
+        paths.setdefault(item.path, {})[item.method.lower()] = _operation(item, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Troika", "version": info.installed_version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _key(kind: Any) -> str:
+    return repr(kind)
+
+
+def _types(item: Operation) -> list[Any]:
+    kinds = (item.request, item.event, item.response, *(p.type for p in item.parameters))
+    return [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
+
+
+def _operation(item: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any]
+    if isinstance(item.response, str):
+        content = {item.response: {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": schemas[_key(item.response)]}}
+    if item.event is not None:
+        content["text/event-stream"] = {"schema": schemas[_key(item.event)]}
+    answers: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
+    for status in item.errors:
+        kind: Any = ErrorResponse
+        if status == 503 and item.tag == "health":  # it has the same fields as the 200
+            kind = item.response
+        schema = {"application/json": {"schema": schemas[_key(kind)]}}
+        answers[str(status)] = {"description": _PHRASES[status], "content": schema}
+    result: dict[str, Any] = {
+        "summary": item.summary,
+        "operationId": f"{item.method.lower()}{item.path.translate(_TO_ID)}",
+        "tags": [item.tag],
+        "security": [] if item.path in OPEN_PATHS else [{}, {"key": []}],
+        "responses": answers,
+    }
+    if item.parameters:
+        result["parameters"] = [
+            {
+                "name": parameter.name,
+                "in": parameter.place,
+                "required": parameter.place == "path",
+                "schema": schemas[_key(parameter.type)],
+            }
+            for parameter in item.parameters
+        ]
+    if item.request is not None:
+        body: dict[str, Any] = {"schema": schemas[_key(item.request)]}
+        if item.example is not None:
+            body["example"] = item.example
+        result["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return result
+
+
+_TO_ID = str.maketrans({"/": "_", "{": None, "}": None, ".": "_", "-": "_"})

@@ -1,0 +1,126 @@
+"""Several API keys: given, from a file that changes, in two headers, and web pages without one."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api_proc.http.api_keys import MAX_KEYS, ApiKeys, read_keys
+from api_proc.http.file_watch import watch_files
+from protocol.config.settings import configure
+from tests.api.fake_engine import FakeClient, LiveServer, wait_until
+
+POLL_S = 0.05
+ORIGIN = "https://app.example.com"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("# team a\nfrom-file-1\n\n  from-file-2 \n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def live(file: Path) -> Iterator[LiveServer]:
+    config = configure(
+        model="null",
+        api_key=["given-1", "given-2"],
+        api_key_file=str(file),
+        allowed_origins=[ORIGIN],
+    )
+    with LiveServer(config, FakeClient()) as live:
+        yield live
+
+
+def status(live: LiveServer, *headers: tuple[str, str]) -> int:
+    return httpx.get(live.url + "/v1/models", headers=list(headers)).status_code
+
+
+@pytest.mark.parametrize("key", ["given-1", "given-2", "from-file-1", "from-file-2"])
+def test_every_key_is_valid_in_both_headers(live: LiveServer, key: str) -> None:
+    assert status(live, ("authorization", f"Bearer {key}")) == 200
+    assert status(live, ("x-api-key", key)) == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Bearer given-1"), ("authorization", "Bearer given-1")],
+        [("authorization", "Bearer wrong"), ("authorization", "Bearer given-1")],
+        [("authorization", "Bearer wrong"), ("x-api-key", "given-1")],
+        [("authorization", "Basic given-1")],
+        [("x-api-key", "given-1"), ("x-api-key", "given-2")],
+        [("authorization", "Bearer # team a")],
+        [("authorization", "Bearer given-1,given-2")],
+    ],
+)
+def test_ambiguous_or_wrong_credentials_are_rejected(
+    live: LiveServer, headers: list[tuple[str, str]]
+) -> None:
+    assert status(live, *headers) == 401
+
+
+def test_a_preflight_needs_no_key_and_its_request_does(live: LiveServer) -> None:
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization,content-type"
+    url = live.url + "/v1/chat/completions"
+    preflight = httpx.options(url, headers=asked)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    assert httpx.options(url, headers={**asked, "origin": "https://b"}).status_code == 400
+    assert httpx.options(url).status_code == 401, "a preflight has an Origin"
+    rejected = httpx.post(url, headers={"origin": ORIGIN}, content=b"{}")
+    assert rejected.status_code == 401
+    assert rejected.headers["access-control-allow-origin"] == ORIGIN, "the page can read it"
+    other = httpx.get(live.url + "/livez", headers={"origin": "https://b"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_allowed_origins_no_page_is_allowed(http: httpx.Client) -> None:
+    asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
+    assert http.options("/v1/chat/completions", headers=asked).status_code == 405
+    response = http.get("/livez", headers=asked)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_a_changed_file_is_read_again_and_a_bad_one_is_not_used(
+    live: LiveServer, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A revoked key is rejected soon; a file without keys does not open or close the server."""
+    take = live.state.api_keys.take
+
+    async def begin() -> asyncio.Task[None]:
+        return live.loop.create_task(watch_files([file], lambda: read_keys(file), take, POLL_S))
+
+    watch = live.call(begin)
+    new = file.with_suffix(".new")
+    new.write_text("newer\n")
+    new.rename(file)
+    wait_until(lambda: status(live, ("x-api-key", "newer")) == 200, 5.0)
+    assert status(live, ("x-api-key", "from-file-1")) == 401
+    assert status(live, ("x-api-key", "given-1")) == 200
+    file.write_text("# none\n")
+    wait_until(lambda: "what was loaded before stays in use" in caplog.text, 5.0)
+    assert status(live, ("x-api-key", "newer")) == 200
+    live.call(watch.cancel)
+
+
+def test_keys_of_a_new_process_without_its_file(tmp_path: Path) -> None:
+    """It rejects every request instead of serving without keys."""
+    config = configure(model="null", api_key_file=str(tmp_path / "gone"))
+    keys = ApiKeys(config.api)
+    assert not keys.contains(b"")
+    assert not keys.contains(b"x")
+
+
+def test_the_number_of_keys_is_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("".join(f"key-{i}\n" for i in range(MAX_KEYS)))
+    assert len(read_keys(file)) == MAX_KEYS
+    file.write_text(file.read_text() + "one-more\n")
+    with pytest.raises(ValueError, match=f"holds more than {MAX_KEYS} keys"):
+        read_keys(file)

@@ -1,0 +1,104 @@
+"""Large bodies of any kind leave the event loop free for other requests, and no memory behind."""
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from api_proc.bodies import CompletionBody
+from protocol.config.settings import configure
+from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
+from tests.system.body_flood import BODIES
+from tests.timing import within
+
+TURN_S = 0.030
+"""Processor time of one iteration of the loop; the rest of the latency is other processes'."""
+NUM_AT_ONCE = 2
+BRIEF = {"some objects", "ids", "prompts", "escapes"}
+CASES = [
+    pytest.param(name, marks=() if name in BRIEF else pytest.mark.slow, id=name) for name in BODIES
+]
+
+
+class TurnMeter:
+    """Measures the processor time of each iteration of an event loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.longest_s = 0.0
+        self._loop = loop
+        self._began: float | None = None
+        self._is_stopped = False
+
+    def __enter__(self) -> "TurnMeter":
+        self._loop.call_soon_threadsafe(self._turn)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopped = True
+
+    def _turn(self) -> None:
+        now = time.thread_time()
+        if self._began is not None:
+            self.longest_s = max(self.longest_s, now - self._began)
+        self._began = now
+        if not self._is_stopped:
+            self._loop.call_later(0.0005, self._turn)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    facts = msgspec.structs.replace(FACTS, max_model_len=8192, num_gpu_blocks=2**18)
+    with LiveServer(configure(model="null"), FakeClient(facts)) as server:
+        yield server
+
+
+async def send(url: str, path: str, body: bytes) -> list[int]:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        responses = await asyncio.gather(
+            *(http.post(path, content=body) for _ in range(NUM_AT_ONCE))
+        )
+    return [response.status_code for response in responses]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_iteration_of_the_loop_is_long(live: LiveServer, name: str) -> None:
+    """Without collections, which the process makes rare (`protocol.process.gc_tuning`)."""
+    path, body = BODIES[name]
+
+    def measure() -> dict[str, float]:
+        live.client.requests.clear()
+        gc.disable()
+        try:
+            with TurnMeter(live.loop) as meter:
+                statuses = asyncio.run(send(live.url, path, body))
+        finally:
+            gc.enable()
+        assert set(statuses) <= {200, 400}
+        return {"turn_s": meter.longest_s}
+
+    within(4, measure, turn_s=TURN_S)
+    assert not live.call(live.state.large_requests.locked)
+
+
+def test_a_rejected_body_is_freed_at_once(live: LiveServer) -> None:
+    """Not when the garbage collector finds it."""
+
+    def num_bodies() -> int:
+        return sum(type(item) is CompletionBody for item in gc.get_objects())
+
+    def collect() -> None:
+        gc.collect()
+        gc.disable()
+
+    live.call(collect)
+    try:
+        before = num_bodies()
+        path, body = BODIES["ids"]
+        assert asyncio.run(send(live.url, path, body)) == [400] * NUM_AT_ONCE
+        wait_until(lambda: num_bodies() <= before)
+    finally:
+        gc.enable()

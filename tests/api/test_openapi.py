@@ -1,0 +1,117 @@
+"""The OpenAPI document: it has every route, is well-formed, and describes what is returned."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from api_proc import app, openapi
+from api_proc.openapi import OPERATIONS, Operation, document
+from tests.api.fake_engine import LiveServer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = document(OPERATIONS)
+REFERENCE = re.compile(r"#/components/schemas/(\w+)")
+
+
+def routes() -> set[tuple[str, str]]:
+    """Method and path of all routes of the application."""
+    table = app._ROUTES + app._ADMIN_ROUTES
+    return {(method, path.replace(":path}", "}")) for method, path, _ in table}
+
+
+def test_every_route_is_in_the_document() -> None:
+    assert {(item.method, item.path) for item in OPERATIONS} == routes()
+    assert len(OPERATIONS) == len(routes())
+
+
+def values(tree: Any) -> Iterator[Any]:
+    """Yield all parts of a JSON value."""
+    yield tree
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from values(part)
+
+
+def test_document_is_well_formed() -> None:
+    """The rules of OpenAPI 3.1 that this document could break."""
+    assert DOCUMENT["openapi"].startswith("3.1.")
+    assert set(DOCUMENT["info"]) >= {"title", "version"}
+    names = DOCUMENT["components"]["schemas"].keys()
+    parts = [part for part in values(DOCUMENT) if isinstance(part, dict)]
+    references = [part["$ref"] for part in parts if "$ref" in part]
+    assert all(REFERENCE.fullmatch(reference) for reference in references)
+    assert {reference.split("/")[-1] for reference in references} <= names
+    operations = [op for methods in DOCUMENT["paths"].values() for op in methods.values()]
+    ids = [operation["operationId"] for operation in operations]
+    assert len(set(ids)) == len(ids)
+    for path, methods in DOCUMENT["paths"].items():
+        assert path.startswith("/")
+        for method, operation in methods.items():
+            assert method in {"get", "post"}
+            assert "200" in operation["responses"]
+            for status, response in operation["responses"].items():
+                assert re.fullmatch(r"[1-5]\d\d", status)
+                assert response["description"]
+                assert all("schema" in part for part in response["content"].values())
+            given = operation.get("parameters", [])
+            in_path = {item["name"] for item in given if item["in"] == "path"}
+            assert in_path == set(re.findall(r"\{(\w+)\}", path))
+            assert all(item["required"] for item in given if item["in"] == "path")
+            assert ("requestBody" in operation) <= (method == "post")
+    kinds = {part["type"] for part in parts if isinstance(part.get("type"), str)}
+    known = {"object", "array", "string", "integer", "number", "boolean", "null", "http"}
+    assert kinds <= known
+
+
+def test_errors_of_health_routes_have_the_fields_of_their_answers() -> None:
+    readyz = DOCUMENT["paths"]["/readyz"]["get"]["responses"]
+    assert readyz["503"]["content"] == readyz["200"]["content"]
+    chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]["responses"]
+    reference = chat["503"]["content"]["application/json"]["schema"]["$ref"]
+    assert reference.endswith("/ErrorResponse")
+    assert set(chat["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def convertible(item: Operation) -> bool:
+    return not isinstance(item.response, str) and item.tag != "admin" and "{" not in item.path
+
+
+@pytest.mark.parametrize(
+    "item", [item for item in OPERATIONS if convertible(item)], ids=lambda item: item.path
+)
+def test_the_server_returns_what_is_documented(http: httpx.Client, item: Operation) -> None:
+    """The example of every body is accepted; the response has the documented fields and types."""
+    body = item.example
+    if item.path == "/v1/embeddings":
+        pytest.skip("the fake engine returns no vectors; see test_embeddings.py")
+    response = http.request(item.method, item.path, json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    converted = msgspec.convert(answer, item.response)
+    if isinstance(answer, dict):
+        assert set(answer) <= set(msgspec.to_builtins(converted))
+
+
+def test_a_server_without_admin_routes_does_not_list_them(server: LiveServer) -> None:
+    listed = httpx.get(server.url + "/openapi.json").json()["paths"]
+    assert "/v1/completions" in listed
+    assert "/sleep" not in listed
+
+
+def test_the_page_loads_nothing_from_elsewhere(http: httpx.Client) -> None:
+    response = http.get("/docs")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=\"(https?:)?//", response.text)
+    assert "innerHTML" not in response.text
+    assert openapi._PAGE.is_file()
+
+
+def test_the_documentation_lists_every_route_with_an_example() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    for method, path in routes():
+        assert f"`{method} {path}`" in text, (method, path)

@@ -1,0 +1,199 @@
+"""Requests with a grammar wait until the workers have compiled it, and keep their places."""
+
+from collections.abc import Iterable
+
+from core_proc.engine import EngineCore
+from core_proc.links import grammars
+from core_proc.links.grammars import MAX_COMPILING
+from core_proc.request import Request, RequestStatus
+from protocol.api_core import AddRequest, ErrorCode, Refused
+from protocol.core_worker import CompileGrammar, GrammarCompiled, SchedulerOutput
+from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
+from tests.core.test_engine import CLIENT, FACTS, add, answer, make_engine, run_all, scheduled
+
+WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
+EOS = FACTS.eos_token_ids[0]
+
+
+def constrained(request_id: int, grammar: Grammar = WORD, **more: object) -> AddRequest:
+    return add(request_id, grammar=grammar, **more)  # type: ignore[arg-type]
+
+
+def sent(engine: EngineCore) -> list[Grammar]:
+    return [message.grammar for message in engine.take_grammars()]
+
+
+def names(step: SchedulerOutput) -> list[int]:
+    return [new.req_id for new in step.scheduled_new_reqs]
+
+
+def refusals(engine: EngineCore) -> list[Refused]:
+    return [message for _, message in engine.take_mail() if isinstance(message, Refused)]
+
+
+def requests(engine: EngineCore) -> Iterable[Request]:
+    assert engine.running is not None
+    return engine.running.scheduler.requests.values()
+
+
+def test_the_workers_get_a_grammar_once_and_its_requests_run_when_it_is_ready() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, constrained(1))
+    engine.add(CLIENT, add(2))
+    engine.add(CLIENT, constrained(3))
+    [message] = engine.take_grammars()
+    assert message == CompileGrammar(message.grammar_id, WORD)
+    assert engine.take_grammars() == []
+    step = scheduled(engine)
+    assert names(step) == [2], "others do not wait for it"
+    engine.update(answer(engine, step))
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    step = scheduled(engine)
+    assert names(step) == [1, 3]
+    assert [new.sampling_params.grammar for new in step.scheduled_new_reqs] == [WORD] * 2
+    engine.update(answer(engine, step))
+    engine.add(CLIENT, constrained(4))
+    assert engine.take_grammars() == []
+    assert names(scheduled(engine)) == [4]
+
+
+def test_a_request_that_waits_for_its_grammar_keeps_its_place() -> None:
+    engine = make_engine(max_num_seqs=1)
+    engine.add(CLIENT, constrained(1))
+    engine.add(CLIENT, add(2))
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    assert names(scheduled(engine)) == [1]
+
+
+def test_a_grammar_that_cannot_be_used_fails_its_requests_alone() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, constrained(1))
+    engine.add(CLIENT, constrained(2))
+    engine.add(CLIENT, add(3, max_tokens=1))
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id, "no such rule"))
+    found = [(refused.request_id, refused.error) for refused in refusals(engine)]
+    assert [request_id for request_id, _ in found] == [1, 2]
+    for _, error in found:
+        assert (error.code, error.param) == (ErrorCode.INVALID, "grammar")
+        assert error.message == "no such rule"
+    assert [row.request_id for _, row in run_all(engine)] == [3]
+    engine.add(CLIENT, constrained(4))
+    assert sent(engine) == [WORD], "it is tried again"
+
+
+def test_the_next_workers_compile_the_grammars_of_all_requests_again() -> None:
+    engine = make_engine(max_num_seqs=2)
+    engine.add(CLIENT, constrained(1))
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.update(answer(engine, scheduled(engine)))
+    scheduled(engine)
+    engine.add(CLIENT, add(2))
+    engine.lose_workers()
+    assert engine.take_grammars() == []
+    engine.adopt_workers(FACTS)
+    assert engine.take_grammars() == [CompileGrammar(message.grammar_id, WORD, is_proven=True)]
+    step = scheduled(engine)
+    assert names(step) == [2]
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.update(answer(engine, step))
+    step = scheduled(engine)
+    [new] = step.scheduled_new_reqs
+    assert new.req_id == 1
+    assert len(new.token_ids) // 4 == 4, "its first output is kept"
+
+
+def test_the_grammar_of_a_request_that_has_run_is_not_proven_again() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, constrained(1, outputs=[7], resent=True))
+    [message] = engine.take_grammars()
+    assert message.is_proven
+
+
+def test_grammars_that_no_request_waits_for_are_not_sent() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, constrained(1))
+    engine.abort(CLIENT, [1])
+    assert engine.take_grammars() == []
+    engine.add(CLIENT, constrained(2))
+    [message] = engine.take_grammars()
+    engine.abort(CLIENT, [2])
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.grammar_compiled(GrammarCompiled(99))
+    assert not engine.has_unfinished
+
+
+def test_few_are_under_way_and_past_a_bound_requests_are_refused() -> None:
+    engine = make_engine(max_num_waiting=10_000)
+    many = [Grammar(GrammarKind.REGEX, f"a{{{i}}}") for i in range(MAX_COMPILING + 1)]
+    for i, grammar in enumerate(many[:-1]):
+        assert engine.add(CLIENT, constrained(i, grammar)) is None
+    refused = engine.add(CLIENT, constrained(99, many[-1]))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.OVERLOADED
+    assert engine.add(CLIENT, constrained(100, many[0])) is None, "known ones are accepted"
+    assert engine.add(CLIENT, constrained(101, many[-1], resent=True)) is None
+    first = engine.take_grammars()
+    assert len(first) == grammars._MAX_SENT
+    assert engine.take_grammars() == []
+    engine.grammar_compiled(GrammarCompiled(first[0].grammar_id))
+    assert len(engine.take_grammars()) == 1
+
+
+def test_idle_grammars_are_forgotten() -> None:
+    engine = make_engine()
+    for i in range(1000):
+        engine.add(CLIENT, constrained(i, Grammar(GrammarKind.REGEX, f"a{{{i}}}")))
+        [message] = engine.take_grammars()
+        engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+        engine.abort(CLIENT, [i])
+    assert engine.running is not None
+    known = engine.running.grammars
+    assert len(known._entries) == len(known._by_id) <= 2 * grammars.MAX_IDLE + 1
+
+
+def test_the_end_of_a_grammar_ends_a_request_that_ignores_eos() -> None:
+    engine = make_engine()
+    engine.add(CLIENT, constrained(1, ignore_eos=True))
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    outputs = engine.update(answer(engine, scheduled(engine), EOS))
+    [row] = outputs[CLIENT].outputs
+    assert (row.finish_reason, row.stop_token_id) == (FinishReason.STOP, None)
+
+
+def test_a_suspect_that_waited_for_its_grammar_waits_for_its_trial() -> None:
+    engine = make_engine()
+    for i in range(4):
+        engine.add(CLIENT, constrained(i, prompt=[5, 6, i]))
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    engine.update(answer(engine, scheduled(engine)))
+    scheduled(engine)
+    engine.lose_workers()
+    engine.attribute_crash()
+    engine.adopt_workers(FACTS)
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    assert len(names(scheduled(engine))) == 2, "one half is on trial"
+    held = [r for r in requests(engine) if r.status is RequestStatus.WAITING_FOR_TRIAL]
+    assert len(held) == 2
+
+
+def test_grammars_of_one_step_fit_into_a_frame() -> None:
+    engine = make_engine(max_num_seqs=256)
+    large = Grammar(GrammarKind.REGEX, "\N{SNOWMAN}" * 200_000)
+    for i in range(64):
+        engine.add(CLIENT, constrained(i, large))
+    [message] = engine.take_grammars()
+    engine.grammar_compiled(GrammarCompiled(message.grammar_id))
+    assert 1 <= len(names(scheduled(engine))) <= 16 * 2**20 // 600_000
+
+
+def test_params_with_a_grammar_are_hashable_and_equal_by_value() -> None:
+    assert SamplingParams(grammar=WORD) == SamplingParams(
+        grammar=Grammar(GrammarKind.REGEX, "[a-z]+")
+    )
+    assert len({WORD, Grammar(GrammarKind.REGEX, "[a-z]+")}) == 1

@@ -1,0 +1,211 @@
+"""Requests for a vector in the engine: one output without tokens, whatever happens before it."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from core_proc.engine import EngineCore
+from core_proc.links.output_check import WorkerMisbehaved
+from protocol.api_core import AddRequest, ErrorCode, Refused, RequestOutput, StepOutputs
+from protocol.config.settings import configure
+from protocol.core_worker import ModelFacts, ModelRunnerOutput
+from protocol.sampling import (
+    MAX_EMBEDDING_SIZE,
+    FinishReason,
+    Pooling,
+    PoolingType,
+    SamplingParams,
+    pooling_params,
+)
+from worker_proc.null_runner import NullRunner
+
+CLIENT = b"client"
+FACTS = ModelFacts("null", 1000, 4096, 16, 4096, [2], embedding_size=16, num_host_blocks=64)
+LAST, MEAN = Pooling(), Pooling(PoolingType.MEAN)
+
+
+class Bench:
+    """An engine with a null runner, and what its client receives."""
+
+    def __init__(self, facts: ModelFacts = FACTS, **settings: object) -> None:
+        config = configure(model="null", check_invariants=True, **settings)
+        self.core = EngineCore(config)
+        num_drafts = config.scheduler.num_speculative_tokens
+        self.runner = NullRunner(facts, num_speculative_tokens=num_drafts)
+        self.core.adopt_workers(facts, 0.001)
+        self.rows: dict[int, list[RequestOutput]] = {}
+        self.refused: dict[int, ErrorCode] = {}
+        self.largest_answer = 0
+
+    def add(self, number: int, prompt: Sequence[int], params: SamplingParams) -> Refused | None:
+        return self.core.add(CLIENT, AddRequest(number, list(prompt), params))
+
+    def step(self, change: dict[str, object] | None = None) -> bool:
+        step = self.core.schedule()
+        if step is None:
+            return False
+        output = msgspec.structs.replace(self.runner.execute(step), **(change or {}))
+        self.largest_answer = max(self.largest_answer, len(output.pooled))
+        for row in self.core.update(output).get(CLIENT, StepOutputs([])).outputs:
+            self.rows.setdefault(row.request_id, []).append(row)
+        for _, message in self.core.take_mail():
+            assert isinstance(message, Refused)
+            assert message.request_id is not None
+            self.refused[message.request_id] = message.error.code
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def vectors(self) -> dict[int, bytes]:
+        """Return the vectors; each is the only output of its request."""
+        found = {}
+        for number, rows in self.rows.items():
+            [row] = rows
+            assert (row.token_ids, row.first_index) == ([], 0)
+            assert row.finish_reason is FinishReason.STOP
+            assert row.embedding is not None
+            found[number] = row.embedding
+        return found
+
+
+def vectors_of(
+    prompts: Sequence[Sequence[int]], pooling: Pooling, **settings: object
+) -> dict[int, bytes]:
+    bench = Bench(**settings)
+    for number, prompt in enumerate(prompts):
+        assert bench.add(number, prompt, pooling_params(pooling)) is None
+    bench.run()
+    assert not bench.core.has_unfinished
+    assert bench.core.stats().generation_tokens == 0
+    return bench.vectors()
+
+
+@pytest.mark.parametrize("pooling", [LAST, MEAN, Pooling(dimensions=3)])
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_each_prompt_gets_its_vector_however_it_is_scheduled(
+    pooling: Pooling, num_speculative_tokens: int
+) -> None:
+    prompts = [[5 + n] * (1 + 9 * n) for n in range(8)] * 2
+    more = {"num_speculative_tokens": num_speculative_tokens}
+    want = vectors_of(prompts, pooling, max_num_seqs=1, enable_prefix_caching=False)
+    assert {len(vector) for vector in want.values()} == {4 * (pooling.dimensions or 16)}
+    assert len(set(want.values())) == 8
+    assert vectors_of(prompts, pooling, **more) == want
+    assert vectors_of(prompts, pooling, max_num_batched_tokens=16, max_num_seqs=16, **more) == want
+
+
+@pytest.mark.parametrize("pooling", [LAST, MEAN])
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_vectors_of_one_step_fit_into_its_answer(pooling: Pooling, length: int) -> None:
+    """This holds for any budget and any number of requests; all come to their ends."""
+    bench = Bench(max_num_batched_tokens=2**14, max_num_seqs=512)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for number in range(400):
+        bench.add(number, [5 + number] * length, pooling_params(pooling))
+    for number in range(400, 440):
+        bench.add(number, [7] * 40, params)
+    bench.run()
+    assert bench.largest_answer == 128
+    assert bench.largest_answer * 4 * MAX_EMBEDDING_SIZE <= 2**23
+    assert sum(len(row.token_ids) for n in range(400, 440) for row in bench.rows[n]) == 40 * 30
+    bench.rows = {number: bench.rows[number] for number in range(400)}
+    assert len(bench.vectors()) == 400
+
+
+def test_a_mean_computes_the_whole_prompt_and_a_last_token_only_what_is_missing() -> None:
+    prompt = list(range(5, 69))
+    for pooling, num_cached in ((LAST, 63), (MEAN, 0)):
+        bench = Bench()
+        for number in range(2):
+            bench.add(number, prompt, pooling_params(pooling))
+            bench.run()
+        assert [bench.rows[n][0].num_cached_tokens for n in range(2)] == [0, num_cached]
+        assert len(set(bench.vectors().values())) == 1
+
+
+def test_a_preempted_mean_is_not_swapped_but_computed_again() -> None:
+    bench = Bench(max_num_batched_tokens=16, max_num_seqs=16)
+    bench.add(1, [5] * 100, pooling_params(MEAN))
+    for _ in range(3):
+        bench.step()
+    assert bench.core.running is not None
+    scheduler = bench.core.running.scheduler
+    [victim] = scheduler.running
+    assert scheduler.swapper.prefers(victim, victim.num_computed_tokens)
+    scheduler.preempt(victim)
+    assert victim.swapped_out is None
+    bench.run()
+    assert bench.core.running.scheduler.num_scheduled_tokens == 3 * 16 + 100
+    assert bench.vectors() == {1: vectors_of([[5] * 100], MEAN)[0]}
+
+
+def test_lost_workers_and_a_resend_give_the_same_vector_once() -> None:
+    want = vectors_of([[5] * 100], MEAN)[0]
+    bench = Bench(max_num_batched_tokens=16, max_num_seqs=16)
+    bench.add(1, [5] * 100, pooling_params(MEAN))
+    for _ in range(3):
+        bench.step()
+    bench.core.lose_workers()
+    bench.runner = NullRunner(FACTS)
+    bench.runner.reset()
+    bench.core.adopt_workers(FACTS, 0.001)
+    bench.step()
+    bench.add(1, [5] * 100, pooling_params(MEAN))
+    bench.run()
+    assert bench.vectors() == {1: want}
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        (SamplingParams(max_tokens=2, pooling=LAST), "max_tokens"),
+        (pooling_params(Pooling(dimensions=17)), "dimensions"),
+    ],
+)
+def test_bad_poolings_are_refused_by_name(params: SamplingParams, param: str) -> None:
+    refused = Bench().add(1, [5], params)
+    assert refused is not None
+    assert refused.error.param == param
+
+
+def test_a_model_without_vectors_refuses_them() -> None:
+    refused = Bench(msgspec.structs.replace(FACTS, embedding_size=0)).add(
+        1, [5], pooling_params(LAST)
+    )
+    assert refused is not None
+    assert refused.error.param == "pooling"
+
+
+@pytest.mark.parametrize(
+    "pooled", [{2: b"1234"}, {1: b"123"}, {1: b""}, {1: b"1234"}, {7: b"1234" * 3}]
+)
+def test_a_worker_that_returns_other_vectors_misbehaves(pooled: dict[int, bytes]) -> None:
+    bench = Bench()
+    bench.add(1, [5], pooling_params(Pooling(dimensions=3)))
+    bench.add(2, [5], SamplingParams(max_tokens=3))
+    with pytest.raises(WorkerMisbehaved, match="vector"):
+        bench.step({"pooled": pooled})
+
+
+def test_a_missing_vector_fails_its_request_alone() -> None:
+    bench = Bench()
+    bench.add(1, [5], pooling_params(LAST))
+    bench.add(2, [5], SamplingParams(max_tokens=3, ignore_eos=True))
+    bench.step({"pooled": {}})
+    bench.run()
+    assert bench.refused == {1: ErrorCode.INTERNAL}
+    assert sum(len(row.token_ids) for row in bench.rows[2]) == 3
+
+
+def test_late_vectors_of_aborted_requests_are_dropped() -> None:
+    bench = Bench()
+    bench.add(1, [5], pooling_params(LAST))
+    step = bench.core.schedule()
+    assert step is not None
+    bench.core.abort(CLIENT, [1])
+    output: ModelRunnerOutput = bench.runner.execute(step)
+    assert output.pooled
+    assert bench.core.update(output) == {}

@@ -1,0 +1,117 @@
+"""The help of `troika serve`, and errors in its arguments: one line that states what to do."""
+
+import pytest
+
+from protocol.config import EngineConfig
+from protocol.config.settings import settings
+from scripts import cli
+from scripts.supervisor import startup
+from scripts.version import version
+
+GROUPS = sorted(EngineConfig.__struct_fields__)
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    """Parse arguments that end the program; return what it prints."""
+    with pytest.raises(SystemExit) as caught:
+        startup.parse("troika serve", argv)
+    assert caught.value.code == status
+    captured = capsys.readouterr()
+    return captured.err if status else captured.out
+
+
+@pytest.mark.parametrize("topic", ["", "=all", *(f"={group}" for group in GROUPS)])
+def test_every_page_fits_into_80_columns(capsys: pytest.CaptureFixture[str], topic: str) -> None:
+    lines = output(capsys, f"--help{topic}").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert topic or len(lines) <= 45, "the overview fits on a screen"
+
+
+def test_groups_together_show_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = [output(capsys, f"--help={group}") for group in GROUPS]
+    flags = {word for page in shown for word in page.replace("--no-", "--").split()}
+    assert {setting.flag for setting in settings()} <= flags
+    overview = output(capsys, "--help")
+    assert all(f"\n  {group} " in overview for group in GROUPS)
+
+
+@pytest.mark.parametrize("topic", ["max-num-seqs", "--max-num-seqs", "max_num_seqs"])
+def test_help_about_a_flag_has_its_bounds_and_sources(
+    capsys: pytest.CaptureFixture[str], topic: str
+) -> None:
+    page = output(capsys, f"--help={topic}")
+    for text in ("Most requests", "TROIKA_MAX_NUM_SEQS", ">= 1 and <= 16384", "64", "scheduler"):
+        assert text in page
+
+
+def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = output(capsys, "--help=ssl")
+    assert page.count("--ssl-") == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ["--max-num-sequs", "3"],
+            "unknown flag --max-num-sequs; did you mean --max-num-seqs?; see --help",
+        ),
+        (["--max-num-sequs=3"], "unknown flag --max-num-sequs; did you mean --max-num-seqs?"),
+        (["demo", "x"], "unknown argument x; see --help"),
+        (["--frobnicate"], "unknown flag --frobnicate; see --help"),
+        (["--port"], "--port needs a value"),
+        (["--port", "x"], "--port: 'x' is not a whole number"),
+        (["--port", "70000"], "--port: Expected `int` <= 65535 (got '70000')"),
+        (["--watermark", "x"], "--watermark: 'x' is not a number"),
+        (["--dtype", "int3"], "--dtype: 'int3' is not one of auto, float32, bfloat16, float16"),
+        (["--scheduling-policy", "lifo"], "'lifo' is not one of fcfs, priority, shortest, fair"),
+        (["--allowed-origins", "a.example"], "'a.example' is not an origin such as https://app"),
+        (["--ssl-keyfile", "k"], "ssl_keyfile needs ssl_certfile"),
+        (["--config", "/nothing"], "cannot read /nothing: No such file or directory"),
+        (["--help=schedular"], "schedular; did you mean scheduler?; see --help"),
+    ],
+)
+def test_wrong_arguments_are_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], line: str
+) -> None:
+    text = output(capsys, *argv, status=2)
+    assert line in text
+    assert text.startswith("troika: ")
+    assert text.count("\n") == 1
+    assert "usage" not in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = f"troika {version()}\n"
+    assert output(capsys, "--version") == expected
+    monkeypatch.setattr("sys.argv", ["troika", "--version"])
+    assert cli.main() == 0
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "troika: a command is missing: serve, "),
+        (["serv"], "troika: unknown command serv; did you mean serve?\n"),
+        (["--port"], "troika: unknown command --port: serve, "),
+    ],
+)
+def test_wrong_commands(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    line: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["troika", *argv])
+    assert cli.main() == 2
+    text = capsys.readouterr().err
+    assert text.startswith(line)
+    assert text.count("\n") == 1

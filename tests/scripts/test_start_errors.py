@@ -1,0 +1,183 @@
+"""What prevents a start: one sentence that states what to do, before any process is started."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.config import ConfigError
+from protocol.config.settings import configure
+from scripts.supervisor import startup
+from tests.certificates import make_certificate
+from tests.system.conftest import ROOT
+
+SUPERVISOR = [sys.executable, "-P", "-m", "scripts.supervisor"]
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with one complete checkpoint, an empty one and a file."""
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "Qwen3-0.6B" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.bin").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("nothing", "model {}/nothing does not exist; give a checkpoint directory, 'demo' or "),
+        ("Qwen3-0.6b", "model {0}/Qwen3-0.6b does not exist; did you mean {0}/Qwen3-0.6B?"),
+        ("empty", "model {}/empty has no config.json; give a directory in Hugging Face format"),
+        ("weights.bin", "model {}/weights.bin is a file; give the directory that holds config"),
+        (
+            "Qwen/Qwen3-0.6B",
+            "model Qwen/Qwen3-0.6B is not a local directory, and nothing is downloaded; fetch it "
+            "with `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and serve Qwen3-0.6B",
+        ),
+    ],
+)
+def test_wrong_model(models: Path, model: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        startup.complete(configure(model=model))
+    assert str(caught.value).startswith(sentence.format(models))
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("tokenizer", "tokenizer empty is not a directory with a tokenizer.json"),
+        ("chat_template", "chat_template empty is not a file"),
+    ],
+)
+def test_wrong_files_beside_the_model(models: Path, setting: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        startup.complete(configure(model="Qwen3-0.6B", **{setting: "empty"}))
+    assert str(caught.value) == sentence
+
+
+def test_a_model_that_was_downloaded_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    model = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc\n")
+    snapshot = model / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    config = startup.complete(configure(model="Qwen/Qwen3-0.6B"))
+    assert config.model.model == str(snapshot)
+    assert startup.served_name(config) == "Qwen/Qwen3-0.6B"
+
+
+def test_listening_and_files(tmp_path: Path) -> None:
+    """Addresses that cannot be used, keys and certificates that cannot be read."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expect(
+            f"cannot listen on host 127.0.0.1, port {port}: Address already in use; choose others "
+            "with --host and --port (port 0: any free one)",
+            port=port,
+        )
+    expect("cannot listen on host no.invalid, port 8000: ", host="no.invalid")
+    file = tmp_path / "file"
+    file.write_text("# a comment\n\n")
+    expect(f"cannot listen on uds {file}: there is a file that is not a socket", uds=str(file))
+    expect(f"api_key_file {file} holds no key; it needs one per line", api_key_file=str(file))
+    gone = str(tmp_path / "gone")
+    expect(f"api_key_file {gone} cannot be read: No such file", api_key_file=gone)
+    expect(f"ssl_certfile {gone} cannot be read: No such file", ssl_certfile=gone)
+    expect(f"ssl_certfile {file} cannot be used: it is not PEM", ssl_certfile=str(file))
+    certificate, key = make_certificate(tmp_path, "one")
+    _, other_key = make_certificate(tmp_path, "two")
+    expect(
+        f"ssl_certfile {certificate} and ssl_keyfile {other_key} cannot be used: key values "
+        "mismatch",
+        ssl_certfile=str(certificate),
+        ssl_keyfile=str(other_key),
+    )
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:x", "-out"]
+    subprocess.run([*command, str(locked)], check=True, timeout=20)
+    expect(
+        f"the private key in {locked} has a passphrase; remove it",
+        ssl_certfile=str(certificate),
+        ssl_keyfile=str(locked),
+    )
+
+
+def expect(sentence: str, **values: object) -> None:
+    config = configure(model="null", **({"port": 0} if "host" not in values else {}) | values)
+    with pytest.raises(ConfigError) as caught:
+        startup.open_listener(config.api)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_program_ends_with_the_sentence_and_no_traceback() -> None:
+    done = subprocess.run(
+        [*SUPERVISOR, "/nothing/here"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "troika: model /nothing/here does not exist; give a checkpoint directory, 'demo' or "
+        "'null'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--api-key", "k"], "pass it with --api-key-file or the variable TROIKA_API_KEY"),
+        (["--api-key=k"], "pass it with --api-key-file or the variable TROIKA_API_KEY"),
+        (["--host", "0.0.0.0"], "every client that can reach 0.0.0.0 may use this server"),
+    ],
+)
+def test_choices_that_may_harm_are_named_once(argv: list[str], sentence: str) -> None:
+    _, config = startup.parse("troika", ["null", *argv])
+    (warning,) = startup.warnings(argv, config)
+    assert sentence in warning
+    assert not list(startup.warnings([], configure(model="null", uds="/x", host="0.0.0.0")))
+
+
+def test_a_file_of_keys_that_others_can_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("k\n")
+    config = configure(model="null", api_key_file=str(file))
+    file.chmod(0o600)
+    assert not list(startup.warnings([], config))
+    file.chmod(0o644)
+    assert list(startup.warnings([], config)) == [
+        f"every user of this machine can read {file}: chmod 600"
+    ]
+
+
+def test_setup_names_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    """Root may write everywhere, so a file stands where the directory should be."""
+    for name in ("scripts/setup", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / "scripts/setup").chmod(0o755)
+    (tmp_path / ".venv").write_text("")
+    done = subprocess.run(
+        [tmp_path / "scripts/setup"], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"troika: cannot write to {tmp_path}/.venv; make the checkout writable, or copy it to a "
+        "directory of yours\n"
+    )

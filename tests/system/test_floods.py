@@ -1,0 +1,23 @@
+"""A flood of large bodies kills no process, and the API's memory stays bounded."""
+
+import pytest
+
+from protocol.lifecycle import Role
+from scripts.testing import EngineFactory
+from tests.system.body_flood import BODIES, flood
+
+GROWTH_MAX_MIB = 300
+LIVEZ_P99_S = 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [["objects"], ["prompts"], list(BODIES)], ids=str)
+def test_flood(start_engine: EngineFactory, names: list[str]) -> None:
+    engine = start_engine("--max-model-len", "8192")
+    engine.readiness()
+    pids = {role: engine.pid(role) for role in (Role.API, Role.CORE, Role.WORKER)}
+    found = flood(engine, names, 62)
+    assert {role: engine.pid(role) for role in pids} == pids
+    assert found.growth_mib <= GROWTH_MAX_MIB
+    assert found.livez_p99_s <= LIVEZ_P99_S

@@ -1,0 +1,165 @@
+"""Structured output over HTTP: every form, errors before the answer begins, and kill -9."""
+
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from protocol.lifecycle import Role
+from scripts.testing import Engine, EngineFactory, eventually
+from tests.system.test_resume import STREAM_TIMEOUT_S, finish, start
+
+PROMPT = "# the numbers\nvalues = "
+MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 70}
+SEEDED: dict[str, Any] = {
+    "prompt": PROMPT,
+    "temperature": 0.9,
+    "seed": 11,
+    "return_token_ids": True,
+}
+GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
+WORDS = "[a-z]{3,9}( [a-z]{3,9}){80}"
+CASES: dict[str, dict[str, Any]] = {
+    "schema, logprobs": {**GREEDY, "guided_json": MANY, "logprobs": 2},
+    "regex, n=2": {**SEEDED, "guided_regex": WORDS, "n": 2, "logprobs": 1},
+    "lark, penalties": {
+        **SEEDED,
+        "structured_outputs": {"grammar": 'start: ("one" | "two" | " " | "\\n"){120}'},
+        "frequency_penalty": 0.2,
+    },
+    "gbnf": {**SEEDED, "grammar": 'root ::= item+\nitem ::= [a-z]+ "=" [0-9]+ ";"'},
+    "chat, schema": {
+        "messages": [{"role": "user", "content": "count"}],
+        "temperature": 0.7,
+        "seed": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": MANY}},
+    },
+    "unconstrained": {**SEEDED},
+}
+KILL_AFTER = (8, 20)
+"""Events that every open stream has received before each kill."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """An engine with the demo model and drafts, for all tests of this module."""
+    flags = ("--num-gpu-blocks-override", "600", "--num-threads", "1")
+    with EngineFactory() as factory:
+        started = factory(*flags, "--num-speculative-tokens", "2", model="demo")
+        started.ready()
+        yield started
+
+
+def post(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a completion, or the error."""
+    data = json.dumps({"prompt": PROMPT, "max_tokens": 100, "temperature": 0, **body}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(engine.url() + "/v1/completions", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=STREAM_TIMEOUT_S) as response:
+            return dict(json.load(response))
+    except urllib.error.HTTPError as error:
+        return {"status": error.code, **json.load(error)["error"]}
+
+
+def text_of(engine: Engine, **body: Any) -> str:
+    answer = post(engine, body)
+    assert answer["choices"][0]["finish_reason"] == "stop", answer
+    return str(answer["choices"][0]["text"])
+
+
+def test_every_form_confines_the_answer(engine: Engine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "size": {"enum": [1, 2]}},
+        "required": ["ok", "size"],
+        "additionalProperties": False,
+    }
+    choice = ["red", "green"]
+    tag = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}],
+        "triggers": ["<f>"],
+    }
+    for body in (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"guided_json": schema},
+        {"structured_outputs": {"json": schema, "disable_any_whitespace": True}},
+        {"json_schema": schema},
+    ):
+        value = json.loads(text_of(engine, **body))
+        assert set(value) == {"ok", "size"}, body
+        assert value["size"] in (1, 2)
+    assert text_of(engine, guided_choice=choice) in choice
+    assert text_of(engine, structured_outputs={"choice": choice}) in choice
+    assert re.fullmatch("[0-9]{3}", text_of(engine, guided_regex="[0-9]{3}"))
+    assert text_of(engine, guided_grammar='start: "a" "b"') == "ab"
+    assert text_of(engine, grammar='root ::= "a" ("b" | "c")') in ("ab", "ac")
+    text = str(post(engine, {"response_format": tag, "prompt": "<f>"})["choices"][0]["text"])
+    for content in re.findall("<f>(.*?)</f>", text, re.DOTALL):
+        assert set(json.loads(content)) == {"ok", "size"}
+
+
+def test_what_cannot_be_compiled_is_a_400_also_for_a_stream(engine: Engine) -> None:
+    unsatisfiable = {"allOf": [{"type": "string"}, {"type": "number"}]}
+    for body, param in (
+        ({"guided_json": unsatisfiable}, "guided_json"),
+        ({"guided_regex": "(", "stream": True}, "guided_regex"),
+        ({"guided_grammar": "start: nowhere", "stream": True, "n": 2}, "guided_grammar"),
+        ({"response_format": {"type": "json_schema", "schema": unsatisfiable}}, "response_format"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+    ):
+        error = post(engine, body)
+        assert (error["status"], error["param"]) == (400, param), error
+        assert error["message"].startswith(f"{param}: ")
+    assert text_of(engine, guided_choice=["fine"]) == "fine"
+
+
+def test_the_official_client_parses_its_models(engine: Engine) -> None:
+    class Colour(pydantic.BaseModel):
+        name: Literal["red", "green"]
+        dark: bool
+
+    with openai.OpenAI(base_url=engine.url() + "/v1", api_key="none", max_retries=0) as client:
+        parsed = client.chat.completions.parse(
+            model="demo",
+            messages=[{"role": "user", "content": "a colour"}],
+            response_format=Colour,
+            max_tokens=100,
+            seed=1,
+        )
+    message = parsed.choices[0].message
+    assert isinstance(message.parsed, Colour)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("roles", [(Role.WORKER, Role.CORE)], ids=["worker-core"])
+def test_killed_streams_equal_undisturbed_ones(engine: Engine, roles: tuple[Role, Role]) -> None:
+    undisturbed = start(engine, CASES)
+    finish(undisturbed)
+    assert undisturbed["schema, logprobs"].choices[0].text.startswith("[")
+    for choice in undisturbed["regex, n=2"].choices.values():
+        assert re.fullmatch("[a-z ]+", choice.text)
+    streams = start(engine, CASES)
+    for role, num_events in zip(roles, KILL_AFTER, strict=True):
+
+        def all_have(num_events: int = num_events) -> bool:
+            opened = streams.values()
+            return all(s.error is not None or s.num_events >= num_events for s in opened)
+
+        eventually(all_have, f"every stream has {num_events} events", STREAM_TIMEOUT_S)
+        os.kill(engine.pid(role), signal.SIGKILL)
+        assert not any(stream.is_done for stream in streams.values()), "killed in the middle"
+    finish(streams)
+    for name, want in undisturbed.items():
+        got = streams[name]
+        assert got.choices == want.choices, name
+        assert got.usage == want.usage, name

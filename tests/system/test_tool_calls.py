@@ -1,0 +1,169 @@
+"""Tool calls of a real engine: the official client, and exact streams through kill -9."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from protocol.lifecycle import Role
+from scripts.testing import Engine, EngineFactory
+from tests.system.scripted_model import write_scripted_model
+from tests.system.streams import Event, Stream
+
+PATH = "/v1/chat/completions"
+TEMPLATE = (
+    "{% for tool in tools %}<tool>{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if false %}<tool_call>{% endif %}{% if add_generation_prompt %}<think>\n{% endif %}"
+)
+STORY = "".join(f'{n} "green" bottles, ' for n in range(12))
+ARGUMENTS = json.dumps({"text": STORY, "days": [1, {"a": None}]})
+REASONING = "The user wants a story, so a tool must write it down."
+TEXT = (
+    f"{REASONING}\n</think>\n\nI call it.\n<tool_call>\n"
+    f'{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+MESSAGES: Any = [{"role": "user", "content": "Write!"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+        },
+    }
+    for name in ("write", "now")
+]
+BODY = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with a journal and a model that calls two tools."""
+    directory = tmp_path_factory.mktemp("scripted")
+    added = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    write_scripted_model(directory, TEMPLATE, MESSAGES, TOOLS, text=TEXT, added_tokens=added)
+    with EngineFactory() as factory:
+        flags = ("--num-gpu-blocks-override", "256", "--journal-dir", f"{factory.base}/journal")
+        started = factory(*flags, "--served-model-name", "m", model=str(directory))
+        started.ready()
+        yield started
+
+
+def test_official_client(engine: Engine) -> None:
+    """Whole answers and the stream helper: equal calls, whose arguments are parsed."""
+    with openai.OpenAI(base_url=engine.url() + "/v1", api_key="x", max_retries=0) as client:
+        options: Any = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+        whole = client.chat.completions.create(**options).choices[0]
+        with client.chat.completions.stream(**options) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    for choice in (whole, streamed):
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I call it."
+        calls: Any = choice.message.tool_calls
+        arguments = [call.function.arguments for call in calls]
+        assert arguments == [ARGUMENTS, "{}"]
+        assert [call.function.name for call in calls] == ["write", "now"]
+    assert whole.message.model_extra is not None
+    assert whole.message.model_extra["reasoning_content"] == REASONING
+
+
+def message_of(events: list[Event]) -> tuple[str, str, list[list[str]], str | None]:
+    """Return reasoning, content, calls without ids, and finish reason."""
+    reasoning = content = ""
+    finish_reason = None
+    calls: list[list[str]] = []
+    for event in events:
+        if event.data == "[DONE]":
+            continue
+        assert finish_reason is None
+        choice = json.loads(event.data)["choices"][0]
+        finish_reason = choice["finish_reason"]
+        reasoning += choice["delta"].get("reasoning_content", "")
+        content += choice["delta"].get("content", "")
+        for call in choice["delta"].get("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+    return reasoning, content, calls, finish_reason
+
+
+EXPECTED = (REASONING, "I call it.", [["write", ARGUMENTS], ["now", "{}"]], "tool_calls")
+
+
+def arguments_of(events: list[Event]) -> str:
+    calls = message_of(events)[2]
+    return calls[0][1] if calls else ""
+
+
+def read_until_arguments(stream: Stream, num_characters: int) -> list[Event]:
+    """Read until the first call has some of its arguments, and not all."""
+    events: list[Event] = []
+    while len(arguments_of(events)) < num_characters:
+        event = stream.next()
+        assert event is not None
+        events.append(event)
+    assert len(arguments_of(events)) < len(ARGUMENTS) - 50
+    return events
+
+
+def test_a_stream_of_calls_is_exact_through_the_death_of_worker_and_core(engine: Engine) -> None:
+    stream = Stream(engine.url(), BODY, path=PATH)
+    events = read_until_arguments(stream, 20)
+    epochs = [engine.kill(role).epoch for role in (Role.WORKER, Role.CORE)]
+    events += stream.events()
+    assert all(epoch > 1 for epoch in epochs)
+    assert message_of(events) == EXPECTED
+    assert events[-1].data == "[DONE]"
+
+
+@pytest.mark.slow  # tests/api/test_chat_tools.py resumes such streams after every event
+def test_a_stream_of_calls_is_exact_through_the_death_of_the_api(engine: Engine) -> None:
+    """The parser continues within a string of the arguments; ids stay the same."""
+    named = {"X-Request-Id": "story"}
+    stream = Stream(engine.url(), BODY, path=PATH, headers=named)
+    events = read_until_arguments(stream, 30)
+    ids = [event.id for event in events]
+    engine.kill(Role.API)
+    stream.close()
+    assert ids[-1] is not None
+    headers = named | {"Last-Event-ID": ids[-1]}
+    rest = Stream(engine.url(), BODY, path=PATH, headers=headers).events()
+    assert message_of(events + rest) == EXPECTED
+    again = Stream(engine.url(), BODY, path=PATH, headers=named).events()
+    assert call_ids(again) == call_ids(events + rest)
+
+
+def call_ids(events: list[Event]) -> list[str]:
+    chunks = [json.loads(event.data) for event in events if event.data != "[DONE]"]
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    return [call["id"] for call in calls if "id" in call]
+
+
+def test_required_calls_are_generated_and_survive_the_death_of_worker_and_core(
+    start_engine: EngineFactory,
+) -> None:
+    """The null model chooses at random; the grammar makes a valid call of it."""
+    engine = start_engine("--null-step-ms", "3")
+    with openai.OpenAI(base_url=engine.url() + "/v1", api_key="x", max_retries=0) as client:
+        options: Any = {
+            "model": "null",
+            "messages": MESSAGES,
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "write"}},
+            "max_tokens": 400,
+        }
+        whole: Any = client.chat.completions.create(**options).choices[0].message.tool_calls
+        with client.chat.completions.stream(**options) as stream:
+            for number, _ in enumerate(stream):
+                if number == 5:
+                    engine.kill(Role.WORKER)
+                    engine.kill(Role.CORE)
+            streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [call.function.name for call in streamed] == ["write"]
+    assert streamed[0].function.arguments == whole[0].function.arguments
+    assert set(json.loads(whole[0].function.arguments)) <= {"text"}

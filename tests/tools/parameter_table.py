@@ -1,0 +1,141 @@
+"""Print docs/parameters.md: `python -m tests.tools.parameter_table`.
+
+The page is made of the structs that decode the bodies, so it has every parameter and its bounds. A
+test compares it with the file, and another sends each parameter.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+from msgspec import inspect
+
+from api_proc.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from api_proc.unknown_fields import FOREIGN, WITHOUT_EFFECT
+
+STRUCTS: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+ONLY = {
+    "best_of": "only equal to `n`",
+    "use_beam_search": "only false",
+    "length_penalty": "only 1",
+    "modalities": 'only `["text"]`',
+}
+"""Fields of which one value is accepted, because it is the server's default."""
+
+_HEAD = """\
+# Parameters
+
+Generated from the structs that decode the bodies: `python -m tests.tools.parameter_table`.
+
+`null` always means the default. A known parameter with a wrong type or value is answered with 400,
+and `error.param` is its name. So is a *refused* one, which stands for a feature that this server
+lacks, and other servers' names for what constrains the output. `--unknown-fields` decides on all
+other names: `warn` (the default) names them in the header `x-unknown-fields` of the response and
+once in the log, `ignore` does neither, and `refuse` answers with 400.
+"""
+_NOTES = """\
+## Notes
+
+- `allowed_token_ids` are the only tokens that may be sampled. `bad_words` never occur in the
+  output: as written, or after a space. `logprob_token_ids` are the candidates whose
+  log-probabilities are returned, instead of the most likely ones; they need `logprobs`.
+- `timeout` is in seconds. When it is over, the request ends with the code `deadline_exceeded`: the
+  status 504, or an error event in a stream.
+- `stream_interval` is the number of tokens in one event of a stream; the first token is sent at
+  once.
+- `parse_special: false` keeps special tokens in a prompt's text. In chats, special tokens count
+  only where the chat template writes them.
+- A body may have at most 65,536 names and values, besides arrays of token ids, in at most 128
+  levels.
+"""
+
+
+def is_refused(field: inspect.Field) -> bool:
+    """Whether a field stands for a feature that is missing."""
+    kinds = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+    return any(isinstance(kind, inspect.RawType) for kind in kinds)
+
+
+def fields_of(struct: type[msgspec.Struct]) -> dict[str, inspect.Field]:
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    return {field.encode_name: field for field in info.fields}
+
+
+def describe(kind: inspect.Type) -> str:
+    """Return the values of a type in words."""
+    if isinstance(kind, inspect.Metadata):
+        return describe(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        parts = [describe(item) for item in kind.types if not isinstance(item, inspect.NoneType)]
+        return " or ".join(dict.fromkeys(parts))
+    if isinstance(kind, inspect.BoolType):
+        return "true, false"
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        name = "integer" if isinstance(kind, inspect.IntType) else "number"
+        low = kind.ge if kind.ge is not None else kind.gt
+        high = kind.le if kind.le is not None else None
+        if high is None and kind.lt is not None:
+            high = kind.lt - 1 if isinstance(kind, inspect.IntType) else kind.lt
+        if low is None:
+            return name
+        if high is None:
+            return f"{name}, at least {low:,}"
+        return f"{name} {'above ' if kind.gt is not None else ''}{low:,} to {high:,}"
+    if isinstance(kind, inspect.StrType):
+        return "text" + _size(kind.max_length, "characters")
+    if isinstance(kind, inspect.ListType):
+        return f"list{_size(kind.max_length, 'items')} of {describe(kind.item_type)}"
+    if isinstance(kind, inspect.DictType):
+        return f"object{_size(kind.max_length, 'names')}"
+    if isinstance(kind, inspect.LiteralType):
+        return ", ".join(f"`{value}`" for value in kind.values)
+    return "any" if isinstance(kind, inspect.AnyType) else "object"
+
+
+def _size(maximum: int | None, unit: str) -> str:
+    return "" if maximum is None else f" of up to {maximum:,} {unit}"
+
+
+def support(name: str, field: inspect.Field | None) -> str:
+    """Return what one route does with a parameter."""
+    if field is None:
+        return ""
+    return "refused" if is_refused(field) else ONLY.get(name, "honoured")
+
+
+def page() -> Iterator[str]:
+    yield from _HEAD.splitlines()
+    tables = {path: fields_of(struct) for path, struct in STRUCTS.items()}
+    names = sorted({name for fields in tables.values() for name in fields})
+    yield ""
+    yield f"| parameter | values | {' | '.join(f'`{path}`' for path in STRUCTS)} |"
+    yield "|---|---|" + "---|" * len(STRUCTS)
+    for name in names:
+        found = [fields.get(name) for fields in tables.values()]
+        known = [field for field in found if field is not None]
+        values = dict.fromkeys(describe(field.type) for field in known if not is_refused(field))
+        cells = [f"`{name}`", "; ".join(values), *(support(name, field) for field in found)]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield "## Other servers' names"
+    yield ""
+    yield "Refused by the routes that generate text, unless the route has a parameter of this name:"
+    yield ""
+    foreign = sorted(name for name in FOREIGN if not all(name in tables[p] for p in GENERATING))
+    yield ", ".join(f"`{name}`" for name in foreign) + "."
+    yield ""
+    yield "Accepted without effect, as they concern OpenAI's own service:"
+    yield ""
+    yield ", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT)) + "."
+    yield ""
+    yield from _NOTES.splitlines()
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))

@@ -1,0 +1,87 @@
+"""What a start reports: capacity, attention path, a missing compiler; and what it refuses."""
+
+import msgspec
+import pytest
+import torch
+
+from protocol.core_worker import KVGroup, ModelFacts
+from worker_proc.errors import InsufficientMemory, UnsupportedModel
+from worker_proc.loading.loader import check_room
+from worker_proc.model_runner import resolve_device
+from worker_proc.runner import PORTABLE_ATTENTION
+from worker_proc.startup import announcement as module
+from worker_proc.startup.announcement import announcement
+
+FACTS = ModelFacts(
+    model="/m",
+    vocab_size=100,
+    max_model_len=2049,
+    block_size=16,
+    num_gpu_blocks=641,
+    eos_token_ids=[0],
+    dtype="bfloat16",
+    device="cpu",
+    exact_resume=True,
+)
+COST = (
+    "attention is slower, and an interrupted request may continue with other tokens"
+    " (docs/first_hour.md)"
+)
+
+
+def test_capacity_is_that_of_requests_of_full_length() -> None:
+    """The last token of a request needs no slot: 2,049 tokens take 128 blocks."""
+    lines = list(announcement(FACTS, "native kernel"))
+    assert lines == [
+        "context 2,049 tokens; KV cache 10,245 tokens (5.0 requests of full length)",
+        "attention: native kernel, bfloat16 on the CPU",
+    ]
+
+
+def test_a_window_leaves_room_for_more() -> None:
+    groups = [KVGroup(), KVGroup(max_blocks=32)]
+    (line, _) = announcement(msgspec.structs.replace(FACTS, kv_groups=groups), "native kernel")
+    assert line.endswith("(4.0 requests of full length)")
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (None, f"no C++ compiler: {COST}; install g++ and start again"),
+        (
+            "/usr/bin/g++",
+            f"the native kernel is not in use: {COST}; a second start uses it if it was compiled",
+        ),
+    ],
+)
+def test_a_missing_kernel_is_named_with_its_cost(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, sentence: str
+) -> None:
+    monkeypatch.setattr(module, "compiler", lambda: found)
+    inexact = msgspec.structs.replace(FACTS, exact_resume=False, exact_resume_reason="x")
+    lines = list(announcement(inexact, PORTABLE_ATTENTION))
+    assert lines[1] == "attention: PyTorch (portable), bfloat16 on the CPU"
+    assert lines[2:] == [sentence]
+
+
+def test_what_prevents_an_exact_continuation_is_named() -> None:
+    facts = msgspec.structs.replace(
+        FACTS, device="cuda", exact_resume=False, exact_resume_reason="matrix products on cuda"
+    )
+    assert list(announcement(facts, PORTABLE_ATTENTION))[2:] == [
+        "an interrupted request may continue with other tokens: matrix products on cuda"
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_cuda_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"finds no CUDA device; .* or use --device cpu"):
+        resolve_device("cuda")
+    assert resolve_device("auto").type == "cpu"
+
+
+def test_weights_larger_than_memory_are_refused_before_they_are_read() -> None:
+    sentence = r"the weights need 1024\.00 GiB of memory, and .* GiB are free \(cpu\)"
+    with pytest.raises(InsufficientMemory, match=sentence):
+        check_room(2**40, torch.device("cpu"))
+    check_room(1, torch.device("cpu"))

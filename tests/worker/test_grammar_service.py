@@ -1,0 +1,135 @@
+"""Grammars are compiled beside the worker: errors, limits, lanes, adoptions."""
+
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.process.failpoints import VARIABLE
+from protocol.sampling import Grammar, GrammarKind
+from scripts.testing import eventually
+from worker_proc.grammar import service as service_module
+from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
+from worker_proc.grammar.service import GrammarService
+
+NULL = Vocabulary(32_000, [2])
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def service() -> Iterator[GrammarService]:
+    service = GrammarService(GrammarCompiler(NULL))
+    yield service
+    for lane in (service._quick, service._slow):
+        if lane._prover is not None:
+            lane._prover.close()
+
+
+def regex(source: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, source)
+
+
+def wait(service: GrammarService, number: int) -> list[GrammarCompiled]:
+    """Return the next answers, in their order."""
+    found: list[GrammarCompiled] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(found) < number:
+        ready, _, _ = select.select([service.wake_fd], [], [], max(0, deadline - time.monotonic()))
+        assert ready, f"only {found} came"
+        found += service.take_results()
+    return found
+
+
+def test_good_and_bad_grammars_are_answered_in_order(service: GrammarService) -> None:
+    grammars = [
+        regex("[a-z]+"),
+        regex("[a-z"),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "minLength": 3, "maxLength": 2}'),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'),
+        Grammar(GrammarKind.LARK, "start: nowhere"),
+        Grammar(GrammarKind.EBNF, 'root ::= "x" [0-9]+'),
+        Grammar(GrammarKind.EBNF, 'start: "x" /[0-9]+/'),
+        Grammar(GrammarKind.EBNF, "root ::= (((("),
+    ]
+    for i, grammar in enumerate(grammars):
+        assert service.compile(CompileGrammar(i, grammar)) is None
+    answers = wait(service, len(grammars))
+    assert [answer.grammar_id for answer in answers] == list(range(len(grammars)))
+    assert [bool(answer.error) for answer in answers] == [0, 1, 1, 1, 1, 0, 0, 1]
+    assert "unclosed" in answers[1].error
+    assert "uniqueItems" in answers[3].error
+    assert service.compile(CompileGrammar(9, grammars[0])) == GrammarCompiled(9), "at once"
+
+
+def test_a_grammar_that_takes_long_delays_no_other(
+    service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(service_module, "LIMIT_S", 2.0)
+    service._slow._limit_s = 2.0
+    service.compile(CompileGrammar(0, regex("warm")))
+    wait(service, 1)
+    (tmp_path / "grammar.compile").write_text("delay:60000@*")
+    service.compile(CompileGrammar(1, regex("slow")))
+    eventually(lambda: service._slow._prover is not None, "the second lane has it", TIMEOUT_S)
+    (tmp_path / "grammar.compile").unlink()
+    service.compile(CompileGrammar(2, regex("quick")))
+    first, second = wait(service, 2)
+    assert (first.grammar_id, first.error) == (2, "")
+    assert second.grammar_id == 1
+    assert "longer than" in second.error
+    service.compile(CompileGrammar(3, regex("slow")))
+    assert wait(service, 1) == [GrammarCompiled(3)], "the lanes serve on"
+
+
+def test_a_prover_that_dies_fails_its_grammar_alone(
+    service: GrammarService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / "grammar.compile").write_text("kill9@1")
+    service.compile(CompileGrammar(1, regex("poison")))
+    service.compile(CompileGrammar(2, regex("word")))
+    first, second = wait(service, 2)
+    assert "MiB of memory" in first.error
+    assert second == GrammarCompiled(2)
+
+
+def test_what_another_core_has_sent_is_neither_compiled_nor_answered(
+    service: GrammarService,
+) -> None:
+    service.compile(CompileGrammar(1, regex("one")))
+    service.begin_adoption()
+    service.compile(CompileGrammar(1, regex("two")))
+    assert wait(service, 1) == [GrammarCompiled(1)]
+    assert service.compile(CompileGrammar(2, regex("two"))) is not None
+
+
+def test_a_proven_grammar_needs_no_prover(service: GrammarService) -> None:
+    service.compile(CompileGrammar(1, regex("one"), is_proven=True))
+    assert wait(service, 1) == [GrammarCompiled(1)]
+    assert service._quick._prover is None
+
+
+def test_compiled_grammars_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_proc.grammar.compiler.MAX_CACHE_BYTES", 1_000_000)
+    compiler = GrammarCompiler(NULL)
+    for i in range(100):
+        compiler.compile(regex(f"a{{{i + 1}}}"))
+    assert compiler.has(regex("a{100}"))
+    assert not compiler.has(regex("a{1}"))
+    assert len(compiler._matchers) < 20
+    assert not compiler.matcher(regex("a{1}")).is_error(), "it is compiled again"
+
+
+def test_a_checkpoint_without_tokenizer_or_eos_gives_an_error_that_names_it(tmp_path: Path) -> None:
+    for vocabulary, word in (
+        (Vocabulary(100, [2], str(tmp_path)), "tokenizer.json"),
+        (Vocabulary(100, []), "EOS"),
+    ):
+        service = GrammarService(GrammarCompiler(vocabulary))
+        service.compile(CompileGrammar(1, regex("a")))
+        [answer] = wait(service, 1)
+        assert word in answer.error

@@ -1,0 +1,89 @@
+"""The language of each form of constraint: texts that it holds, and texts that it does not."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from api_proc.bodies import CompletionBody
+from api_proc.openai.structured import grammar_of
+from protocol.sampling import Grammar
+from worker_proc.grammar.compiler import FIRST_BYTE_ID, GrammarCompiler, Vocabulary
+from worker_proc.grammar.state import GrammarState
+
+EOS = 2
+COMPILER = GrammarCompiler(Vocabulary(32_000, [EOS]))
+INTEGER = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TAGS = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<f=x>", "schema": INTEGER, "end": "</f>"},
+        {"begin": "<f=y>", "schema": {"enum": [1, 2]}, "end": ""},
+        {"begin": "[t", "schema": {"type": "boolean"}, "end": "]"},
+    ],
+    "triggers": ["<f=", "["],
+}
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        {"guided_json": INTEGER},
+        ['{"a":1}', '{ "a" : -20}', '{\n    "a": 3\n}'],
+        ['{"a":"1"}', "{}", '{"b":1}', '{"a":' + " " * 41 + "1}", ' {"a":1}', '{"a":1} '],
+    ),
+    (
+        {"structured_outputs": {"json": INTEGER, "disable_any_whitespace": True}},
+        ['{"a":1}'],
+        ['{"a": 1}', '{ "a":1}'],
+    ),
+    (
+        {"guided_json": INTEGER, "guided_whitespace_pattern": "[_]"},
+        ['{"a":_1}', '{_"a"_:1}'],
+        ['{"a": 1}', '{"a":__1}'],
+    ),
+    ({"response_format": {"type": "json_object"}}, ["{}", '{"x":[1,{"y":null}]}'], ["[]", "3"]),
+    ({"guided_regex": "a{2}|b/c"}, ["aa", "b/c"], ["a", "aaa", "b"]),
+    (
+        {"guided_choice": ["yes", 'qu"ote', "back\\slash", "new\nline", "\u96ea", "/x/"]},
+        ["yes", 'qu"ote', "back\\slash", "new\nline", "\u96ea", "/x/"],
+        ["no", "ye", "yess", "/x"],
+    ),
+    ({"guided_grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, ["a1", "a22"], ["a", "1"]),
+    (
+        {"grammar": 'root ::= pair ("," pair)*\npair ::= [a-z] "=" [0-9]{1,2}'},
+        ["a=1", "a=1,b=22"],
+        ["a", "a=", "a=123", "a=1,"],
+    ),
+    (
+        {"response_format": TAGS},
+        ["", "text", 'see <f=x>{"a": 1}</f> and <f=y>2', "[ttrue] or <", "<f"],
+        ["<f=z>", '<f=x>{"b":1}</f>', "<f=x>{}", "<f=y>3", "[tnull]", "[x]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "texts", "others"), CASES)
+def test_language(fields: dict[str, Any], texts: list[str], others: list[str]) -> None:
+    body = msgspec.convert({"prompt": "x", **fields}, CompletionBody)
+    grammar = grammar_of(body)
+    assert grammar is not None
+    for text in [*texts, *others]:
+        assert may_be(COMPILER, grammar, text) == (text in texts), json.dumps(text)
+
+
+def may_be(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+    """Whether the masks allow each byte of a text, and then EOS."""
+    state = GrammarState(compiler.matcher(grammar), 0)
+    token_ids: list[int] = []
+    for token_id in [*(FIRST_BYTE_ID + byte for byte in text.encode()), EOS]:
+        [mask] = state.masks([])
+        if not mask[token_id >> 3] >> (token_id & 7) & 1:
+            return False
+        token_ids.append(token_id)
+        state.advance(token_ids)
+        assert not state.error
+    return True

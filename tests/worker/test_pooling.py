@@ -1,0 +1,165 @@
+"""Vectors of prompts: equal to transformers' hidden states, and the same bits in every schedule."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfig, WorkerConfig
+from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.message import unpack_floats
+from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_params
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.driving import drive
+from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.sampling.pooling import _add
+
+DEFAULT = ("llama_tied", "opt")
+"""OPT's forward calls a part of its base model. The other architectures take longer."""
+NAMES = [
+    a.name if a.name in DEFAULT else pytest.param(a.name, marks=pytest.mark.slow)
+    for a in ARCHITECTURES
+]
+LAST, MEAN = Pooling(), Pooling(PoolingType.MEAN)
+POOLINGS = (
+    LAST,
+    MEAN,
+    Pooling(normalize=False),
+    Pooling(PoolingType.MEAN, normalize=False),
+    Pooling(dimensions=7),
+    Pooling(PoolingType.MEAN, dimensions=7),
+)
+LENGTHS = (1, 2, 17, 40, 93, 150)
+
+
+class Recorder:
+    """A runner that keeps the vectors of its steps."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.facts = runner.facts
+        self.swap_cost_tokens = runner.swap_cost_tokens
+        self.vectors: dict[int, bytes] = {}
+
+    def reset(self) -> None:
+        self._runner.reset()
+
+    def sleep(self) -> None:
+        self._runner.sleep()
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = self._runner.execute(step)
+        self.vectors |= output.pooled
+        return output
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ModelRunner, PreTrainedModel]:
+    """A runner, and transformers' model of the same checkpoint."""
+    [architecture] = [a for a in ARCHITECTURES if a.name == request.param]
+    directory: Path = tmp_path_factory.mktemp(architecture.name)
+    build_checkpoint(directory, architecture.config())
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=Dtype.FLOAT32, device=Device.CPU),
+        cache=CacheConfig(block_size=16, num_gpu_blocks_override=200),
+        worker=WorkerConfig(num_threads=1),
+    )
+    runner = load_model_runner(config, lambda phase, done, total: None)
+    return runner, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def vectors(
+    runner: ModelRunner, texts: list[list[int]], pooling: Pooling, **options: object
+) -> list[bytes]:
+    recorder = Recorder(runner)
+    drive(recorder, texts, pooling_params(pooling), **options)
+    return [recorder.vectors[i] for i in range(len(texts))]
+
+
+@torch.inference_mode()
+def expected(model: PreTrainedModel, text: list[int], pooling: Pooling) -> torch.Tensor:
+    """Pool transformers' hidden states by hand."""
+    hidden = model.base_model(input_ids=torch.tensor([text]), use_cache=False)
+    rows = hidden.last_hidden_state[0]
+    vector = rows[-1] if pooling.type is PoolingType.LAST else rows.mean(dim=0)
+    vector = vector[: pooling.dimensions]
+    return vector / vector.norm() if pooling.normalize else vector
+
+
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+def test_vectors_are_pooled_hidden_states(
+    loaded: tuple[ModelRunner, PreTrainedModel], pooling: Pooling
+) -> None:
+    runner, model = loaded
+    texts = prompts(runner.facts.vocab_size)
+    for text, packed in zip(texts, vectors(runner, texts, pooling), strict=True):
+        got = torch.tensor(unpack_floats(packed))
+        assert len(got) == (pooling.dimensions or runner.facts.embedding_size)
+        torch.testing.assert_close(got, expected(model, text, pooling), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", [LAST, MEAN], ids=["last", "mean"])
+def test_vectors_have_the_same_bits_alone_in_a_batch_and_in_chunks(
+    loaded: tuple[ModelRunner, PreTrainedModel], pooling: Pooling
+) -> None:
+    """Also with hits in the prefix cache, beside generations, and after preemptions."""
+    runner, _ = loaded
+    if not runner.facts.exact_resume:
+        pytest.skip(runner.facts.exact_resume_reason)
+    texts = prompts(runner.facts.vocab_size)
+    alone = [vectors(runner, [text], pooling)[0] for text in texts]
+    assert vectors(runner, texts, pooling) == alone
+    assert vectors(runner, texts, pooling, max_num_batched_tokens=19) == alone
+    twice = vectors(runner, texts + texts, pooling, max_num_seqs=1)
+    assert twice == alone + alone
+    recorder = Recorder(runner)
+    generation = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    params = [p for _ in texts for p in (generation, pooling_params(pooling))]
+    both = [list(text) for text in texts for _ in range(2)]
+    num_blocks = 14 * len(runner.facts.kv_groups)
+    run = drive(recorder, both, params, num_blocks=num_blocks, max_num_batched_tokens=23)
+    assert run.num_preemptions > 0 or len(runner.facts.kv_groups) > 1
+    assert [recorder.vectors[2 * i + 1] for i in range(len(texts))] == alone
+
+
+def test_the_sum_of_a_mean_has_the_same_bits_for_every_cut() -> None:
+    """Also where another order of the summands gives other bits."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(700, 40, generator=generator) * 10.0 ** torch.arange(700)[:, None].remainder(
+        9
+    )
+    whole = _add(None, rows)
+    for cut in (1, 7, 255, 256, 257, 699):
+        assert torch.equal(_add(_add(None, rows[:cut]), rows[cut:]), whole)
+    assert not torch.equal(rows[:7].double().sum(0) + rows[7:].double().sum(0), whole)
+
+
+def test_a_vector_that_is_not_finite_fails_its_request_alone(
+    loaded: tuple[ModelRunner, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, _ = loaded
+    texts = prompts(runner.facts.vocab_size)[:2]
+    weight = runner._model.get_input_embeddings().weight  # type: ignore[operator]
+    monkeypatch.setattr(weight, "data", weight.data.clone())
+    weight.data[texts[1][0]] = float("nan")
+    assert texts[1][0] not in texts[0]
+    outputs: list[ModelRunnerOutput] = []
+    execute = runner.execute
+
+    def keep(step: SchedulerOutput) -> ModelRunnerOutput:
+        outputs.append(execute(step))
+        return outputs[-1]
+
+    monkeypatch.setattr(runner, "execute", keep)
+    drive(runner, texts, pooling_params(LAST))
+    assert [set(output.pooled) for output in outputs] == [{0}]
+    assert set(outputs[0].request_errors) == {1}

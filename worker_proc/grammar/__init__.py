@@ -1,0 +1,1 @@
+"""Structured output: grammars are proven beside the worker, compiled in it, and become masks."""

@@ -1,0 +1,180 @@
+"""Compiles grammars for the tokens of one model, and keeps the compiled ones."""
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.message import MAX_TEXT
+from protocol.sampling import Grammar, GrammarKind
+
+if TYPE_CHECKING:  # imported where it is used: most workers never see a grammar
+    import llguidance
+
+MAX_CACHE_BYTES = 256 * 2**20
+WHITESPACE = r"[ \t\n\r]{1,40}"
+"""Between the tokens of JSON. Without a bound a model can write spaces until its last token; the
+schema's key `x-guidance` may set another pattern."""
+FIRST_BYTE_ID = 3
+"""Of the null model, whose ids 3 to 258 are the bytes 0 to 255."""
+
+_INITIAL_LEXER_FUEL = 1_000_000
+_STEP_LEXER_FUEL = 200_000
+_STEP_MAX_ITEMS = 50_000
+_BYTES_PER_CHARACTER = 32
+_LEAST_BYTES = 64 * 1024
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled; the text is for its author."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What the tokens of a model are made from."""
+
+    vocab_size: int
+    eos_token_ids: list[int]
+    directory: str | None = None
+    """Of the checkpoint; None: the null model, whose tokens are bytes."""
+
+
+class Definition(msgspec.Struct, frozen=True):
+    """A grammar in llguidance's own form, and the memory that compiling it took."""
+
+    text: str
+    num_bytes: int = 0
+
+
+def define(grammar: Grammar) -> str:
+    """Translate a grammar to llguidance's own form; a GrammarError if that is not possible."""
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    matcher, source = llguidance.LLMatcher, grammar.source
+    try:
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            return matcher.grammar_from_json_schema(
+                source, defaults={"whitespace_pattern": WHITESPACE}
+            )
+        if grammar.kind is GrammarKind.REGEX:
+            return matcher.grammar_from_regex(source)
+        if grammar.kind is GrammarKind.EBNF:
+            source = any_to_lark(source)
+        return matcher.grammar_from_lark(source)
+    except Exception as error:  # the translation from GBNF raises plain Exceptions
+        raise GrammarError(f"{error}"[:MAX_TEXT]) from error
+
+
+class _ByteTokens:
+    """The tokens of the null model, in the form that llguidance reads."""
+
+    bos_token_id = None
+    special_token_ids = range(FIRST_BYTE_ID)
+
+    def __init__(self, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.tokens = [b""] * FIRST_BYTE_ID + [bytes([byte]) for byte in range(256)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [FIRST_BYTE_ID + byte for byte in text]
+
+
+def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
+    """Build the trie of a model's tokens; a GrammarError names what the checkpoint lacks."""
+    import llguidance
+
+    eos = vocabulary.eos_token_ids
+    if not eos:
+        raise GrammarError("the checkpoint names no EOS token, and a grammar ends with one")
+    if vocabulary.directory is None:
+        wrapper = llguidance.TokenizerWrapper(_ByteTokens(eos[0]))
+        return llguidance.LLTokenizer(wrapper, eos_token=eos)
+    file = Path(vocabulary.directory) / "tokenizer.json"
+    try:
+        tokenizer = json.loads(file.read_bytes())
+        tokenizer["padding"] = tokenizer["truncation"] = None
+        return llguidance.LLTokenizer(json.dumps(tokenizer), eos_token=eos)
+    except Exception as error:
+        raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
+
+
+class GrammarCompiler:
+    """Compiled grammars, from which the states of requests are cloned. Any thread may use it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._tokens: llguidance.LLTokenizer | None = None
+        self._matchers: OrderedDict[Grammar, tuple[llguidance.LLMatcher, int]] = OrderedDict()
+        """Each with the bytes that it is taken to need; the one used last is at the end."""
+        self._num_bytes = 0
+
+    def load(self) -> None:
+        """Build the tokens now, so that the first grammar does not wait for them."""
+        if self._tokens is None:
+            self._tokens = load_tokens(self.vocabulary)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a mask has bits for; they are loaded."""
+        assert self._tokens is not None
+        return self._tokens.vocab_size
+
+    def has(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled; it then counts as used."""
+        with self._lock:
+            if grammar not in self._matchers:
+                return False
+            self._matchers.move_to_end(grammar)
+            return True
+
+    def compile(self, grammar: Grammar, definition: Definition | None = None) -> None:
+        """Compile a grammar, unless it is; a GrammarError if that is not possible."""
+        if self.has(grammar):
+            return
+        import llguidance
+
+        self.load()
+        assert self._tokens is not None
+        definition = definition or Definition(define(grammar))
+        limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=_INITIAL_LEXER_FUEL,
+            step_lexer_fuel=_STEP_LEXER_FUEL,
+            step_max_items=_STEP_MAX_ITEMS,
+            verbose_errors=False,
+        )
+        matcher = llguidance.LLMatcher(self._tokens, definition.text, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # the clones share what this finds out
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error()[:MAX_TEXT])
+        num_bytes = max(
+            definition.num_bytes, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
+        )
+        with self._lock:
+            if grammar not in self._matchers:
+                self._matchers[grammar] = matcher, num_bytes
+                self._num_bytes += num_bytes
+            while self._num_bytes > MAX_CACHE_BYTES and len(self._matchers) > 1:
+                _, (_, num_bytes) = self._matchers.popitem(last=False)
+                self._num_bytes -= num_bytes
+
+    def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":
+        """Return a matcher at the beginning of a grammar; a GrammarError as `compile`."""
+        self.compile(grammar)
+        with self._lock:
+            return self._matchers[grammar][0].deep_copy()
+
+
+def compile_now(message: CompileGrammar, grammars: GrammarCompiler | None) -> GrammarCompiled:
+    """Compile a grammar in this process, without limits of time and memory."""
+    if grammars is None:
+        return GrammarCompiled(message.grammar_id, "this worker cannot compile grammars")
+    try:
+        grammars.compile(message.grammar)
+    except GrammarError as error:
+        return GrammarCompiled(message.grammar_id, str(error))
+    return GrammarCompiled(message.grammar_id)

@@ -1,0 +1,38 @@
+"""Joins the requests of a mirror to their grammars."""
+
+from protocol.message import MAX_TEXT
+from worker_proc.grammar.compiler import GrammarCompiler, GrammarError
+from worker_proc.grammar.state import GrammarState
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+
+
+def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None) -> GrammarState:
+    """Return the state of a request with a grammar; it is made from the outputs on first use.
+
+    The grammar is compiled already, unless others have displaced it since.
+    """
+    if request.grammar_state is None:
+        grammar = request.sampling_params.grammar
+        assert grammar is not None
+        try:
+            if grammars is None:
+                raise GrammarError("this worker cannot compile grammars")
+            matcher = grammars.matcher(grammar)
+        except GrammarError as error:
+            request.grammar_state = GrammarState(None, request.num_prompt_tokens, str(error))
+        else:
+            request.grammar_state = GrammarState(matcher, request.num_prompt_tokens)
+            request.grammar_state.advance(request.token_ids)
+    return request.grammar_state
+
+
+def follow(scheduled: list[ScheduledRequest]) -> dict[int, str]:
+    """Advance the states by what the mirror has appended; returns what has failed, by request."""
+    errors = {}
+    for part in scheduled:
+        state = part.request.grammar_state
+        if state is not None and part.samples:
+            state.advance(part.request.token_ids)
+            if state.error:
+                errors[part.request.req_id] = f"grammar: {state.error}"[:MAX_TEXT]
+    return errors

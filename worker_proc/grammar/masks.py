@@ -1,0 +1,104 @@
+"""Masks of a step's constrained rows, computed in threads of their own beside the model."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_proc.grammar.state import GrammarState
+
+_BITS = 32
+
+
+class RowMasks:
+    """The allowed tokens of some rows."""
+
+    def __init__(self, bits: Tensor, rows: dict[int, int], vocab_size: int) -> None:
+        """Take one line of `bits`, int32, for each constrained row; `rows`: the line of a row."""
+        self._bits = bits
+        self._rows = rows
+        self._vocab_size = vocab_size
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def allowed(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        """Return the tokens that constrained rows may take: bool [n, vocab]."""
+        lines = self._bits.numpy()[[self._rows[row] for row in rows]]
+        known = lines.shape[1] * _BITS
+        bits = np.unpackbits(lines.view(np.uint8), axis=1, bitorder="little")
+        if known < self._vocab_size:
+            bits = np.pad(bits, ((0, 0), (0, self._vocab_size - known)))
+        return torch.from_numpy(bits.view(np.bool_))[:, : self._vocab_size].to(device)
+
+
+class MaskedRows(NamedTuple):
+    """The rows of one request: the first one, and one for each draft."""
+
+    first_row: int
+    state: GrammarState
+    draft_token_ids: list[int]
+
+
+class MaskComputer:
+    """Computes the masks of one step at a time."""
+
+    def __init__(self, num_threads: int, num_tokens: int, vocab_size: int) -> None:
+        """Take the numbers of the tokenizer's tokens and of the model's."""
+        self._num_words = -(-num_tokens // _BITS)
+        self._vocab_size = vocab_size
+        self._executor = llguidance.LLExecutor(num_threads)
+        self._thread = ThreadPoolExecutor(1, "troika-masks")
+
+    def begin(self, requests: list[MaskedRows]) -> Future[RowMasks]:
+        """Start to compute the masks of these requests; their states must not change meanwhile."""
+        return self._thread.submit(self._compute, requests)
+
+    def _compute(self, requests: list[MaskedRows]) -> RowMasks:
+        requests = [request for request in requests if not request.state.error]
+        rows: dict[int, int] = {}
+        lines: list[int] = []
+        for first_row, _, drafts in requests:
+            lines.append(len(rows))
+            rows |= {first_row + place: len(rows) + place for place in range(1 + len(drafts))}
+        # Rows after a draft that is not allowed are dropped in any case, and need no mask.
+        bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
+        try:
+            self._fill(bits, requests, lines)
+        except BaseException:  # also a panic of the library, which is not an Exception
+            for request, line in zip(requests, lines, strict=True):
+                self._fill_alone(bits, request, line)
+        for request in requests:
+            request.state.note_error()
+        return RowMasks(bits, rows, self._vocab_size)
+
+    def _fill(self, bits: Tensor, requests: list[MaskedRows], lines: list[int]) -> None:
+        """Compute the masks of all requests in parallel."""
+        plain, drafted = [], []
+        for (_, state, drafts), line in zip(requests, lines, strict=True):
+            assert state.matcher is not None
+            if drafts:
+                drafted.append((state.matcher, line, drafts))
+            else:
+                plain.append((state.matcher, line))
+        size = bits.data_ptr(), self._num_words * 4, len(bits)
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *size)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *size)
+
+    def _fill_alone(self, bits: Tensor, request: MaskedRows, line: int) -> None:
+        """Compute the masks of one request; if that fails, it fails alone."""
+        try:
+            masks = request.state.masks(request.draft_token_ids)
+        except BaseException as error:
+            request.state.error = f"{type(error).__name__}: {error}"
+            return
+        width = self._num_words * 4
+        for place, mask in enumerate(masks):
+            row = np.frombuffer(mask[:width].ljust(width, b"\0"), np.int32)
+            bits[line + place] = torch.from_numpy(row.copy())

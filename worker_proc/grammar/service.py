@@ -1,0 +1,251 @@
+"""Compiles grammars beside the worker's steps: proven in a process, then compiled in a thread.
+
+There are two lanes, each a thread with a prover of its own. The first gives up a grammar after a
+short time, so that those behind it do not wait; the second one then tries it for longer. A prover
+is started with the first grammar of its lane, and replaced after one that was too much for it.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.message import MAX_TEXT
+from protocol.sampling import Grammar
+from worker_proc.grammar.compiler import Definition, GrammarCompiler, GrammarError
+from worker_proc.grammar.prover import LENGTH_BYTES, MAX_MEMORY_BYTES, Proof
+
+QUICK_S = 0.5
+LIMIT_S = 5.0
+"""Processor time for one grammar. What a lane waits at most is in `_longest_wait_s`: both lanes
+together less than the time after which an answer begins with a comment that keeps its connection
+open, so that an error still has a status."""
+START_S = 30.0
+"""For the start of a prover, with the tokens of a large vocabulary."""
+_CHECK_S = 0.1
+_NICENESS = 10
+_MAX_PROOF_BYTES = 16 * 2**20
+
+log = logging.getLogger("troika.worker")
+
+
+class _Job(NamedTuple):
+    """A grammar, and the adoption that has brought it."""
+
+    adoption: int
+    message: CompileGrammar
+
+
+class GrammarService:
+    """Takes grammars and returns answers; `wake_fd` is readable while there are any."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._adoption = 0
+        self._results: deque[tuple[int, GrammarCompiled]] = deque()
+        self._slow = _Lane(self, compiler, LIMIT_S)
+        self._quick = _Lane(self, compiler, QUICK_S, self._slow)
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def begin_adoption(self) -> None:
+        """Forget what another core has sent: it is neither compiled nor answered."""
+        self._adoption += 1
+        self._results.clear()
+
+    def compile(self, message: CompileGrammar) -> GrammarCompiled | None:
+        """Take a grammar; returns the answer if it is compiled already."""
+        if self._compiler.has(message.grammar):
+            return GrammarCompiled(message.grammar_id)
+        self._quick.put(_Job(self._adoption, message))
+        return None
+
+    def is_wanted(self, job: _Job) -> bool:
+        return job.adoption == self._adoption
+
+    def answer(self, job: _Job, error: str) -> None:
+        """Keep an answer for the loop, and wake it; called by the lanes."""
+        result = GrammarCompiled(job.message.grammar_id, error[:MAX_TEXT])
+        self._results.append((job.adoption, result))
+        os.eventfd_write(self.wake_fd, 1)
+
+    def take_results(self) -> list[GrammarCompiled]:
+        """Return the answers that have become ready."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+        results = []
+        while self._results:
+            adoption, result = self._results.popleft()
+            if adoption == self._adoption:
+                results.append(result)
+        return results
+
+
+class _Lane:
+    """A thread that compiles one grammar after the other."""
+
+    def __init__(
+        self,
+        service: GrammarService,
+        compiler: GrammarCompiler,
+        limit_s: float,
+        slower: "_Lane | None" = None,
+    ) -> None:
+        """Take the time for one grammar, and the lane for those that need more."""
+        self._service = service
+        self._compiler = compiler
+        self._limit_s = limit_s
+        self._slower = slower
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._prover: _Prover | None = None
+
+    def put(self, job: _Job) -> None:
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="troika-grammar", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        while True:
+            job = self._jobs.get()
+            if not self._service.is_wanted(job):
+                continue
+            try:
+                self._compile(job.message)
+            except TimeoutError:
+                if self._slower is not None:
+                    self._slower.put(job)
+                    continue
+                error = f"compiling it takes longer than {self._limit_s:g} s"
+            except (GrammarError, OSError) as problem:
+                error = str(problem)
+            except Exception as problem:
+                log.exception("a grammar could not be compiled")
+                error = f"{type(problem).__name__}: {problem}"
+            else:
+                error = ""
+            self._service.answer(job, error)
+
+    def _compile(self, message: CompileGrammar) -> None:
+        definition = None
+        if not message.is_proven and not self._compiler.has(message.grammar):
+            if self._prover is None:
+                self._prover = _Prover(self._compiler)
+            try:
+                definition = self._prover.prove(message.grammar, self._limit_s)
+            except OSError:
+                self._prover.close()
+                self._prover = None
+                raise
+        self._compiler.compile(message.grammar, definition)
+
+
+class _Prover:
+    """The worker's end of a prover. After an OSError it cannot be used any more."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker_proc.grammar.prover"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._write_fd = self._process.stdin.fileno()
+        self._read_fd = self._process.stdout.fileno()
+        os.set_blocking(self._write_fd, False)
+        os.set_blocking(self._read_fd, False)
+        limit = _Limit(time.monotonic() + START_S, self._process.pid, START_S)
+        try:
+            self._send(msgspec.msgpack.encode(compiler.vocabulary), limit)
+            self._receive(limit)
+        except OSError as error:
+            self.close()
+            text = f"the process that compiles grammars does not start: {error}"
+            raise GrammarError(text) from error
+
+    def prove(self, grammar: Grammar, limit_s: float) -> Definition:
+        """Compile a grammar there; a GrammarError if it cannot be, an OSError past the limits."""
+        pid = self._process.pid
+        limit = _Limit(time.monotonic() + _longest_wait_s(limit_s), pid, _cpu_s(pid) + limit_s)
+        self._send(msgspec.msgpack.encode(grammar), limit)
+        proof = msgspec.msgpack.decode(self._receive(limit), type=Proof)
+        if proof.error:
+            raise GrammarError(proof.error)
+        return proof.definition
+
+    def close(self) -> None:
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
+
+    def _send(self, body: bytes, limit: "_Limit") -> None:
+        rest = memoryview(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+        while rest:
+            limit.wait(self._write_fd, select.POLLOUT)
+            try:
+                rest = rest[os.write(self._write_fd, rest) :]
+            except BlockingIOError:
+                continue
+
+    def _receive(self, limit: "_Limit") -> bytes:
+        length = int.from_bytes(self._read(LENGTH_BYTES, limit), "little")
+        if length > _MAX_PROOF_BYTES:
+            raise OSError(f"its translation has {length} bytes, more than {_MAX_PROOF_BYTES}")
+        return self._read(length, limit)
+
+    def _read(self, length: int, limit: "_Limit") -> bytes:
+        body = bytearray()
+        while len(body) < length:
+            limit.wait(self._read_fd, select.POLLIN)
+            piece = os.read(self._read_fd, length - len(body))
+            if not piece:
+                mib = MAX_MEMORY_BYTES >> 20
+                raise OSError(f"compiling it has failed, probably beyond its {mib} MiB of memory")
+            body += piece
+        return bytes(body)
+
+
+class _Limit(NamedTuple):
+    """The time in which a prover must answer."""
+
+    deadline: float
+    pid: int
+    cpu_s: float
+    """The processor time of the prover at which it is given up."""
+
+    def wait(self, fd: int, event: int) -> None:
+        """Wait until a pipe is ready; TimeoutError past the limit."""
+        poller = select.poll()
+        poller.register(fd, event)
+        while not poller.poll(_CHECK_S * 1000):
+            if time.monotonic() >= self.deadline or _cpu_s(self.pid) >= self.cpu_s:
+                raise TimeoutError
+
+
+def _longest_wait_s(limit_s: float) -> float:
+    """Return the time for a prover that shares its processor with others."""
+    return 1.0 + 2 * limit_s
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used; 0 if it is gone."""
+    process_clock = ~pid << 3 | 2  # see clock_getcpuclockid(3)
+    try:
+        return time.clock_gettime(process_clock)
+    except OSError:
+        return 0.0

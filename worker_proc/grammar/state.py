@@ -1,0 +1,77 @@
+"""The place of one request in its grammar: which tokens may follow.
+
+It is rebuilt from the output ids whenever the worker gets to know the request, so that no state has
+to survive a preemption or a death.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import llguidance
+
+
+class GrammarState:
+    """Follows the outputs of one request. What fails here concerns this request alone."""
+
+    __slots__ = ("_position", "error", "matcher")
+
+    def __init__(
+        self, matcher: "llguidance.LLMatcher | None", num_prompt_tokens: int, error: str = ""
+    ) -> None:
+        """Take a matcher at the beginning of the grammar, or the error why there is none."""
+        self.matcher = matcher
+        self.error = error
+        """Why the request cannot continue; empty: nothing has failed."""
+        self._position = num_prompt_tokens
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Follow the request's new outputs, given all of its tokens.
+
+        After the end (EOS, and what is sampled before the core knows of it) none of them counts.
+        """
+        matcher = self.matcher
+        new, self._position = token_ids[self._position :], len(token_ids)
+        if matcher is None or self.error or matcher.is_stopped():
+            return
+        try:
+            num_allowed = matcher.try_consume_tokens(new)
+        except BaseException as error:  # also a panic of the library, which is not an Exception
+            self.error = f"{type(error).__name__}: {error}"
+            return
+        self.note_error()
+        if self.error:
+            return
+        if num_allowed < len(new) and not matcher.is_stopped():
+            self.error = f"the grammar does not allow token {new[num_allowed]}"
+
+    def note_error(self) -> None:
+        """Take over an error of the matcher, which may exceed its limits at any token."""
+        if self.matcher is not None and self.matcher.is_error():
+            self.error = self.matcher.get_error() or "the grammar has failed"
+
+    def masks(self, draft_token_ids: list[int]) -> list[bytes]:
+        """Return the allowed tokens, one bit each: after the outputs and after each right draft."""
+        if self.matcher is None or self.error:
+            return []
+        matcher = self.matcher.deep_copy() if draft_token_ids else self.matcher
+        masks = [matcher.compute_bitmask()]
+        for token_id in draft_token_ids:
+            if matcher.is_stopped() or matcher.try_consume_tokens([token_id]) == 0:
+                break
+            masks.append(matcher.compute_bitmask())
+        self.note_error()
+        return masks
+
+    def drafts(self, max_tokens: int, proposed: list[int]) -> list[int]:
+        """Return the tokens that the grammar forces, or else what it allows of other drafts.
+
+        Both are guesses: the step that verifies them samples each of them under its mask.
+        """
+        matcher = self.matcher
+        if matcher is None or self.error or matcher.is_stopped():
+            return []
+        try:
+            forced = matcher.compute_ff_tokens()[:max_tokens]
+            return forced or proposed[: matcher.validate_tokens(proposed)]
+        except BaseException:  # the next mask shows what is wrong
+            return []

@@ -1,0 +1,107 @@
+"""Pools hidden states: the last layer's, after its norm, become one vector for a prompt.
+
+A mean is summed in float64, token after token, so that its bits do not depend on how the prompt was
+cut into chunks. The hidden states themselves are as exact as the logits.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
+from worker_proc.mirror import ScheduledRequest
+
+_ROWS_AT_ONCE = 256
+"""Rows that are summed in one call; it bounds the memory of the copy in float64."""
+_SHORTEST = 1e-12
+"""Vectors that are shorter are not stretched to length 1."""
+
+
+class Pooled(NamedTuple):
+    """The vectors of prompts that end with a step, packed, and the requests without a valid one."""
+
+    vectors: dict[int, bytes]
+    not_finite: list[int]
+
+
+class HiddenStates:
+    """What the part of a model in front of its output layer returned last: `[T, size]`."""
+
+    def __init__(self) -> None:
+        self.rows: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers of a vector; 0: the part was not found, or its vectors are too large."""
+        if self.rows is None or self.rows.dim() != 2 or self.rows.shape[1] > MAX_EMBEDDING_SIZE:
+            return 0
+        return self.rows.shape[1]
+
+
+@contextmanager
+def captured_hidden_states(model: Any) -> Iterator[HiddenStates]:
+    """Keep hidden states while the model runs; without a model nothing is kept."""
+    found = HiddenStates()
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output[0], torch.Tensor):
+            found.rows = output[0][0]
+
+    # A model's forward calls one of the two, or the first, which calls the second.
+    parts = {} if model is None else {model.base_model: None, model.get_decoder(): None}
+    handles = [part.register_forward_hook(keep) for part in parts if part is not model]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def pool(
+    scheduled: Sequence[ScheduledRequest],
+    first_rows: Sequence[int],
+    pooling_req_ids: Set[int],
+    hidden: torch.Tensor | None,
+) -> Pooled:
+    """Add the step's rows of `hidden` to the means, and return the vectors of prompts that end."""
+    assert hidden is not None, "the core accepts no such requests for this model"
+    pooled = Pooled({}, [])
+    for part, first in zip(scheduled, first_rows, strict=True):
+        request = part.request
+        if request.req_id not in pooling_req_ids:
+            continue
+        pooling = request.sampling_params.pooling
+        assert pooling is not None
+        rows = hidden[first : first + part.num_tokens]
+        vector = rows[-1].double()
+        if pooling.type is PoolingType.MEAN:
+            assert isinstance(request.hidden_sum, torch.Tensor) or part.start == 0
+            request.hidden_sum = _add(request.hidden_sum, rows)
+            vector = request.hidden_sum / part.end
+        if part.samples:
+            vector = _finish(vector, pooling)
+            if bool(vector.isfinite().all()):
+                pooled.vectors[request.req_id] = vector.numpy().astype("<f4").tobytes()
+            else:
+                pooled.not_finite.append(request.req_id)
+    return pooled
+
+
+def _add(total: Any, rows: torch.Tensor) -> torch.Tensor:
+    for piece in rows.split(_ROWS_AT_ONCE):
+        summands = piece.double()
+        if total is not None:
+            summands = torch.cat((total[None], summands))
+        total = summands.cumsum(0)[-1]  # unlike `sum`, it adds in the order of the rows
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _finish(vector: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    vector = vector[: pooling.dimensions]
+    if pooling.normalize:
+        vector = vector / vector.norm().clamp_min(_SHORTEST)
+    return vector.float().cpu()

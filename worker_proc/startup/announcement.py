@@ -1,0 +1,36 @@
+"""What a worker's start has found out, as lines for the person who started the engine."""
+
+from collections.abc import Iterator
+
+from protocol.core_worker import ModelFacts
+from worker_proc.native.build import compiler
+from worker_proc.runner import PORTABLE_ATTENTION
+
+
+def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
+    """Yield context length, KV capacity, the attention path, and what an optional part costs."""
+    longest = facts.max_model_len
+    concurrency = (facts.num_gpu_blocks - 1) / facts.num_blocks_for(longest - 1)
+    yield (
+        f"context {longest:,} tokens; KV cache {int(concurrency * longest):,} tokens"
+        f" ({concurrency:.1f} requests of full length)"
+    )
+    if not attention:
+        yield "null model: it computes nothing, and its text is made of numbers"
+        return
+    where = " on the ".join(filter(None, (facts.dtype, facts.device.upper())))
+    yield f"attention: {attention}, {where}"
+    if facts.device == "cpu" and attention == PORTABLE_ATTENTION:
+        yield _why_portable()
+    elif not facts.exact_resume:
+        yield f"an interrupted request may continue with other tokens: {facts.exact_resume_reason}"
+
+
+def _why_portable() -> str:
+    cost = (
+        "attention is slower, and an interrupted request may continue with other tokens"
+        " (docs/first_hour.md)"
+    )
+    if compiler() is None:
+        return f"no C++ compiler: {cost}; install g++ and start again"
+    return f"the native kernel is not in use: {cost}; a second start uses it if it was compiled"
