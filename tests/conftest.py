@@ -15,6 +15,9 @@ settings.register_profile(
 settings.load_profile("troika")
 
 VARIANTS = {
+    "scripts/test_bench_scheduler.py": {
+        "test_the_table_compares_with_vllm_where_there_is_a_figure": "",
+    },
     "simulation/test_simulation.py": {
         "test_planted_bugs_are_found": (
             "safety-drop-token safety-repeat-token safety-skip-epoch-check safety-stateful-random "
