@@ -42,7 +42,7 @@ _ROUTES = (
     ("GET", "/livez", info_routes.livez),
     ("GET", "/readyz", info_routes.readyz),
     ("GET", "/metrics", info_routes.metrics),
-    ("GET", "/version", info_routes.version),
+    ("GET", "/version", info_routes.show_version),
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("GET", "/tokenizer_info", token_routes.tokenizer_info),

@@ -25,6 +25,7 @@ from api_proc.openai import info_routes as info
 from api_proc.openai import load_routes, responses, token_routes
 from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
 from api_proc.state import ApiState
+from protocol.version import version
 
 
 class Error(msgspec.Struct):
@@ -241,7 +242,7 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
         paths.setdefault(item.path, {})[item.method.lower()] = _operation(item, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Troika", "version": info.installed_version()},
+        "info": {"title": "Troika", "version": version()},
         "paths": paths,
         "components": {
             "schemas": components,

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import cast
 
 import msgspec
 
@@ -31,10 +30,10 @@ Step = list[tuple[OutputSequence, Delta]]
 
 _PIECE_TOKENS = 256
 """Tokens that become text at a time, so that unread tokens stay ids."""
-_STARTED_TOGETHER = 64
-"""Readers of sequences that begin in one iteration of the event loop."""
 _PIECE_LOGPROBS = 16
 """The same for tokens with logprobs."""
+_STARTED_TOGETHER = 64
+"""Readers of sequences that begin in one iteration of the event loop."""
 
 
 class Generation:
@@ -68,7 +67,9 @@ class Generation:
         self._failure: RequestFailed | None = None
         """Set when the deadline has passed."""
         self._readers: list[HistoryReader] = []
+        """With a session."""
         self._streams: list[RequestStream] = []
+        """Without one."""
         self._body = body
         self._metrics = state.metrics
         self._arrival = time.monotonic()
@@ -116,20 +117,21 @@ class Generation:
 
     def fail(self, error: RequestFailed) -> None:
         """End with an error, unless the request is in a journal and continues later."""
-        if self._session is None:
-            for sequence in self.sequences:
-                cast(RequestStream, sequence.stream).fail(error)
+        for stream in self._streams:
+            stream.fail(error)
+            stream.cancel()
+
+    def _fail_for_good(self, error: RequestFailed) -> None:
+        """End with an error, which another connection to the session receives too."""
+        self.fail(error)
+        if self._session is not None:
+            self._sessions.fail(self._session, error)
 
     def _expire(self) -> None:
         """End with an error, because the time that the client allowed is over."""
-        error = RequestError(
-            ErrorCode.DEADLINE, f"timeout: {self._body.timeout:g} s were not enough"
-        )
-        self._failure = RequestFailed(error)
-        if self._session is None:
-            self.fail(self._failure)
-        else:
-            self._sessions.fail(self._session, self._failure)
+        message = f"timeout: {self._body.timeout:g} s were not enough"
+        self._failure = RequestFailed(RequestError(ErrorCode.DEADLINE, message))
+        self._fail_for_good(self._failure)
 
     @property
     def _sessions(self) -> Sessions:
@@ -238,14 +240,8 @@ class Generation:
 
     def abort(self) -> bool:
         """End all sequences with an error for the client; False: none was submitted yet."""
-        failure = failure_of(RequestError(ErrorCode.ABORTED, "the request was aborted"))
-        for stream in self._streams:
-            stream.fail(failure)
-            stream.cancel()
-        for history in [] if self._session is None else self._session.histories:
-            if not history.is_ended:
-                self._state.client.cancel(history.request_id)
-                history.fail(failure)
+        error = RequestError(ErrorCode.ABORTED, "the request was aborted")
+        self._fail_for_good(failure_of(error))
         return bool(self.sequences)
 
     def slot(self) -> Slot:

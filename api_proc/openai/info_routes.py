@@ -1,7 +1,6 @@
 """GET routes: models, health, metrics, version, tokenizer."""
 
 import time
-from importlib import metadata
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -9,8 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from api_proc.http.connection import Connection
 from api_proc.openai.responses import encode
 from api_proc.state import DEGRADED, ApiState
-
-PACKAGE = "troika"
+from protocol.version import version
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -88,16 +86,8 @@ async def metrics(state: ApiState, connection: Connection) -> None:
     await connection.send(200, state.exposition(), content_type=content_type)
 
 
-async def version(state: ApiState, connection: Connection) -> None:
-    await connection.send(200, encode(Version(installed_version())))
-
-
-def installed_version() -> str:
-    """Return the version of the installed package; a bare checkout has none."""
-    try:
-        return metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "0+checkout"
+async def show_version(state: ApiState, connection: Connection) -> None:
+    await connection.send(200, encode(Version(version())))
 
 
 def _model_card(state: ApiState, name: str) -> dict[str, object]:

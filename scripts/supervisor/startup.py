@@ -17,8 +17,8 @@ from api_proc.http.api_keys import read_keys
 from api_proc.http.tls import make_context
 from protocol.config import ApiConfig, ConfigError, Device, EngineConfig, settings
 from protocol.process.launch import failure_file
+from protocol.version import version
 from scripts.supervisor.help_pages import help_text
-from scripts.version import version
 
 DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "demo_model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

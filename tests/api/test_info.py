@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api_proc.metrics import Histogram
-from api_proc.openai.info_routes import installed_version
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
 from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
+from protocol.version import version
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient, ids_of, wait_until
 
@@ -124,7 +124,7 @@ def test_models(http: httpx.Client) -> None:
 
 
 def test_version(http: httpx.Client) -> None:
-    assert http.get("/version").json() == {"version": installed_version()}
+    assert http.get("/version").json() == {"version": version()}
 
 
 def test_served_model_name(make_server: MakeServer) -> None:

@@ -4,9 +4,9 @@ import pytest
 
 from protocol.config import EngineConfig
 from protocol.config.settings import settings
+from protocol.version import version
 from scripts import cli
 from scripts.supervisor import startup
-from scripts.version import version
 
 GROUPS = sorted(EngineConfig.__struct_fields__)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +158,21 @@ def start(engine: Engine, cases: dict[str, dict[str, Any]]) -> dict[str, Stream]
     return streams
 
 
+def kill_in_turn(
+    engine: Engine, roles: Sequence[Role], streams: dict[str, Stream], kill_after: Sequence[int]
+) -> None:
+    """Kill each role once every stream has a number of events, and none of them has ended."""
+    for role, num_events in zip(roles, kill_after, strict=True):
+
+        def all_have(num_events: int = num_events) -> bool:
+            opened = [stream for stream in streams.values() if stream.is_streamed]
+            return all(s.error is not None or s.num_events >= num_events for s in opened)
+
+        eventually(all_have, f"every stream has {num_events} events", STREAM_TIMEOUT_S)
+        os.kill(engine.pid(role), signal.SIGKILL)
+        assert not any(stream.is_done for stream in streams.values()), "killed in the middle"
+
+
 def finish(streams: dict[str, Stream]) -> None:
     """Wait for the ends of all streams."""
     for name, stream in streams.items():
@@ -227,15 +242,7 @@ def test_killed_streams_equal_undisturbed_ones(
 ) -> None:
     engine, cases, undisturbed = engine_and_undisturbed
     streams = start(engine, cases)
-    for role, num_tokens in zip(roles, KILL_AFTER, strict=True):
-
-        def all_have(num_tokens: int = num_tokens) -> bool:
-            opened = [stream for stream in streams.values() if stream.is_streamed]
-            return all(s.error is not None or s.num_events >= num_tokens for s in opened)
-
-        eventually(all_have, f"every stream has {num_tokens} events", STREAM_TIMEOUT_S)
-        os.kill(engine.pid(role), signal.SIGKILL)
-        assert not any(stream.is_done for stream in streams.values()), "killed in the middle"
+    kill_in_turn(engine, roles, streams, KILL_AFTER)
     finish(streams)
     for name, want in undisturbed.items():
         got = streams[name]

@@ -1,9 +1,7 @@
 """Structured output over HTTP: every form, errors before the answer begins, and kill -9."""
 
 import json
-import os
 import re
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,8 +12,8 @@ import pydantic
 import pytest
 
 from protocol.lifecycle import Role
-from scripts.testing import Engine, EngineFactory, eventually
-from tests.system.test_resume import STREAM_TIMEOUT_S, finish, start
+from scripts.testing import Engine, EngineFactory
+from tests.system.test_resume import STREAM_TIMEOUT_S, finish, kill_in_turn, start
 
 PROMPT = "# the numbers\nvalues = "
 MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 70}
@@ -149,15 +147,7 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine, roles: tuple[Role
     for choice in undisturbed["regex, n=2"].choices.values():
         assert re.fullmatch("[a-z ]+", choice.text)
     streams = start(engine, CASES)
-    for role, num_events in zip(roles, KILL_AFTER, strict=True):
-
-        def all_have(num_events: int = num_events) -> bool:
-            opened = streams.values()
-            return all(s.error is not None or s.num_events >= num_events for s in opened)
-
-        eventually(all_have, f"every stream has {num_events} events", STREAM_TIMEOUT_S)
-        os.kill(engine.pid(role), signal.SIGKILL)
-        assert not any(stream.is_done for stream in streams.values()), "killed in the middle"
+    kill_in_turn(engine, roles, streams, KILL_AFTER)
     finish(streams)
     for name, want in undisturbed.items():
         got = streams[name]
