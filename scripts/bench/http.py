@@ -4,7 +4,8 @@
         troika=http://127.0.0.1:8000/v1 vllm=http://127.0.0.1:8300/v1
 
 Every repetition sends new prompts of token ids, the same to each server: greedy, ignore_eos,
-streamed. Time runs from the first request to the last token. Only the standard library is used.
+streamed. The order of the servers alternates between repetitions. Time runs from the first request
+to the last token. Only the standard library is used.
 """
 
 import argparse
@@ -118,8 +119,10 @@ def main() -> None:
     }
     results: dict[tuple[str, str], list[Figures]] = {}
     for rep in range(-1, arguments.reps):  # the first round warms up
+        # A run may profit or suffer from the one before, so the order changes.
+        order = list(servers.items())[:: -1 if rep % 2 else 1]
         for work in arguments.work:
-            for name, url in servers.items():
+            for name, url in order:
                 requests = WORKLOADS[work](random.Random(f"{work}-{rep}"))
                 figures = asyncio.run(run(url, arguments.model, requests))
                 if rep >= 0:
