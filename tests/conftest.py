@@ -5,8 +5,13 @@ another depth or on another attention backend; a few depend on the machine more 
 `scripts/test -m slow` runs them and the tests that are marked as slow where they are defined.
 """
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+# As in a worker: a thread of OpenMP that waits soon leaves the processor to other processes.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # The same examples on every machine, however busy it is.
 settings.register_profile(
@@ -19,9 +24,11 @@ VARIANTS = {
         "test_the_table_compares_with_vllm_where_there_is_a_figure": "",
     },
     "simulation/test_simulation.py": {
+        "test_no_violation_under_any_fault": "",  # .ci/run simulates far more lives
         "test_planted_bugs_are_found": (
-            "safety-drop-token safety-repeat-token safety-skip-epoch-check safety-stateful-random "
-            "safety-outputs-as-prompt safety-resume-other-seed safety-forget-pause"
+            "progress-drain-at-once safety-drop-token safety-repeat-token "
+            "safety-skip-epoch-check safety-stateful-random safety-outputs-as-prompt "
+            "safety-resume-other-seed safety-forget-pause"
         ),
     },
     "soak/test_soak.py": {
@@ -65,7 +72,7 @@ VARIANTS = {
     "system/test_pausing.py": {
         "test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly": (
             "pause-resume-victims0 pause-resume-victims2 sleep-wake_up-victims1 "
-            "sleep-wake_up-victims3"
+            "sleep-wake_up-victims3 sleep-resume-victims1"
         ),
     },
     "system/test_quarantine.py": {
@@ -133,7 +140,8 @@ VARIANTS = {
     "worker/test_parity.py": {
         "test_outputs_equal_generate_in_every_mode": (
             "sdpa-llama_tied sdpa-qwen2 sdpa-qwen3 sdpa-gemma2 sdpa-phi3 "
-            "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe"
+            "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe sdpa-deepseek_v3 sdpa-mistral_window "
+            "sdpa-granite4_dense"
         ),
     },
     "worker/test_speculation.py": {

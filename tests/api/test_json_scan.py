@@ -137,12 +137,12 @@ def test_every_slice_is_short(name: str) -> None:
         longest = 0.0
         steps = decode._begin(BODIES[name]).steps()
         while True:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 ended = next(steps, steps) is steps
             except ApiError:
                 ended = True
-            longest = max(longest, time.perf_counter() - began)
+            longest = max(longest, time.thread_time() - began)
             if ended:
                 return {"slice_s": longest}
 
