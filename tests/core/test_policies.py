@@ -297,6 +297,7 @@ def test_what_never_ran_is_not_charged() -> None:
 def test_new_tenants_without_end_leave_a_bounded_number_of_accounts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Fair, "MIN_PRUNED", 200)
     monkeypatch.setattr(Fair, "MAX_TENANTS", 400)
     bench = Harness(policy="fair")
     for index in range(1000):
