@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import os
 import signal
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import uvloop
 
-from api_proc.app import openai_app, start_sessions
+from api_proc.app import openai_app, peer_app, start_sessions
 from api_proc.commands import Commands
-from api_proc.http.acceptor import raise_fd_limit
+from api_proc.http.acceptor import max_connections, raise_fd_limit
 from api_proc.http.access_log import AccessLogger
 from api_proc.http.api_keys import read_keys
 from api_proc.http.file_watch import watch_files
@@ -23,41 +22,39 @@ from api_proc.http.listener import open_listener, url_of
 from api_proc.http.server import HttpServer
 from api_proc.http.tls import make_context, tls_files
 from api_proc.page.process_list import ProcessList
+from api_proc.peers.directory import Directory
+from api_proc.peers.peers import MAX_ASKED, MAX_FORWARDED, Peers
+from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from protocol.client.async_client import MAX_OPEN_TOKENS, AsyncEngineClient
-from protocol.config import AccessLog, ConfigError, LogLevel
+from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
 from protocol.lifecycle import Role
 from protocol.process import gc_tuning
-from protocol.process.child_runtime import ChildProcess
+from protocol.process.child_runtime import ChildProcess, log_label
 from protocol.process.failpoints import failpoint
+from protocol.process.malloc import return_memory_early
 from protocol.process.progress import ProgressReporter
 
 _PROGRESS_INTERVAL_S = 10.0
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_LARGE_BYTES = 256 * 1024
+_PEERS_END_S = 2.0
+"""Longest wait for requests of other API processes after the last one of a client."""
+_SUCCESSOR_START_S = 15.0
+"""Time in which the successor of a dead API process is expected to serve."""
 
 
 def main() -> None:
     # The tokenizer's own thread pool would slow down the event loop; one thread is enough.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _return_memory_early()
+    return_memory_early()
     child = ChildProcess.from_argv("api_proc", Role.API, sys.argv[1:])
     child.progress("tokenizer")
     try:
-        text = TextProcessor.load(child.config.model)
+        text = TextProcessor.load(child.config.model, child.config.api.tokenizer_pool_size)
     except ConfigError as error:
         child.fatal("tokenizer", error, retry=False)
     failpoint("api.load")
     uvloop.run(_serve(child, text))
-
-
-def _return_memory_early() -> None:
-    """Let the C library return the memory of a large body to the system as soon as it is free."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE_BYTES)
 
 
 async def _serve(child: ChildProcess, text: TextProcessor) -> None:
@@ -76,9 +73,12 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     run = child.config.run
     logger = None
     if run.access_log is not AccessLog.OFF and run.log_level in (LogLevel.DEBUG, LogLevel.INFO):
-        logger = AccessLogger(run.access_log, run.log_format)
+        label = log_label(child.role, child.rank, child.config)
+        logger = AccessLogger(run.access_log, run.log_format, label=label)
     async with _engine_client(child) as client:
-        state = ApiState(client, child.config, text)
+        state = ApiState(
+            client, child.config, text, index=child.rank, counters=_shared_counters(child)
+        )
         if child.lifecycle_socket is not None:
             state.processes = ProcessList(child.ask_for_status)
         server = HttpServer(
@@ -86,8 +86,11 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
             slow_reader_timeout_s=api.slow_reader_timeout_s,
             on_slow_reader=state.metrics.count_slow_reader,
             tls=tls,
+            is_shared=api.api_server_count > 1,
+            limit=max_connections() - _num_forwarded(api) - _num_peer_connections(api),
         )
-        commands = Commands(child, state, server, logger)
+        peer_server = _join_peers(child, state)
+        commands = Commands(child, state, server, logger, peer_server)
         loop = asyncio.get_running_loop()
         _beat(child.reporter, loop)
         child.attach_asyncio(loop, commands.execute)
@@ -95,7 +98,16 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
         await start_sessions(state)
         gc_tuning.freeze()  # a collection would traverse all token ids of open requests
         tasks = [asyncio.create_task(work) for work in _background(child, client, state, server)]
-        await server.serve(sockets=[listening])
+        if state.peers is None or peer_server is None:
+            await server.serve(sockets=[listening])
+        else:
+            work = peer_server.serve(sockets=[state.peers.directory.listen()])
+            serving_peers = asyncio.create_task(work)
+            await server.serve(sockets=[listening])
+            state.peers.directory.leave()
+            peer_server.stop()
+            with contextlib.suppress(TimeoutError):  # what is left resumes at the successor
+                await asyncio.wait_for(serving_peers, _PEERS_END_S)
         for task in tasks:
             task.cancel()
         if state.sessions is not None:
@@ -103,6 +115,45 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     if logger is not None:
         logger.flush()
     text.close()
+
+
+def _shared_counters(child: ChildProcess) -> SharedCounters | None:
+    """Map the counters of all API processes, if there are several and the file can be used."""
+    count = child.config.api.api_server_count
+    if count == 1:
+        return None
+    try:
+        return SharedCounters(child.run_dir, child.rank, count)
+    except OSError as error:
+        child.log.error("counters are lost with this process: %s", error)
+        return None
+
+
+def _join_peers(child: ChildProcess, state: ApiState) -> HttpServer | None:
+    """Return the server that the other API processes reach; None: there are no others."""
+    if child.config.api.api_server_count == 1:
+        return None
+    directory = Directory(child.run_dir, child.rank, child.epoch)
+    owner_timeout_s = child.config.recovery.shutdown_timeout_s + _SUCCESSOR_START_S
+    api = child.config.api
+    state.peers = Peers(directory, state.ids, owner_timeout_s, _num_forwarded(api))
+    return HttpServer(
+        peer_app(state),
+        slow_reader_timeout_s=api.slow_reader_timeout_s,
+        on_slow_reader=state.metrics.count_slow_reader,
+        limit=_num_peer_connections(api),
+    )
+
+
+def _num_forwarded(api: ApiConfig) -> int:
+    """Return how many requests this process may forward at a time."""
+    num_others = api.api_server_count - 1
+    return min(MAX_FORWARDED, max_connections() // 4) // num_others if num_others else 0
+
+
+def _num_peer_connections(api: ApiConfig) -> int:
+    """Return how many connections all other processes together may have to this one."""
+    return (api.api_server_count - 1) * (_num_forwarded(api) + MAX_ASKED)
 
 
 def _background(

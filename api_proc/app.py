@@ -1,10 +1,12 @@
 """The application: all routes over one engine client. A host may mount it at any path."""
 
 import logging
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -14,9 +16,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from api_proc import openapi
+from api_proc.anthropic.errors import MessagesMiddleware
+from api_proc.anthropic.routes import MESSAGES, count_tokens
 from api_proc.errors import ApiError, internal
 from api_proc.http.access_log import AccessLogger, AccessLogMiddleware
-from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
+from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection, error_body
 from api_proc.http.middleware import (
     OPEN_PATHS,
     AuthMiddleware,
@@ -28,6 +32,9 @@ from api_proc.openai.chat import CHAT
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.embeddings import create_embeddings
 from api_proc.page import routes as page
+from api_proc.peers import sums
+from api_proc.responses import routes as response_routes
+from api_proc.responses.create import RESPONSES, create_response
 from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 
@@ -36,6 +43,8 @@ log = logging.getLogger("troika.api")
 _ROUTES = (
     ("POST", COMPLETIONS.path, COMPLETIONS.serve),
     ("POST", CHAT.path, CHAT.serve),
+    ("POST", MESSAGES.path, MESSAGES.serve),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", info_routes.list_models),
     ("GET", "/v1/models/{name:path}", info_routes.show_model),
     ("GET", "/health", info_routes.health),
@@ -48,6 +57,11 @@ _ROUTES = (
     ("GET", "/tokenizer_info", token_routes.tokenizer_info),
     ("POST", "/apply-template", token_routes.apply_template),
     ("POST", "/v1/embeddings", create_embeddings),
+    ("POST", "/v1/responses", create_response),
+    ("GET", "/v1/responses/{response_id}", response_routes.show_response),
+    ("DELETE", "/v1/responses/{response_id}", response_routes.delete_response),
+    ("POST", "/v1/responses/{response_id}/cancel", response_routes.cancel_response),
+    ("GET", "/v1/responses/{response_id}/input_items", response_routes.list_input_items),
     ("GET", "/load", load_routes.load),
     ("GET", "/v1/load", load_routes.load),
     ("GET", "/slots", load_routes.slots),
@@ -75,15 +89,8 @@ def openai_app(
 ) -> Starlette:
     """Build the application; the host starts and closes the state's client."""
     config = state.config.api
-    routes = [
-        Route(path, _Endpoint(handler, state, keep_alive_interval_s), methods=[method])
-        for method, path, handler in (
-            *_ROUTES,
-            *_ADMIN_ROUTES * config.enable_admin_routes,
-            *page.ROUTES * config.enable_page,
-        )
-    ]
-    middleware = [Middleware(RequestIdMiddleware)]
+    request_ids = Middleware(RequestIdMiddleware, draw=state.ids.draw)
+    middleware = [request_ids, Middleware(MessagesMiddleware)]
     if access_logger is not None:
         middleware.insert(0, Middleware(AccessLogMiddleware, logger=access_logger))
     if config.allowed_origins:
@@ -91,8 +98,42 @@ def openai_app(
     if config.api_key or config.api_key_file is not None:
         open_paths = OPEN_PATHS | page.OPEN_PATHS
         middleware.append(Middleware(AuthMiddleware, keys=state.api_keys, open_paths=open_paths))
+    return _app(_routes(state, keep_alive_interval_s), middleware)
+
+
+def peer_app(state: ApiState) -> Starlette:
+    """Build what other API processes reach: the same routes, without keys, and further ones.
+
+    Every route concerns only this process.
+    """
+    further = (*sums.ROUTES, *response_routes.PEER_ROUTES)
+    routes = _routes(state, KEEP_ALIVE_INTERVAL_S, further, is_forwarded=True)
+    return _app(routes, [Middleware(RequestIdMiddleware), Middleware(MessagesMiddleware)])
+
+
+def _routes(
+    state: ApiState,
+    keep_alive_interval_s: float,
+    further: Iterable[sums.PeerRoute] = (),
+    *,
+    is_forwarded: bool = False,
+) -> Iterator[Route]:
+    config = state.config.api
+    for method, path, handler in (
+        *_ROUTES,
+        *_ADMIN_ROUTES * config.enable_admin_routes,
+        *page.ROUTES * config.enable_page,
+        *further,
+    ):
+        endpoint = _Endpoint(handler, state, keep_alive_interval_s, is_forwarded)
+        yield Route(path, endpoint, methods=[method])
+
+
+def _app(routes: Iterable[Route], middleware: list[Middleware]) -> Starlette:
     app = Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: _on_http_exception}
+        routes=list(routes),
+        middleware=middleware,
+        exception_handlers={HTTPException: _on_http_exception},
     )
     app.router.redirect_slashes = False
     return app
@@ -100,15 +141,17 @@ def openai_app(
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """Handles the requests of one route; every exception becomes a response in OpenAI's shape."""
+    """Handles the requests of one route; every exception becomes an error response."""
 
     handler: Callable[[ApiState, Connection], Awaitable[None]]
     state: ApiState
     keep_alive_interval_s: float
+    is_forwarded: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         interval_s, budget = self.keep_alive_interval_s, self.state.budget
         connection = Connection(scope, receive, send, interval_s, budget)
+        connection.is_forwarded = self.is_forwarded
         try:
             await self.handler(self.state, connection)
         except ApiError as error:
@@ -124,9 +167,16 @@ class _Endpoint:
 
 async def start_sessions(state: ApiState) -> None:
     """Restore the requests of the journal, if there is one, before the first client connects."""
-    if state.config.api.journal_dir is not None:
-        state.sessions = Sessions(state.client, state.config.api, state.metrics.count_end)
-        state.sessions.start({api.path: api.decode_accepted for api in (COMPLETIONS, CHAT)})
+    config = state.config.api
+    if config.journal_dir is not None:
+        if state.ids.index:  # the first process takes over the journal of a single one
+            directory = os.path.join(config.journal_dir, f"api-{state.ids.index}")
+            config = msgspec.structs.replace(config, journal_dir=directory)
+        count_end = state.metrics.count_end
+        state.sessions = Sessions(state.client, config, count_end, kept=state.stored_responses)
+        state.stored_responses.journaling = state.sessions.journaling
+        apis = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+        state.sessions.start({api.path: api.decode_accepted for api in apis})
         await state.sessions.journaling.wait_read()
 
 
@@ -136,5 +186,5 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(error.status_code).phrase
     code = phrase.lower().replace(" ", "_")
     message = f"{phrase}: {request.method} {request.url.path}"
-    body = ApiError(error.status_code, message, code=code).body()
+    body = error_body(request.scope, ApiError(error.status_code, message, code=code))
     return Response(body, error.status_code, error.headers, "application/json")

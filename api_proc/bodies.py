@@ -5,14 +5,16 @@ listed, so that a request for one of them fails instead of getting a different a
 notice. Other unknown fields: `api_proc.unknown_fields`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from api_proc.chat.tools import ToolChoice, Tools, ToolUse, check_tools, resolve_tools
 from api_proc.errors import invalid, unsupported
+from api_proc.http.json_scan import MAX_VALUES, most_values
 from api_proc.openai import structured
+from api_proc.openai.beam_search import LengthPenalty, check_beam_search
 from protocol import sampling
 from protocol.api_core import Tenant
 from protocol.message import TokenId
@@ -31,6 +33,8 @@ PromptItems = Annotated[
 TruncateTokens = Annotated[int, Meta(ge=-1, lt=2**31)]
 Timeout = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 StreamInterval = Annotated[int, Meta(ge=1, le=2**16)]
+ThinkingTokenBudget = Annotated[int, Meta(ge=-1, lt=2**31)]
+PatternSize = Annotated[int, Meta(ge=0, le=sampling.MAX_PATTERN_TOKENS)]
 Unsupported = Raw | UnsetType
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of the parts of a message that are text: of chats, and of the newer responses."""
@@ -39,6 +43,22 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True):
+    """End an output that repeats a pattern of tokens; `max_pattern_size` 0: never."""
+
+    max_pattern_size: PatternSize = 0
+    min_pattern_size: PatternSize = 0
+    min_count: Annotated[int, Meta(ge=0, le=1000)] = 0
+
+    def resolved(self) -> sampling.RepetitionDetection | None:
+        if not self.max_pattern_size:
+            return None
+        if self.min_count < 2:
+            raise invalid("repetition_detection.min_count", "must be at least 2")
+        smallest = max(1, self.min_pattern_size)
+        return sampling.RepetitionDetection(self.max_pattern_size, smallest, self.min_count)
 
 
 class RequestOptions(TypedDict):
@@ -51,9 +71,6 @@ class RequestOptions(TypedDict):
 
 class SamplingBody(msgspec.Struct, kw_only=True):
     """The fields that completions and chat share. None: the server's default."""
-
-    default_max_tokens: ClassVar[int | None] = None
-    """Without a bound in the body; None: as many as fit."""
 
     model: str | None = None
     n: sampling.NumSequences | None = None
@@ -94,7 +111,13 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: sampling.AllowedTokenIds | None = None
     bad_words: sampling.BadWords | None = None
     logprob_token_ids: sampling.LogprobTokenIds | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: ThinkingTokenBudget | None = None
+    """Tokens of reasoning, after which its end is forced; -1: no bound."""
+    best_of: sampling.NumSequences | None = None
+    """Sequences of which the `n` with the highest mean log-probability are returned."""
+    return_progress: bool | None = None
+    """Events of a stream report how much of the prompt is computed."""
     timeout: Timeout | None = None
     """Seconds after which the request ends with an error."""
     stream_interval: StreamInterval | None = None
@@ -103,7 +126,14 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     logits_processors: Unsupported = UNSET
     prompt_embeds: Unsupported = UNSET
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    """With `n` beams, which are all returned."""
+    length_penalty: LengthPenalty | None = None
+    early_stopping: bool | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of each prompt, of which `n` are returned."""
+        return max(self.n or 1, self.best_of or 1)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -117,6 +147,11 @@ class SamplingBody(msgspec.Struct, kw_only=True):
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """The bound where the body has none and they fit; None: as many as fit."""
+        return None
 
     @property
     def request_options(self) -> RequestOptions:
@@ -152,21 +187,26 @@ class SamplingBody(msgspec.Struct, kw_only=True):
             raise invalid("prompt_logprobs", "cannot be streamed")
         if self.truncate_prompt_tokens == 0:
             raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
-        if self.use_beam_search:
-            raise unsupported("use_beam_search")
-        if self.length_penalty not in (None, 1.0):
-            raise unsupported("length_penalty", "is not supported: it needs use_beam_search")
+        if self.return_progress and not self.stream:
+            raise invalid("return_progress", "is allowed only with stream")
         if self.logprob_token_ids and self.num_top_logprobs is None:
             raise invalid("logprob_token_ids", "needs logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise invalid("best_of", f"must be equal to n, which is {self.n or 1}")
-        _reject_unsupported(self, "")
+        self._check_best_of()
+        check_beam_search(self)
+        reject_unsupported(self, "")
+
+    def _check_best_of(self) -> None:
+        num_returned = self.n or 1
+        if self.best_of is None or self.best_of == num_returned:
+            return
+        if self.best_of < num_returned:
+            raise invalid("best_of", f"must be at least n, which is {num_returned}")
+        if self.stream:
+            raise invalid("best_of", "greater than n cannot be streamed")
 
 
 class CompletionBody(SamplingBody, kw_only=True):
     """Body of POST /v1/completions."""
-
-    default_max_tokens: ClassVar[int | None] = DEFAULT_COMPLETION_TOKENS
 
     prompt: PromptText | PromptItems
     echo: bool | None = None
@@ -174,6 +214,10 @@ class CompletionBody(SamplingBody, kw_only=True):
     suffix: Unsupported = UNSET
     parse_special: bool | None = None
     """Whether special tokens in the text of the prompt count as such; the default."""
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -314,12 +358,12 @@ class ChatBody(SamplingBody, kw_only=True):
         resolve_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "needs logprobs to be true")
-        check_continuation(
-            self.messages, self.add_generation_prompt, bool(self.continue_final_message)
-        )
         if any(modality != "text" for modality in self.modalities or []):
             raise unsupported("modalities", "other than text are not supported")
         check_chat_prompt(self.messages, self.chat_template_kwargs)
+        check_continuation(
+            self.messages, self.add_generation_prompt, bool(self.continue_final_message)
+        )
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -364,7 +408,7 @@ _NO_EFFECT = frozenset({b"null", b"[]", b'""', b"false", b'"none"', b'"auto"'})
 def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:
     """Reject content other than text, and template variables that the server sets."""
     for i, message in enumerate(messages):
-        _reject_unsupported(message, f"messages[{i}].")
+        reject_unsupported(message, f"messages[{i}].")
         if message.content is None and message.role != "assistant":
             raise invalid(f"messages[{i}].content", "must be text")
         for j, part in enumerate(message.content if isinstance(message.content, list) else []):
@@ -373,8 +417,26 @@ def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None
                 raise unsupported(f"{where}.type", f"{part.type!r} is not supported, only text is")
             if part.text is None:
                 raise invalid(f"{where}.text", "the field is missing")
+    check_arguments(messages)
     for name in _RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
         raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")
+
+
+def check_arguments(messages: list[ChatMessage], param: str | None = None) -> None:
+    """Bound the JSON texts in the messages like the body itself: templates get them decoded.
+
+    `param` is the field to name; None: the call in `messages`.
+    """
+    num_values = 0
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.tool_calls or ()):
+            arguments = call.function.arguments
+            if isinstance(arguments, str):
+                num_values += most_values(arguments)
+            if num_values > MAX_VALUES:
+                where = f"messages[{i}].tool_calls[{j}].function.arguments"
+                text = f"the arguments of calls have more than {MAX_VALUES} values"
+                raise invalid(param or where, text)
 
 
 def wants_generation_prompt(body: ChatBody | TokenizeBody | TemplateBody) -> bool:
@@ -395,7 +457,7 @@ def check_continuation(
         raise invalid("continue_final_message", "needs text in the final message")
 
 
-def _reject_unsupported(struct: msgspec.Struct, prefix: str) -> None:
+def reject_unsupported(struct: msgspec.Struct, prefix: str) -> None:
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
         if isinstance(value, Raw) and bytes(value).strip() not in _NO_EFFECT:

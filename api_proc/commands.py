@@ -25,8 +25,11 @@ class Commands:
         state: ApiState,
         server: HttpServer,
         access_logger: AccessLogger | None = None,
+        peer_server: HttpServer | None = None,
     ) -> None:
+        """`peer_server` serves the other API processes."""
         self._child = child
+        self._peer_server = peer_server
         self._state = state
         self._server = server
         self._access_logger = access_logger
@@ -67,6 +70,9 @@ class Commands:
 
     async def _retire(self, timeout_s: float) -> None:
         asyncio.get_running_loop().call_later(timeout_s, self._state.fail_open)
+        if self._peer_server is not None and self._state.sessions is not None:
+            # Requests for this process wait for its successor, which reads its journal.
+            self._peer_server.leave_new_ones(timeout_s)
         await self._server.retire(timeout_s)
 
     async def _drain(self) -> None:

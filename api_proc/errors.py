@@ -7,6 +7,7 @@ import msgspec
 from protocol.api_core import ErrorCode, RequestError
 
 RETRY_AFTER_S = 1
+UNSUPPORTED = "unsupported_parameter"
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
@@ -52,7 +53,7 @@ def invalid(param: str, message: str, code: str = ErrorCode.INVALID) -> ApiError
 
 def unsupported(param: str, message: str = "is not supported") -> ApiError:
     """Return a 400 for a field that asks for a feature that this server lacks."""
-    return ApiError(400, f"{param} {message}", param=param, code="unsupported_parameter")
+    return ApiError(400, f"{param} {message}", param=param, code=UNSUPPORTED)
 
 
 def unavailable(message: str, code: str, retry_after_s: int = RETRY_AFTER_S) -> ApiError:

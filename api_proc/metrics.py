@@ -1,10 +1,13 @@
-"""Prometheus metrics: vLLM's names with Troika's prefix, in a registry of their own.
+"""Prometheus metrics in a registry of their own: `troika:NAME` where vLLM has `vllm:NAME`, else
+`troika_NAME`, as Prometheus reserves the colon for recording rules.
 
-The core's counters arrive with its status messages; the rest is measured here.
+The core's counters arrive with its status messages; the rest is measured here. With several API
+processes counters are sums over all of them (`api_proc.peers.shared_counters`), and so are gauges,
+over those that answer.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,10 +19,23 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from api_proc.peers.shared_counters import Take, private
 from protocol.api_core import LOOP_BUCKETS_S, EngineStats
 from protocol.sampling import FinishReason
 
-PREFIX = "troika:"
+VLLM_NAMES = frozenset(
+    (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
+        *("prefix_cache_queries", "prefix_cache_hits", "spec_decode_num_drafts"),
+        *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+        *("request_time_per_output_token_seconds", "e2e_request_latency_seconds"),
+        *("request_prompt_tokens", "request_generation_tokens"),
+        *("request_params_n", "request_params_max_tokens"),
+    )
+)
+"""Metrics that vLLM has, too; counters without `_total`."""
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 _SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
@@ -61,13 +77,17 @@ _ENGINE_COUNTERS = (
 )
 
 
-# Of this process: name and help text.
+# Of the API: name and help text.
 _API_GAUGES = (
     ("http_requests_open", "HTTP requests being read or answered."),
     ("http_request_bytes", "Bytes of their bodies."),
     ("ledger_requests", "Sequences accepted and not ended."),
+    ("stored_responses", "Responses kept for later requests."),
+    ("stored_response_bytes", "Bytes of stored responses and their inputs."),
     ("sessions", "Requests whose clients may come back for the rest."),
-    ("journal_failed", "1 while the journal cannot be written."),
+    ("journal_failed", "Journals that cannot be written at the moment."),
+    ("api_servers", "API processes that were to run."),
+    ("api_servers_answering", "API processes whose gauges are in the sums."),
 )
 _API_COUNTERS = (
     ("requests_resumed", "Requests whose clients have come back."),
@@ -76,119 +96,176 @@ _API_COUNTERS = (
 )
 
 
+def metric_name(name: str) -> str:
+    """Return the name of a metric as it is exposed."""
+    return f"troika:{name}" if name in VLLM_NAMES else f"troika_{name}"
+
+
 class Histogram:
     """Counts of observations by upper bound; cheap enough to observe every token."""
 
-    __slots__ = ("_bounds", "counts", "name", "sum", "text")
+    __slots__ = ("_bounds", "_numbers", "name", "text")
 
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+    def __init__(
+        self, name: str, text: str, bounds: tuple[float, ...], take: Take = private
+    ) -> None:
         self.name = name
         self.text = text
         self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._numbers = take(len(bounds) + 2)  # the counts, then the sum
+
+    @property
+    def sum(self) -> float:
+        return self._numbers[-1]
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+        numbers = self._numbers
+        numbers[bisect_left(self._bounds, value)] += 1
+        numbers[-1] += value
+
+    def add(self, counts: Sequence[float], total: float) -> None:
+        """Add the counts of another histogram with these bounds."""
+        for i, number in enumerate(counts):
+            self._numbers[i] += number
+        self._numbers[-1] += total
+
+    def add_all(self, other: "Histogram") -> None:
+        self.add(other._numbers[:-1], other._numbers[-1])
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return cumulative counts by upper bound, as Prometheus expects them."""
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
+        return list(zip(names, accumulate(self._numbers[:-1]), strict=True))
 
 
 class Metrics:
-    """The API's histograms and counters."""
+    """The histograms and counters of one API process."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: Take = private) -> None:
+        """Count in the numbers of `take`, which a predecessor may have begun."""
         self.time_to_first_token = Histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S, take
         )
         self.inter_token_latency = Histogram(
-            "inter_token_latency_seconds", "Between two outputs.", _PER_TOKEN_S
+            "inter_token_latency_seconds", "Between two outputs.", _PER_TOKEN_S, take
         )
         self.time_per_output_token = Histogram(
             "request_time_per_output_token_seconds",
             "Mean over a request after its first token.",
             _PER_TOKEN_S,
+            take,
         )
         self.e2e_request_latency = Histogram(
-            "e2e_request_latency_seconds", "Arrival to last token.", _E2E_S
+            "e2e_request_latency_seconds", "Arrival to last token.", _E2E_S, take
         )
         self.prompt_tokens = Histogram(
-            "request_prompt_tokens", "Prompt tokens per request.", _TOKENS
+            "request_prompt_tokens", "Prompt tokens per request.", _TOKENS, take
         )
         self.generation_tokens = Histogram(
-            "request_generation_tokens", "Output tokens per request.", _TOKENS
+            "request_generation_tokens", "Output tokens per request.", _TOKENS, take
         )
-        self.params_n = Histogram("request_params_n", "Parameter n.", _SEQUENCES)
+        self.params_n = Histogram("request_params_n", "Parameter n.", _SEQUENCES, take)
         self.params_max_tokens = Histogram(
-            "request_params_max_tokens", "Parameter max_tokens.", _TOKENS
+            "request_params_max_tokens", "Parameter max_tokens.", _TOKENS, take
         )
-        self.num_finished = dict.fromkeys(map(str, FinishReason), 0)
+        self._ended = take(len(FinishReason))
+        self._slow_readers = take(1)
+        self._measured = take(len(_API_COUNTERS))
+        self._measured_before = list(self._measured)
+
+    @property
+    def histograms(self) -> list[Histogram]:
+        return [value for value in vars(self).values() if isinstance(value, Histogram)]
+
+    @property
+    def num_finished(self) -> dict[str, int]:
         """Sequences by finish reason."""
-        self.num_slow_readers = 0
+        return {str(reason): int(self._ended[i]) for i, reason in enumerate(FinishReason)}
 
     def count_end(self, reason: str) -> None:
-        self.num_finished[reason] += 1
+        self._ended[_REASONS[reason]] += 1
+
+    @property
+    def num_slow_readers(self) -> int:
+        return int(self._slow_readers[0])
 
     def count_slow_reader(self) -> None:
         """Count a connection that was closed because its client did not read."""
-        self.num_slow_readers += 1
+        self._slow_readers[0] += 1
+
+    def measured(self) -> dict[str, float]:
+        return {name: self._measured[i] for i, (name, _) in enumerate(_API_COUNTERS)}
+
+    def take_measured(self, counters: Mapping[str, float]) -> None:
+        """Enter counters of other objects, which have counted since this process began."""
+        for i, (name, _) in enumerate(_API_COUNTERS):
+            self._measured[i] = self._measured_before[i] + counters.get(name, 0)
+
+
+_REASONS = {str(reason): i for i, reason in enumerate(FinishReason)}
 
 
 class MetricsCollector(Collector):
-    """Exposes `Metrics`, present measurements by name, and the core's last statistics."""
+    """Exposes the sum of several `Metrics`, gauges, and the core's last statistics."""
 
     def __init__(
         self,
         model_name: str,
-        metrics: Metrics,
+        metrics: Sequence[Metrics],
         engine_stats: Callable[[], EngineStats],
-        measure: Callable[[], dict[str, int]],
     ) -> None:
         self._model_name = model_name
         self._metrics = metrics
         self._engine_stats = engine_stats
-        self._measure = measure
+        self._gauges: Mapping[str, float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def exposition(self) -> bytes:
+    def exposition(self, gauges: Mapping[str, float]) -> bytes:
+        self._gauges = gauges
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        stats, measured, metrics = self._engine_stats(), self._measure(), self._metrics
+        stats, gauges, metrics = self._engine_stats(), self._gauges, self._metrics
         for name, text, field in _ENGINE_GAUGES:
             yield self._family(GaugeMetricFamily, name, text, getattr(stats, field))
         for name, text, field in _ENGINE_COUNTERS:
             yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
         for name, text in _API_GAUGES:
-            yield self._family(GaugeMetricFamily, name, text, measured.get(name, 0))
+            yield self._family(GaugeMetricFamily, name, text, gauges.get(name, 0))
         for name, text in _API_COUNTERS:
-            yield self._family(CounterMetricFamily, name, text, measured.get(name, 0))
-        name, text = PREFIX + "request_success", "Sequences that ended, by reason."
+            total = sum(each.measured()[name] for each in metrics)
+            yield self._family(CounterMetricFamily, name, text, total)
+        name, text = metric_name("request_success"), "Sequences that ended, by reason."
         ended = CounterMetricFamily(name, text, labels=["model_name", "finished_reason"])
-        for reason, count in metrics.num_finished.items():
+        for reason in _REASONS:
+            count = sum(each.num_finished[reason] for each in metrics)
             ended.add_metric([self._model_name, reason], count)
         yield ended
         name, text = (
             "slow_readers_dropped",
             "Connections dropped because their clients did not read.",
         )
-        yield self._family(CounterMetricFamily, name, text, metrics.num_slow_readers)
+        num_slow_readers = sum(each.num_slow_readers for each in metrics)
+        yield self._family(CounterMetricFamily, name, text, num_slow_readers)
         core_loop = Histogram("core_loop_seconds", "Iterations of the core's loop.", LOOP_BUCKETS_S)
-        core_loop.counts = stats.loop_seconds_buckets or core_loop.counts
-        core_loop.sum = stats.loop_seconds_sum
-        own = (value for value in vars(metrics).values() if isinstance(value, Histogram))
-        for histogram in (core_loop, *own):
-            name, text = PREFIX + histogram.name, histogram.text
+        core_loop.add(stats.loop_seconds_buckets, stats.loop_seconds_sum)
+        for histogram in (core_loop, *_sum(metrics)):
+            name, text = metric_name(histogram.name), histogram.text
             family = HistogramMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
             yield family
 
     def _family(self, kind: _Family, name: str, text: str, value: float) -> Metric:
-        family = kind(PREFIX + name, text, labels=["model_name"])
+        family = kind(metric_name(name), text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
+
+
+def _sum(metrics: Sequence[Metrics]) -> list[Histogram]:
+    """Return histograms with the counts of all."""
+    total = Metrics()
+    for each in metrics:
+        for histogram, other in zip(total.histograms, each.histograms, strict=True):
+            histogram.add_all(other)
+    return total.histograms

@@ -6,10 +6,12 @@
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from api_proc.anthropic.bodies import MessagesBody, PromptBody
+from api_proc.anthropic.objects import Message, MessageErrorResponse, StreamEvent, TokenCount
 from api_proc.bodies import (
     ChatBody,
     CompletionBody,
@@ -22,8 +24,12 @@ from api_proc.http.middleware import OPEN_PATHS
 from api_proc.http.open_requests import Slot
 from api_proc.openai import admin_routes as admin
 from api_proc.openai import info_routes as info
-from api_proc.openai import load_routes, responses, token_routes
+from api_proc.openai import load_routes, objects, token_routes
 from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.responses.body import ResponsesBody
+from api_proc.responses.events import ResponseEvent
+from api_proc.responses.objects import Deleted, Response
+from api_proc.responses.routes import MAX_LISTED, ItemList
 from api_proc.state import ApiState
 from protocol.version import version
 
@@ -64,39 +70,94 @@ class Operation(NamedTuple):
     request: type | None = None
     example: dict[str, Any] | None = None
     """A body of a request."""
-    event: type | None = None
+    event: Any = None
     """What each server-sent event holds if the response is streamed."""
     parameters: tuple[Parameter, ...] = ()
     errors: tuple[int, ...] = (401, 500)
+    error: type = ErrorResponse
 
 
 _READS_BODY = (400, 401, 404, 408, 413, 415, 429, 500, 503)
-_GENERATES = (400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
+_COMPUTES = (400, 401, 404, 408, 409, 413, 415, 429, 500, 503)
+_GENERATES = (*_COMPUTES, 504)
+_READS_RESPONSE = (400, 401, 404, 500, 503)
 _CONTROLS = (400, 401, 409, 429, 500, 503)
 _MESSAGES = [{"role": "user", "content": "Hello"}]
+_RESPONSE_ID = (Parameter("response_id", str, "path"),)
 _HTML = "text/html"
 _METRICS = "text/plain"
 
 OPERATIONS = (
     Operation(
         *("POST", "/v1/completions", "generate", "Continue one or more prompts."),
-        *(responses.Completion, CompletionBody),
+        *(objects.Completion, CompletionBody),
         {"prompt": "def main(", "max_tokens": 16},
-        event=responses.Completion,
+        event=objects.Completion,
         errors=_GENERATES,
     ),
     Operation(
         *("POST", "/v1/chat/completions", "generate", "Answer a chat."),
-        *(responses.ChatCompletion, ChatBody),
+        *(objects.ChatCompletion, ChatBody),
         {"messages": _MESSAGES, "max_tokens": 16},
-        event=responses.ChatChunk,
+        event=objects.ChatChunk,
         errors=_GENERATES,
+    ),
+    Operation(
+        *("POST", "/v1/messages", "generate", "Answer a chat, in Anthropic's API."),
+        *(Message, MessagesBody),
+        {"messages": _MESSAGES, "max_tokens": 16},
+        event=StreamEvent,
+        errors=_GENERATES,
+        error=MessageErrorResponse,
+    ),
+    Operation(
+        *("POST", "/v1/messages/count_tokens", "text", "Count the tokens of a chat's prompt."),
+        *(TokenCount, PromptBody),
+        {"messages": _MESSAGES},
+        errors=_READS_BODY,
+        error=MessageErrorResponse,
     ),
     Operation(
         *("POST", "/v1/embeddings", "generate", "Return a vector for each text."),
         *(EmbeddingList, EmbeddingBody),
         {"input": ["a text", "another"]},
+        errors=_COMPUTES,
+    ),
+    Operation(
+        *("POST", "/v1/responses", "generate", "Create a response."),
+        *(Response, ResponsesBody),
+        {"input": "Hello", "max_output_tokens": 16},
+        event=ResponseEvent,
         errors=_GENERATES,
+    ),
+    Operation(
+        *("GET", "/v1/responses/{response_id}", "generate", "Return a stored response."),
+        Response,
+        parameters=_RESPONSE_ID,
+        errors=_READS_RESPONSE,
+    ),
+    Operation(
+        *("DELETE", "/v1/responses/{response_id}", "generate", "Delete a stored response."),
+        Deleted,
+        parameters=_RESPONSE_ID,
+        errors=(*_READS_RESPONSE, 409),
+    ),
+    Operation(
+        *("POST", "/v1/responses/{response_id}/cancel", "generate", "End a response."),
+        Response,
+        parameters=_RESPONSE_ID,
+        errors=(*_READS_RESPONSE, 408, 413, 415, 429),
+    ),
+    Operation(
+        *("GET", "/v1/responses/{response_id}/input_items", "generate"),
+        *("List the input of a response.", ItemList),
+        parameters=(
+            *_RESPONSE_ID,
+            Parameter("limit", Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)]),
+            Parameter("order", Literal["asc", "desc"]),
+            Parameter("after", str),
+        ),
+        errors=_READS_RESPONSE,
     ),
     Operation(
         *("POST", "/abort_requests", "generate", "End open requests by their ids."),
@@ -185,7 +246,7 @@ OPERATIONS = (
 _PHRASES = {
     400: "A field has a bad value.",
     401: "The API key is missing or wrong.",
-    404: "The model does not exist.",
+    404: "The model or the response does not exist.",
     408: "The body did not arrive in time.",
     409: "It contradicts the present state: a request was aborted or has another body, blocks"
     " are in use.",
@@ -194,6 +255,7 @@ _PHRASES = {
     429: "Too much is open; send the request again later.",
     500: "The server has failed.",
     503: "The engine cannot serve requests now.",
+    504: "The request did not end within its `timeout`.",
 }
 _PAGE = Path(__file__).with_name("docs.html")
 _PAGE_HEADERS = (
@@ -232,7 +294,6 @@ def document(operations: Iterable[Operation]) -> dict[str, Any]:
     """Return the OpenAPI document of these routes."""
     operations = list(operations)
     types = {_key(kind): kind for item in operations for kind in _types(item)}
-    types[_key(ErrorResponse)] = ErrorResponse
     found, components = msgspec.json.schema_components(
         types.values(), ref_template="#/components/schemas/{name}"
     )
@@ -256,7 +317,8 @@ def _key(kind: Any) -> str:
 
 
 def _types(item: Operation) -> list[Any]:
-    kinds = (item.request, item.event, item.response, *(p.type for p in item.parameters))
+    others = (p.type for p in item.parameters)
+    kinds = (item.request, item.event, item.response, item.error, *others)
     return [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
 
 
@@ -267,10 +329,11 @@ def _operation(item: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     else:
         content = {"application/json": {"schema": schemas[_key(item.response)]}}
     if item.event is not None:
-        content["text/event-stream"] = {"schema": schemas[_key(item.event)]}
+        kinds = [schemas[_key(item.event)], schemas[_key(ErrorResponse)]]
+        content["text/event-stream"] = {"schema": _event_schema(kinds)}
     answers: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
     for status in item.errors:
-        kind: Any = ErrorResponse
+        kind: Any = item.error
         if status == 503 and item.tag == "health":  # it has the same fields as the 200
             kind = item.response
         schema = {"application/json": {"schema": schemas[_key(kind)]}}
@@ -298,6 +361,17 @@ def _operation(item: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
             body["example"] = item.example
         result["requestBody"] = {"required": True, "content": {"application/json": body}}
     return result
+
+
+def _event_schema(kinds: list[Any]) -> dict[str, Any]:
+    """Describe one server-sent event: JSON text of one of these kinds, or the mark of the end."""
+    piece = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": kinds},
+    }
+    data = {"anyOf": [{"const": "[DONE]"}, piece]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 _TO_ID = str.maketrans({"/": "_", "{": None, "}": None, ".": "_", "-": "_"})

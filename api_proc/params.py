@@ -8,7 +8,7 @@ from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
 from protocol.api_core import ErrorCode
 from protocol.core_worker import ModelFacts
-from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams
+from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams, ThinkingBudget
 
 MAX_WORD_TOKENS = 1024
 
@@ -21,12 +21,16 @@ def sampling_params(
     seed: int,
     bad_words: list[list[int]] | None = None,
     grammar: Grammar | None = None,
+    thinking_budget: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """Fill in the fields that the body leaves out; decoding has checked the bounds.
 
     `bad_words` are those of the body as token ids.
     """
     num_logprobs = body.num_logprobs
+    if num_logprobs is None and body.num_sequences > (body.n or 1):
+        num_logprobs = 0  # the best ones are found by them
+    detection = body.repetition_detection
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(body.temperature, defaults.temperature),
@@ -47,6 +51,9 @@ def sampling_params(
         bad_words=bad_words or [],
         logprob_token_ids=body.logprob_token_ids or [],
         grammar=grammar,
+        repetition_detection=None if detection is None else detection.resolved(),
+        thinking_budget=thinking_budget,
+        return_progress=bool(body.return_progress),
     )
 
 

@@ -5,14 +5,20 @@ import math
 import random
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from api_proc.budget import Budget
 from api_proc.errors import ApiError, overloaded, unavailable
 from api_proc.http.api_keys import ApiKeys
+from api_proc.http.json_body import LargeRequests
 from api_proc.http.open_requests import OpenRequests
+from api_proc.http.request_ids import RequestIds
 from api_proc.metrics import Metrics, MetricsCollector
 from api_proc.page.process_list import ProcessList
+from api_proc.peers.peers import Peers
+from api_proc.peers.shared_counters import SharedCounters
+from api_proc.responses.store import ResponseStore
 from api_proc.resumption.sessions import Sessions
 from api_proc.text.processor import TextProcessor
 from api_proc.unknown_fields import UnknownFields
@@ -35,9 +41,19 @@ class ApiState:
     """One per application."""
 
     def __init__(
-        self, client: AsyncEngineClient, config: EngineConfig, text: TextProcessor
+        self,
+        client: AsyncEngineClient,
+        config: EngineConfig,
+        text: TextProcessor,
+        *,
+        index: int = 0,
+        counters: SharedCounters | None = None,
     ) -> None:
+        """`index`: of this API process. `counters`: of all API processes, if there are several."""
         self.client = client
+        self.ids = RequestIds(index, config.api.api_server_count)
+        self.peers: Peers | None = None
+        """Only with other API processes."""
         self.config = config
         self.text = text
         names = config.model.served_model_name or (PurePath(config.model.model).name,)
@@ -46,19 +62,23 @@ class ApiState:
         """All names of the model; responses have the first one."""
         self.api_keys = ApiKeys(config.api)
         self.created = int(time.time())
-        self.metrics = Metrics()
-        self.exposition = MetricsCollector(
-            self.model_name, self.metrics, self.engine_stats, self._measurements
+        self.metrics = Metrics() if counters is None else Metrics(counters.own())
+        others = [] if counters is None else [Metrics(take) for take in counters.others()]
+        self._exposition = MetricsCollector(
+            self.model_name, [self.metrics, *others], self.engine_stats
         ).exposition
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)
-        self.large_requests = asyncio.Lock()
-        """Held by the one request whose body and prompts are being processed in slices."""
+        self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
+        """One of them is processed in slices, while others are tokenized."""
         self.large_answers = asyncio.Lock()
         """The same for answers; one that waited for requests would hold its memory meanwhile."""
         self.unknown_fields = UnknownFields(config.api.unknown_fields)
         self.sessions: Sessions | None = None
         """Only with a journal; see `api_proc.app.start_sessions`."""
+        self.stored_responses = ResponseStore(
+            config.api.max_stored_responses, config.api.max_stored_response_bytes
+        )
         self.open_requests = OpenRequests()
         self.processes: ProcessList | None = None
         """Only with a supervisor."""
@@ -66,7 +86,9 @@ class ApiState:
         self._health_time = 0.0
         self._started = time.monotonic()
         base = config.model.seed
-        self._random = random.Random(base) if base else secrets.SystemRandom()
+        # Two processes with the same base draw different seeds.
+        own_base = base if index == 0 else f"{base} {index}"
+        self._random = random.Random(own_base) if base else secrets.SystemRandom()
 
     def draw_seed(self) -> int:
         return self._random.getrandbits(63)
@@ -75,8 +97,10 @@ class ApiState:
         self.is_draining = True
 
     async def wait_idle(self) -> None:
-        """Wait until no request is open; the caller has the deadline."""
+        """Wait until no request is open or forwarded; the caller has the deadline."""
         await self.open_requests.wait_none()
+        if self.peers is not None:
+            await self.peers.wait_none()
 
     def fail_open(self) -> None:
         """End all open requests with an error, because the process is about to leave."""
@@ -89,7 +113,8 @@ class ApiState:
         while self._may_learn_facts():
             await asyncio.sleep(_POLL_S)
         facts = self.require_facts()
-        limit = self.config.scheduler.max_num_waiting
+        # The other API processes accept their parts.
+        limit = math.ceil(self.config.scheduler.max_num_waiting / self.ids.count)
         if not self.client.connected and self.client.num_open_requests >= limit:
             message = f"max_num_waiting: {limit} requests wait for the engine to come back"
             raise overloaded(message)
@@ -171,19 +196,28 @@ class ApiState:
         status = self.client.status
         return EngineStats() if status is None else status.stats
 
-    def _measurements(self) -> dict[str, int]:
-        measured = {
+    def gauges(self) -> dict[str, float]:
+        """Measure what this process holds, and bring its counters up to date."""
+        measured: dict[str, float] = {
             "http_requests_open": self.budget.num_requests,
             "http_request_bytes": self.budget.num_bytes,
             "ledger_requests": self.client.num_open_requests,
+            "stored_responses": len(self.stored_responses),
+            "stored_response_bytes": self.stored_responses.num_bytes,
         }
         if self.sessions is not None:
             journaling = self.sessions.journaling
-            measured |= {
-                "sessions": len(self.sessions),
-                "requests_resumed": self.sessions.num_resumed,
-                "journal_bytes": journaling.num_bytes,
-                "journal_failures": journaling.num_failures,
-                "journal_failed": journaling.is_failed,
-            }
+            measured["sessions"] = len(self.sessions)
+            measured["journal_failed"] = int(journaling.is_failed)
+            self.metrics.take_measured(
+                {
+                    "requests_resumed": self.sessions.num_resumed,
+                    "journal_bytes": journaling.num_bytes,
+                    "journal_failures": journaling.num_failures,
+                }
+            )
         return measured
+
+    def exposition(self, gauges: Mapping[str, float]) -> bytes:
+        """Render the metrics, with these sums of gauges."""
+        return self._exposition({**gauges, "api_servers": self.ids.count})

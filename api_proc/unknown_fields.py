@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -78,7 +79,7 @@ class UnknownFields:
         names = [name for name in names if name not in WITHOUT_EFFECT]
         if not names:
             return []
-        self._refuse_foreign(raw, names)
+        refuse_foreign(raw, names, FOREIGN)
         if self._mode == "refuse":
             name = names[0][:64]
             raise unsupported(name, "is not a field of this route")
@@ -91,12 +92,14 @@ class UnknownFields:
                 log.warning("requests have the unknown field %s, which is ignored", name)
         return [(_HEADER, ", ".join(shown).encode())] if shown else []
 
-    def _refuse_foreign(self, raw: bytes, names: list[str]) -> None:
-        found = [name for name in names if name in FOREIGN]
-        if not found:
-            return
-        values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        for name in found:
-            if bytes(values[name]).strip() not in _UNSET_VALUES:
-                hint = f"; use {FOREIGN[name]}" if FOREIGN[name] else ""
-                raise unsupported(name, f"is not supported{hint}")
+
+def refuse_foreign(raw: bytes, names: list[str], foreign: Mapping[str, str]) -> None:
+    """Raise a 400 for a name in `foreign`, which has the route's own name for each or ""."""
+    found = [name for name in names if name in foreign]
+    if not found:
+        return
+    values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    for name in found:
+        if bytes(values[name]).strip() not in _UNSET_VALUES:
+            hint = f"; use {foreign[name]}" if foreign[name] else ""
+            raise unsupported(name, f"is not supported{hint}")

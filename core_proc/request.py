@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
+from core_proc.scheduling.repetition import first_length
 from protocol.message import unpack_token_array
 from protocol.sampling import FinishReason, SamplingParams
 
@@ -30,6 +31,7 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted"
     FINISHED_STOPPED = "finished_stopped"
     FINISHED_LENGTH_CAPPED = "finished_length_capped"
+    FINISHED_REPETITION = "finished_repetition"
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_ERROR = "finished_error"
 
@@ -40,6 +42,7 @@ FINISHED_STATUS = {
     FinishReason.LENGTH: _S.FINISHED_LENGTH_CAPPED,
     FinishReason.ABORT: _S.FINISHED_ABORTED,
     FinishReason.ERROR: _S.FINISHED_ERROR,
+    FinishReason.REPETITION: _S.FINISHED_REPETITION,
 }
 
 _FINISHED = frozenset(FINISHED_STATUS.values())
@@ -56,7 +59,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _S.RUNNING: _FINISHED | {_S.PREEMPTED},
     # A preempted request may still stop: a token of a step in flight arrives late.
     _S.PREEMPTED: _FINISHED | {_S.RUNNING, _S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_TRIAL},
-    _S.WAITING_FOR_TRIAL: _FINISHED | {_S.WAITING, _S.PREEMPTED},
+    _S.WAITING_FOR_TRIAL: _FINISHED | {_S.WAITING, _S.PREEMPTED, _S.WAITING_FOR_GRAMMAR},
     **dict.fromkeys(_FINISHED, frozenset()),
 }
 
@@ -123,6 +126,9 @@ class Request:
     """Drafts among the computed tokens, which a step in flight verifies."""
     max_num_tokens: int = 0
     """Prompt and outputs at which the request ends."""
+    checked_from: int = 0
+    """Prompt and outputs from which on any token may end it: `max_num_tokens`, or less where
+    repetitions are detected."""
     stop_token_ids: frozenset[int] = frozenset()
     """EOS, unless ignored, and the request's own stop tokens."""
 
@@ -183,6 +189,10 @@ class Request:
         """Set what ends it; ValueError, naming the field, if no token is left to sample."""
         params = self.sampling_params
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.checked_from = self.max_num_tokens
+        if params.repetition_detection is not None:
+            num_outputs = max(first_length(params.repetition_detection), params.min_tokens)
+            self.checked_from = min(self.max_num_tokens, self.num_prompt_tokens + num_outputs)
         own = params.stop_token_ids
         if params.ignore_eos and params.grammar is None:  # a grammar's end is the only one
             self.stop_token_ids = frozenset(own)

@@ -9,6 +9,7 @@ from core_proc.invariants import check_invariants
 from core_proc.links.grammars import MAX_COMPILING, Grammars
 from core_proc.links.output_check import check_output
 from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
+from core_proc.links.prompt_progress import PromptProgress
 from core_proc.options import SchedulerOptions
 from core_proc.pausing import Pausing
 from core_proc.recovery.quarantine import Quarantine
@@ -56,6 +57,7 @@ class RunningEngine:
         self.facts = facts
         self.scheduler = Scheduler(SchedulerOptions.combine(config, facts, swap_cost_tokens))
         self.grammars = Grammars(self.scheduler)
+        self.progress = PromptProgress()
         self.pausing = Pausing(self.scheduler, owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID)
 
@@ -67,6 +69,7 @@ class RunningEngine:
         self.quarantine.workers_lost()
         self.scheduler.recompute_all()
         self.grammars.workers_lost()
+        self.progress.workers_lost()
         self.pausing.workers_lost()
 
     def attribute_crash(self, now: float) -> None:
@@ -105,6 +108,8 @@ class RunningEngine:
         except ValueError as problem:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
         self._owners.enter(client, add.request_id, req_id)  # first: if the next fails, it is ended
+        if add.sampling_params.return_progress:
+            self.progress.added(request)
         self.quarantine.added(request)
         return None
 
@@ -162,6 +167,8 @@ class RunningEngine:
         if step is not None:
             self._num_steps += 1
             self.quarantine.dispatched(step)
+            if self.progress:
+                self.progress.dispatched(step)
         self._refuse_failures()
         self._check_invariants()
         return step
@@ -183,6 +190,9 @@ class RunningEngine:
                 continue
             if new_rows:
                 rows.setdefault(owner_of(request).client, []).extend(new_rows)
+        if self.progress:
+            for request, row in self.progress.computed(output.step_id):
+                rows.setdefault(owner_of(request).client, []).append(row)
         for req_id, error in output.request_errors.items():
             if req_id != CANARY_ID:
                 self.scheduler.fail_request(req_id, error, ErrorCode.COMPUTATION_FAILED)

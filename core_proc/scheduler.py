@@ -423,7 +423,7 @@ class Scheduler:
             token_ids = request.token_ids
             token_ids.append(token_id)
             append(result := StepResult(request, [token_id]))
-            if len(token_ids) >= request.max_num_tokens or token_id in request.stop_token_ids:
+            if len(token_ids) >= request.checked_from or token_id in request.stop_token_ids:
                 self._check_stop(result, token_id)
         self.num_generation_tokens += len(results)
         return results
@@ -487,16 +487,25 @@ class Scheduler:
     def hold(
         self, request: Request, blocked: RequestStatus = RequestStatus.WAITING_FOR_TRIAL
     ) -> bool:
-        """Keep a waiting request from being admitted until `unblock`; False if it does not wait."""
-        if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+        """Keep a waiting request from being admitted until `unblock`; False if it does not wait.
+
+        One that waits for its trial may wait for its grammar instead: that of a new worker.
+        """
+        if request.status is RequestStatus.WAITING_FOR_TRIAL:
+            if blocked is not RequestStatus.WAITING_FOR_GRAMMAR:
+                return False
+        elif request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return False
         self.queues.change_waiting(request, blocked)
         return True
 
-    def unblock(self, req_id: int) -> None:
-        """Let a blocked request wait at its old place; other and unknown ones are ignored."""
+    def unblock(self, req_id: int, blocked: RequestStatus | None = None) -> None:
+        """Let a blocked request wait at its old place; other and unknown ones are ignored.
+
+        With `blocked`, so are those that wait for something else.
+        """
         request = self.requests.get(req_id)
-        if request is not None and request.status in BLOCKED:
+        if request is not None and request.status in ({blocked} if blocked else BLOCKED):
             has_run = request.num_cached_tokens is not None
             status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
             self.queues.change_waiting(request, status)

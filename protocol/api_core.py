@@ -25,7 +25,14 @@ from protocol.message import (
     pack_token_ids,
     unpack_token_ids,
 )
-from protocol.sampling import CacheSalt, FinishReason, Priority, SamplingParams
+from protocol.sampling import (
+    MAX_REPEATED_TOKENS,
+    CacheSalt,
+    FinishReason,
+    Priority,
+    RepetitionDetection,
+    SamplingParams,
+)
 
 RequestIds = Annotated[list[RequestId], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0)]
@@ -194,6 +201,8 @@ class RequestOutput(Record):
     """Of the prompt tokens computed since the last output."""
     embedding: PackedVector | None = None
     """The vector of a request with `pooling`; its only output, which has no tokens."""
+    num_computed_tokens: Count | None = None
+    """With `return_progress`: prompt tokens whose KV exists; in outputs without tokens."""
 
 
 class StepOutputs(Message):
@@ -308,6 +317,9 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
         )
     if params.pooling is not None and (error := _validate_pooling(add, facts)) is not None:
         return error
+    detection = params.repetition_detection
+    if detection is not None and (error := _validate_detection(detection)) is not None:
+        return error
     return _validate_room(add, facts)
 
 
@@ -318,6 +330,7 @@ def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestErr
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logprob_token_ids", params.logprob_token_ids),
         *(("bad_words", word) for word in params.bad_words),
+        ("thinking_token_budget", _marker_ids(params)),
     ):
         for token_id in ids:
             if token_id >= facts.vocab_size:
@@ -330,6 +343,23 @@ def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestErr
             text = "bad_words, or min_tokens, ban every token of allowed_token_ids"
             return RequestError(ErrorCode.INVALID, text, "allowed_token_ids")
     return None
+
+
+def _marker_ids(params: SamplingParams) -> list[int]:
+    budget = params.thinking_budget
+    return [] if budget is None else budget.begin_token_ids + budget.end_token_ids
+
+
+def _validate_detection(detection: RepetitionDetection) -> RequestError | None:
+    largest, smallest = detection.max_pattern_size, detection.min_pattern_size
+    if smallest > largest:
+        text = f"min_pattern_size {smallest} is greater than max_pattern_size {largest}"
+    elif largest * detection.min_count > MAX_REPEATED_TOKENS:
+        num_tokens = largest * detection.min_count
+        text = f"max_pattern_size times min_count is {num_tokens}, over {MAX_REPEATED_TOKENS}"
+    else:
+        return None
+    return RequestError(ErrorCode.INVALID, text, "repetition_detection")
 
 
 def _validate_pooling(add: AddRequest, facts: ModelFacts) -> RequestError | None:

@@ -153,6 +153,8 @@ class RestartQuery(Message):
     """Any program → supervisor: replace the processes of a role without losing requests."""
 
     role: Role
+    index: Annotated[int, Meta(ge=0, lt=1024)] | None = None
+    """Of one API process; None: all, one after the other."""
 
 
 class RestartReply(Message):
@@ -172,6 +174,9 @@ class ProcessStatus(Record):
     state: ProcessState
     rss_bytes: int
     num_restarts: int
+    name: str = ""
+    is_spare: bool = False
+    """The second API process with its index, during a planned restart."""
 
 
 class StatusReply(Message):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Incremented with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54
@@ -28,8 +28,9 @@ _HEADER = struct.Struct("<HHIQII")
 HEADER_BYTES = _HEADER.size
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=2**21)]
-PackedTokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 2**21)]
+MAX_TOKEN_IDS = 2**21
+TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKEN_IDS)]
+PackedTokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKEN_IDS)]
 """Ids as unsigned 32-bit little-endian numbers: encoding a long prompt is one copy."""
 
 

@@ -41,6 +41,10 @@ BadWordIds = Annotated[
 CacheSalt = Annotated[str, Meta(max_length=256)]
 
 MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_PATTERN_TOKENS = 64
+MAX_REPEATED_TOKENS = 1024
+"""Bound on a pattern's size times its count: the tokens that the core compares at each step."""
+MAX_MARKER_TOKENS = 64
 MAX_EMBEDDING_SIZE = 2**14
 """Numbers in a vector: a step may return 128 of them in half a frame."""
 
@@ -55,6 +59,8 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
+    """The output has ended in a repeated pattern; see `RepetitionDetection`."""
 
 
 class GrammarKind(enum.StrEnum):
@@ -73,6 +79,27 @@ class Grammar(Record):
 
     kind: GrammarKind
     source: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+
+
+class RepetitionDetection(Record):
+    """An output ends when its last tokens are `min_count` times the same pattern."""
+
+    max_pattern_size: Annotated[int, Meta(ge=1, le=MAX_PATTERN_TOKENS)]
+    min_pattern_size: Annotated[int, Meta(ge=1, le=MAX_PATTERN_TOKENS)]
+    min_count: Annotated[int, Meta(ge=2, le=1000)]
+
+
+class ThinkingBudget(Record):
+    """How long reasoning may be: after `max_tokens` tokens its end marker is forced.
+
+    It counts from the output's first token on, or after a begin marker with which the output
+    begins. An output that does not begin with this marker has no reasoning.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)]
+    begin_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_MARKER_TOKENS)]
+    """Empty if the prompt ends within reasoning."""
+    end_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_MARKER_TOKENS)]
 
 
 class PoolingType(enum.StrEnum):
@@ -128,12 +155,30 @@ class SamplingParams(Record):
     """Where `logprobs` is set: the candidates to describe, instead of the most likely ones."""
     pooling: Pooling | None = None
     """The request returns a vector and no tokens; `max_tokens` is 1. See `pooling_params`."""
+    repetition_detection: RepetitionDetection | None = None
+    thinking_budget: ThinkingBudget | None = None
+    return_progress: bool = False
+    """Outputs without tokens report how much of the prompt is computed."""
 
     @property
     def computes_whole_prompt(self) -> bool:
         """Whether something is needed of every prompt token, so that no cached KV can be read."""
         is_mean = self.pooling is not None and self.pooling.type is PoolingType.MEAN
         return is_mean or self.prompt_logprobs is not None
+
+    @property
+    def edits_scores(self) -> bool:
+        """Whether a parameter may change the logits before a token is chosen, besides a grammar."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.bad_words
+            or self.allowed_token_ids
+            or self.thinking_budget
+        )
 
     @property
     def greedy(self) -> bool:

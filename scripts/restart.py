@@ -1,6 +1,7 @@
 """Replaces processes of a running engine: `python -m scripts.restart ROLE [--run-dir DIR]`.
 
-Open requests are finished, or continued by the successor.
+Open requests are finished, or continued by the successor. Several API processes are replaced one
+after the other; with `--index N` only that one.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.message import ProtocolError
 from protocol.process.status import StatusLink
 from scripts.status import only_run_dir
-from scripts.supervisor.planned_restarts import RESTARTABLE, already_replaced
+from scripts.supervisor.planned_restarts import ALREADY_REPLACED, RESTARTABLE
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
     )
     parser.add_argument("role", choices=[str(role) for role in RESTARTABLE], help="what to replace")
     parser.add_argument("--run-dir", help="which engine, if several run")
+    parser.add_argument("--index", type=int, metavar="N", help="only this one of the API processes")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -48,45 +50,51 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
         help="longest wait for the successors (default: %(default)g)",
     )
     arguments = parser.parse_args(argv)
+    role, index = Role(arguments.role), arguments.index
+    if index is not None and (role is not Role.API or not 0 <= index < 1024):
+        parser.error("--index needs the role api, and a number from 0 to 1023")
     try:
         with contextlib.closing(StatusLink(arguments.run_dir or only_run_dir())) as link:
-            print(restart(link, Role(arguments.role), arguments.timeout))
+            print(restart(link, role, arguments.timeout, index))
     except (LookupError, ProtocolError, ValueError, RestartFailed) as error:
         print(error.args[0], file=sys.stderr)
         return 1
     return 0
 
 
-def restart(link: StatusLink, role: Role, timeout_s: float) -> str:
+def restart(link: StatusLink, role: Role, timeout_s: float, index: int | None = None) -> str:
     """Replace the processes of `role`, wait until their successors serve, and describe that.
 
-    RestartFailed: refused, or not within `timeout_s`.
+    With an `index` only one API process is replaced. RestartFailed: refused, or not within
+    `timeout_s`.
     """
     began = time.monotonic()
     had_successor = False
-    before = [row for row in _rows(link, role) if role is not Role.API or row.rank == 0]
-    _ask(link, role)
+    name = str(role) if index is None else f"{role}-{index}"
+    before, _ = _rows(link, role, index)
+    _ask(link, role, index)
     while True:
-        rows = _rows(link, role)  # with a second API, if there is one
-        after = rows[: len(before)]
-        pairs = zip(before, after, strict=True)
+        after, has_successor = _rows(link, role, index)
+        pairs = list(zip(before, after, strict=True))
         if all(new.state is ProcessState.READY and new.epoch > old.epoch for old, new in pairs):
             break
-        is_old = after[0].epoch == before[0].epoch
-        if is_old and had_successor and len(rows) == len(before):
-            raise RestartFailed(f"the {role} stays: its successor has died")
-        had_successor = len(rows) > len(before)
+        is_old = any(
+            new.epoch == old.epoch and new.state is ProcessState.READY for old, new in pairs
+        )
+        if is_old and had_successor and not has_successor:
+            raise RestartFailed(f"the {name} stays: its successor has died")
+        had_successor = has_successor
         if time.monotonic() - began > timeout_s:
-            raise RestartFailed(f"the {role} is not replaced after {timeout_s:g} s")
+            raise RestartFailed(f"the {name} is not replaced after {timeout_s:g} s")
         time.sleep(_POLL_S)
     seconds = time.monotonic() - began
-    return f"{role} replaced in {seconds:.2f} s: pid {_pids(before)} by {_pids(after)}"
+    return f"{name} replaced in {seconds:.2f} s: pid {_pids(before)} by {_pids(after)}"
 
 
-def _ask(link: StatusLink, role: Role) -> None:
+def _ask(link: StatusLink, role: Role, index: int | None) -> None:
     """Request the restart. After a late answer the next one may report that it has begun."""
-    reply, is_repeated = _query(functools.partial(link.restart, role))
-    has_begun = is_repeated and reply.reason == already_replaced(role)
+    reply, is_repeated = _query(functools.partial(link.restart, role, index=index))
+    has_begun = is_repeated and reply.reason.endswith(ALREADY_REPLACED)
     if not reply.accepted and not has_begun:
         raise RestartFailed(reply.reason)
 
@@ -100,13 +108,14 @@ def _query(ask: Callable[[float], T | None]) -> tuple[T, bool]:
     raise RestartFailed("the supervisor does not answer")
 
 
-def _rows(link: StatusLink, role: Role) -> list[ProcessStatus]:
-    """The rows of a role by rank."""
+def _rows(link: StatusLink, role: Role, index: int | None) -> tuple[list[ProcessStatus], bool]:
+    """The rows of a role by rank, and whether there is a second API process beside one of them."""
     reply, _ = _query(link.query)
     rows = [row for row in reply.processes if row.role is role]
-    if not rows:
-        raise RestartFailed(f"this engine has no {role}")
-    return rows
+    mains = [row for row in rows if not row.is_spare and index in (None, row.rank)]
+    if not mains:
+        raise RestartFailed(f"this engine has no {role}{'' if index is None else f' {index}'}")
+    return mains, any(row.is_spare for row in rows)
 
 
 def _pids(rows: list[ProcessStatus]) -> str:

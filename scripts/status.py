@@ -52,10 +52,9 @@ def render(reply: StatusReply, run_dir: str) -> str:
     """Return a table of the processes, and a line about the engine."""
     table = [_COLUMNS]
     for row in reply.processes:
-        name = f"{row.role} {row.rank}" if row.rank else str(row.role)
         pid = "-" if row.pid is None else str(row.pid)
         memory = f"{row.rss_bytes / 2**20:.0f} MiB"
-        table.append((name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)))
+        table.append((row.name, pid, str(row.epoch), row.state, memory, str(row.num_restarts)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -20,15 +20,19 @@ settings.register_profile(
 settings.load_profile("troika")
 
 VARIANTS = {
+    "core/test_stateful.py": {
+        "test_any_sequence_of_events_keeps_every_promise": "3 4",  # .ci/run runs them, too
+    },
     "scripts/test_bench_scheduler.py": {
         "test_the_table_compares_with_vllm_where_there_is_a_figure": "",
     },
     "simulation/test_simulation.py": {
-        "test_no_violation_under_any_fault": "",  # .ci/run simulates far more lives
+        "test_no_violation_under_any_fault": "safety progress",  # .ci/run simulates far more lives
         "test_planted_bugs_are_found": (
             "progress-drain-at-once safety-drop-token safety-repeat-token "
             "safety-skip-epoch-check safety-stateful-random safety-outputs-as-prompt "
-            "safety-resume-other-seed safety-forget-pause"
+            "safety-resume-other-seed safety-forget-pause safety-forget-grammars "
+            "safety-grammar-from-start progress-swap-vectors"
         ),
     },
     "soak/test_soak.py": {
@@ -43,6 +47,7 @@ VARIANTS = {
         "test_other_servers_are_measured_by_the_same_client": "",
     },
     "system/test_demo.py": {
+        "test_official_client_against_the_real_engine": "",  # tests/clients runs the same client
         "test_many_clients_share_the_engine": "",
         "test_prefix_cache_is_seen_in_usage": "",
         "test_stream_goes_on_after_kill_9": "core worker",
@@ -77,6 +82,9 @@ VARIANTS = {
     },
     "system/test_quarantine.py": {
         "test_only_the_poison_request_is_refused_and_all_others_are_exact": "exc@* hold:30000@*",
+    },
+    "system/test_responses.py": {
+        "test_official_client": "",
     },
     "system/test_restart.py": {
         "test_leaving_api_finishes_its_streams_while_its_successor_serves": "",
@@ -117,6 +125,9 @@ VARIANTS = {
     "system/test_supervisor.py": {
         "test_idle_engine_needs_no_cpu": "",
     },
+    "system/test_tool_calls.py": {
+        "test_official_client": "",
+    },
     "worker/test_bitwise.py": {
         "test_logits_are_the_same_bits_in_every_schedule": (
             "llama_wide_vocab_tied-float32 llama_mlp_bias-float32 llama_mlp_bias-bfloat16 "
@@ -126,7 +137,7 @@ VARIANTS = {
     "worker/test_hybrid_kv.py": {
         "test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards": "sdpa native",
         "test_blocks_that_a_window_has_passed_are_never_read": (
-            "sdpa-gemma2 sdpa-gemma3 sdpa-mistral_window"
+            "sdpa-gemma2 sdpa-gemma3 sdpa-mistral_window native-gemma2"
         ),
         "test_tokens_survive_a_stay_on_the_host": "sdpa-llama sdpa-gemma3",
     },

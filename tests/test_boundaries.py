@@ -26,7 +26,10 @@ ALLOWED = {
 PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
     "protocol": ["config", "transport", "process", "client"],
-    "api_proc": ["chat", "text", "resumption", "http", "openai", "page", "llm"],
+    "api_proc": [
+        *("chat", "text", "resumption", "http", "peers", "openai", "responses", "anthropic"),
+        *("page", "llm"),
+    ],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
         *("native", "kv", "attention", "grammar", "sampling", "loading", "calibration", "startup"),

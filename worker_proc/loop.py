@@ -4,6 +4,7 @@ A worker whose core dies keeps its weights, reconnects and is adopted by the nex
 """
 
 import logging
+from collections.abc import Callable
 
 import zmq
 
@@ -21,6 +22,7 @@ from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.runtime import Clock, Poller
+from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.service import GrammarService
 from worker_proc.runner import Runner
 from worker_proc.shim import WorkerShim
@@ -40,13 +42,19 @@ class WorkerLoop:
     """Connects one runner to the core and to the supervisor."""
 
     def __init__(
-        self, child: ChildProcess, runner: Runner, *, clock: Clock, poller: Poller
+        self,
+        child: ChildProcess,
+        runner: Runner,
+        *,
+        clock: Clock,
+        poller: Poller,
+        make_grammars: Callable[[GrammarCompiler], GrammarService] = GrammarService,
     ) -> None:
         self._child = child
         self._clock = clock
         self._reporter = child.reporter
         self._step_timer = StepTimer(child.config.recovery)
-        grammars = None if runner.grammars is None else GrammarService(runner.grammars)
+        grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         self._grammars_fd = None if grammars is None else grammars.wake_fd
         self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch, grammars)
         self._core = DealerChannel(

@@ -42,6 +42,10 @@ class MirroredRequest:
     ngram_index: NgramIndex | None = None
     grammar_state: GrammarState | None = None
     """Of a request with a grammar; the runner sets it before the request's first step."""
+    edits_scores: bool = False
+    """`sampling_params.edits_scores`, computed once."""
+    is_confined: bool = False
+    """Whether a grammar or a thinking budget decides which tokens may follow."""
     hidden_sum: object = None
     """The runner's sum over the computed tokens, of a request for their mean."""
 
@@ -179,17 +183,20 @@ class Mirror:
         if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
-        self.num_constrained += new.sampling_params.grammar is not None
-        if new.sampling_params.pooling is not None:
+        params = new.sampling_params
+        self.num_constrained += params.grammar is not None
+        if params.pooling is not None:
             self.pooling.add(new.req_id)
         self.requests[new.req_id] = MirroredRequest(
             req_id=new.req_id,
             token_ids=token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
-            sampling_params=new.sampling_params,
+            sampling_params=params,
             block_tables=[list(table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
             num_cached_tokens=new.num_cached_tokens,
+            edits_scores=params.edits_scores,
+            is_confined=params.grammar is not None or params.thinking_budget is not None,
         )
 
     def _grow_tables(self, step: SchedulerOutput) -> None:

@@ -24,6 +24,7 @@ from protocol.transport.runtime import Clock
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
+from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid
 
 CONTEXT_TOKENS = 4  # tokens before the next one that it depends on, besides its position
@@ -83,6 +84,11 @@ def null_vector(request: MirroredRequest, size: int) -> bytes:
         length = math.hypot(*vector) or 1.0
         vector = [value / length for value in vector]
     return struct.pack(f"<{len(vector)}f", *vector)
+
+
+def _allows(mask: bytes, token_id: int) -> bool:
+    place, bit = divmod(token_id, 8)
+    return place < len(mask) and bool(mask[place] >> bit & 1)
 
 
 _POISON = pack_token_ids([POISON_TOKEN_ID])
@@ -200,17 +206,25 @@ class NullRunner:
         request, drafts = part.request, part.request.draft_token_ids[: part.num_drafts]
         known = request.num_tokens
         masks = self._masks(request, drafts)
-        rows = [self._next_token_id(request, masks[0])]
+        rows = [self._sample_masked(request, masks[0])]
         for draft, mask in zip(drafts, masks[1:], strict=True):
             request.token_ids.append(draft)
-            rows.append(self._next_token_id(request, mask))
+            rows.append(self._sample_masked(request, mask))
         del request.token_ids[known:]
         return rows
 
     def _sample_one(self, request: MirroredRequest) -> int:
-        if request.sampling_params.grammar is None:
+        if not request.is_confined:
             return self._next_token_id(request)
-        return self._next_token_id(request, self._masks(request, [])[0])
+        return self._sample_masked(request, self._masks(request, [])[0])
+
+    def _sample_masked(self, request: MirroredRequest, mask: bytes | None) -> int:
+        budget = request.sampling_params.thinking_budget
+        if budget is not None:
+            forced = forced_token(request.token_ids, request.num_prompt_tokens, budget)
+            if forced is not None and (mask is None or _allows(mask, forced)):
+                return forced
+        return self._next_token_id(request, mask)
 
     def _masks(self, request: MirroredRequest, drafts: list[int]) -> list[bytes | None]:
         """Return the mask of each row; None: every token is allowed."""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from api_proc.chat.call_syntax import CallSyntax
-from api_proc.chat.harmony import MARKERS, HarmonyMessages
+from api_proc.chat.harmony import ANALYSIS, END, MARKERS, HarmonyMessages
 
 _TOKEN = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
@@ -65,6 +65,11 @@ class Dialect:
     @property
     def has_reasoning(self) -> bool:
         return self.reasoning is not None or self.messages is not None
+
+    @property
+    def reasoning_markers(self) -> ReasoningFormat | None:
+        """The texts around reasoning: of gpt-oss, around a message of analysis."""
+        return self.reasoning if self.messages is None else ReasoningFormat(ANALYSIS, END)
 
     @property
     def markers(self) -> frozenset[str]:

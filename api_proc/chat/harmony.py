@@ -11,6 +11,7 @@ from api_proc.chat.lark import LarkWriter
 from api_proc.chat.reader import Reading
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 MARKERS = (START, CHANNEL, MESSAGE, END, "<|constrain|>", "<|call|>", "<|return|>")
 _BODY_ENDS = (END, "<|call|>", "<|return|>", START)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
@@ -47,7 +48,7 @@ class HarmonyMessages:
 
     def reasoning(self, lark: LarkWriter) -> str:
         """Return the expression for a message of reasoning before another message."""
-        text = f"{lark.text(CHANNEL + 'analysis' + MESSAGE)} {lark.until(END)}"
+        text = f"{lark.text(ANALYSIS)} {lark.until(END)}"
         return lark.rule(f"{text} {lark.text(START + 'assistant')}")
 
     def final(self, lark: LarkWriter) -> str:

@@ -11,6 +11,7 @@ from api_proc.chat.call_syntax import CallContext
 from api_proc.chat.events import Event, EventSink
 from api_proc.chat.formats import Dialect
 from api_proc.chat.reader import Reading, TextReader
+from api_proc.chat.reasoning_counter import ReasoningCounter
 
 
 class OutputParser:
@@ -40,6 +41,27 @@ class OutputParser:
         """Tool calls that have begun."""
         return self._sink.num_calls
 
+    def reasoning_counter(self, token_bytes: Callable[[int], bytes]) -> ReasoningCounter | None:
+        """Return a counter of the output's tokens of reasoning, if the model may reason."""
+        form = self._dialect.reasoning_markers
+        if form is None:
+            return None
+        return ReasoningCounter(
+            token_bytes,
+            form.begin,
+            (form.end, *self._call_markers),
+            is_open=self._is_reasoning_open,
+            repeats=self._dialect.messages is not None,
+        )
+
+    @property
+    def _call_markers(self) -> tuple[str, ...]:
+        """Markers of calls that end reasoning."""
+        tools = self._dialect.tools
+        if tools is None or not tools.ends_reasoning or not self._has_tools:
+            return ()
+        return tools.markers + tools.opens
+
     def push(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Add the next piece of text; return the events that are certain now."""
         self._reader.push(text)
@@ -62,14 +84,11 @@ class OutputParser:
 
     def _read_reasoning(self) -> Reading[str]:
         """Read reasoning, if the output begins with it; return the marker of a call after it."""
-        form, tools = self._dialect.reasoning, self._dialect.tools
+        form, call_markers = self._dialect.reasoning, self._call_markers
         assert form is not None
         # The model may repeat the marker that the prompt ends with.
         if not (yield from self._reader.starts_with(form.begin)) and not self._is_reasoning_open:
             return ""
-        call_markers: tuple[str, ...] = ()
-        if tools is not None and tools.ends_reasoning and self._has_tools:
-            call_markers = tools.markers + tools.opens
         found = yield from self._reader.until((form.end, *call_markers), self._sink.reasoning)
         self._sink.boundary()
         return found if found in call_markers else ""

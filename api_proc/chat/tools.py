@@ -100,7 +100,8 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        return self.is_required or any(tool.is_strict for tool in self.tools)
+        has_limit = self.is_required or not self.is_parallel
+        return has_limit or any(tool.is_strict for tool in self.tools)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:

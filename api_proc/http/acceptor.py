@@ -46,13 +46,20 @@ class Acceptor:
         num_open: Callable[[], int],
         limit: int,
         tls: ssl.SSLContext | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
-        """Prepare; nothing is accepted before `resume`. The caller closes the socket."""
+        """Prepare; nothing is accepted before `resume`. The caller closes the socket.
+
+        `is_shared`: other processes accept from the same socket. Then a process takes one
+        connection in each turn of its event loop, so that the busiest takes the fewest.
+        """
         listening.setblocking(False)
         self._socket = listening
         self._make_protocol = make_protocol
         self._num_open = num_open
         self._limit = limit
+        self._batch = 1 if is_shared else _BATCH
         self.tls = tls
         """For connections that begin from now on."""
         self._loop = asyncio.get_running_loop()
@@ -83,7 +90,7 @@ class Acceptor:
             self._loop.remove_reader(self._socket.fileno())
 
     def _accept(self) -> None:
-        for _ in range(_BATCH):
+        for _ in range(self._batch):
             if self.is_full:
                 self._pause()
                 return

@@ -46,7 +46,11 @@ class GenerationRecord(NamedTuple):
 class AccessLogger:
     """Chooses the requests that are logged, and writes their lines to a descriptor."""
 
-    def __init__(self, mode: AccessLog, form: LogFormat, fd: int = 2) -> None:
+    def __init__(
+        self, mode: AccessLog, form: LogFormat, fd: int = 2, *, label: str = "api"
+    ) -> None:
+        """`label` names this process in each line."""
+        self._label = label
         self._is_all = mode is AccessLog.ALL
         self._is_json = form is LogFormat.JSON
         self._fd = fd
@@ -105,7 +109,7 @@ class AccessLogger:
             )
             tokens += "" if record.is_sent else " unfinished"
         return (
-            f"{self._clock} [api] {scope['method']} {_path(scope)} {status}{tokens}"
+            f"{self._clock} [{self._label}] {scope['method']} {_path(scope)} {status}{tokens}"
             f" total {duration_s * 1000:.0f} ms {scope[REQUEST_ID_KEY]}\n"
         )
 
@@ -120,7 +124,7 @@ class AccessLogger:
         fields: dict[str, Any] = {
             "time": round(now, 3),
             "level": "info",
-            "process": "api",
+            "process": self._label,
             "event": "request",
             "request_id": scope[REQUEST_ID_KEY],
             "method": scope["method"],
@@ -138,8 +142,8 @@ class AccessLogger:
 
     def _note(self, text: str) -> str:
         if not self._is_json:
-            return f"{self._clock} [api] access log: {text}\n"
-        fields = {"time": self._second, "level": "info", "process": "api", "message": text}
+            return f"{self._clock} [{self._label}] access log: {text}\n"
+        fields = {"time": self._second, "level": "info", "process": self._label, "message": text}
         return msgspec.json.encode(fields).decode() + "\n"
 
     def write(self, line: str) -> None:

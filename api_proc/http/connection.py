@@ -1,7 +1,8 @@
 """One HTTP request and its response on raw ASGI: bounded reading, disconnects, SSE."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -17,8 +18,22 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 REQUEST_ID_KEY = "troika.request_id"
 HAS_CLIENT_ID_KEY = "troika.has_client_id"
 """Whether the client chose the request's id."""
+STYLE_KEY = "troika.style"
+"""How the answers of a route look where that is not OpenAI's way; see `Style`."""
 UNREAD_KEY = "troika.num_unread"
 """A function that counts the tokens that wait to be sent, for the server."""
+ABORT_KEY = "troika.abort"
+"""A function of the server that closes the connection at once."""
+
+
+class Style(NamedTuple):
+    """What responses have in common that do not have OpenAI's shape."""
+
+    keep_alive: bytes
+    """Sent while a stream is silent."""
+    render_error: Callable[[ApiError, str], bytes]
+    """Returns the body of an error response, given the request's id."""
+
 
 Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
@@ -54,6 +69,8 @@ class Connection:
         """Further headers of the response."""
         self.disconnected = False
         self.response_started = False
+        self.is_forwarded = False
+        """Whether another API process has sent the request."""
         self._receive = receive
         self._send = send
         self._keep_alive_interval_s = keep_alive_interval_s
@@ -127,7 +144,7 @@ class Connection:
         self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
 
     def keep_alive(self) -> None:
-        """Start the stream, and send comments while it is silent, so that proxies keep it open."""
+        """Start the stream, and send more while it is silent, so that proxies keep it open."""
         self._tasks.append(asyncio.create_task(self._keep_alive()))
 
     def close(self) -> None:
@@ -138,7 +155,14 @@ class Connection:
             task.cancel()
         self._tasks.clear()
         # They refer to the request, which refers to this connection: memory would be freed late.
-        self.scope[UNREAD_KEY] = None
+        self.scope[UNREAD_KEY] = self.scope[ABORT_KEY] = None
+
+    async def abort(self) -> None:
+        """Close the connection within a response, so that its client sees that the rest is lost."""
+        abort = self.scope.get(ABORT_KEY)
+        if abort is not None:
+            abort()
+            await self._wait_disconnected()
 
     async def send(
         self, status: int, body: bytes, headers: Headers = (), content_type: bytes = JSON
@@ -160,8 +184,19 @@ class Connection:
             await self._write({"type": "http.response.body", "body": piece, "more_body": True})
         await self._write({"type": "http.response.body", "body": b""})
 
+    async def send_stream(
+        self, status: int, headers: Headers, pieces: AsyncIterator[bytes]
+    ) -> None:
+        """Send a response whose body arrives in pieces."""
+        self.response_started = True
+        fields = [*headers, *self.headers]
+        await self._write({"type": "http.response.start", "status": status, "headers": fields})
+        async for piece in pieces:
+            await self._write({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._write({"type": "http.response.body", "body": b""})
+
     async def send_error(self, error: ApiError) -> None:
-        await self.send(error.status, error.body(), error.headers)
+        await self.send(error.status, error_body(self.scope, error), error.headers)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
         """Send server-sent events; waits while the client reads too slowly."""
@@ -194,11 +229,19 @@ class Connection:
         self.disconnected = True
 
     async def _keep_alive(self) -> None:
+        style: Style | None = self.scope.get(STYLE_KEY)
+        frame = KEEP_ALIVE_COMMENT if style is None else style.keep_alive
         while not self.disconnected:
             num_sent = self._num_sent
             await asyncio.sleep(self._keep_alive_interval_s)
             if num_sent == self._num_sent and not self._is_sending:
-                await self.send_frames(KEEP_ALIVE_COMMENT)
+                await self.send_frames(frame)
+
+
+def error_body(scope: Scope, error: ApiError) -> bytes:
+    """Return the body of an error response, in the shape of the request's route."""
+    style: Style | None = scope.get(STYLE_KEY)
+    return error.body() if style is None else style.render_error(error, scope[REQUEST_ID_KEY])
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -9,12 +9,13 @@ import asyncio
 import re
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from api_proc.errors import ApiError, from_decoding
 from api_proc.http.json_scan import IdRun, JsonScan
+from api_proc.text.shared_ids import shared_ids
 from protocol.message import TokenId
 
 _ID_FIELDS = ("prompt", "tokens", "input")
@@ -29,20 +30,40 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
 
 
-class Turn:
-    """One request's place among those with much work for the event loop; one at a time has it."""
+class LargeRequests:
+    """All requests with much work for the event loop: one works, and a few are in memory."""
 
-    def __init__(self, lock: asyncio.Lock) -> None:
-        self._lock = lock
-        self._is_taken = False
+    def __init__(self, max_in_memory: int) -> None:
+        self.working = asyncio.Lock()
+        self.in_memory = asyncio.Semaphore(max_in_memory)
+
+
+class Turn:
+    """One request's place among the large ones."""
+
+    def __init__(self, requests: LargeRequests) -> None:
+        self.num_values = 0
+        """Names and values in the body that was decoded in this turn."""
+        self._requests = requests
+        self._is_in_memory = False
+        self._is_working = False
 
     async def pause(self) -> None:
         """Let other tasks run between two slices of work; waits for the turn at first."""
-        if self._is_taken:
+        if self._is_working:
             await asyncio.sleep(0)
-        else:
-            await self._lock.acquire()
-            self._is_taken = True
+            return
+        if not self._is_in_memory:
+            await self._requests.in_memory.acquire()
+            self._is_in_memory = True
+        await self._requests.working.acquire()
+        self._is_working = True
+
+    async def rest(self) -> None:
+        """Let another large request work while this one waits for a process."""
+        if self._is_working:
+            self._stop()
+            await asyncio.sleep(0)
 
     def __enter__(self) -> "Turn":
         return self
@@ -57,9 +78,28 @@ class Turn:
 
     def end(self) -> None:
         """Let the next one begin. Idempotent."""
-        if self._is_taken:
-            self._is_taken = False
-            self._lock.release()
+        self._stop()
+        if self._is_in_memory:
+            self._is_in_memory = False
+            self._requests.in_memory.release()
+
+    def _stop(self) -> None:
+        if self._is_working:
+            self._is_working = False
+            self._requests.working.release()
+
+
+Decoded_co = TypeVar("Decoded_co", covariant=True)
+
+
+class BodyDecoding(Protocol[Decoded_co]):
+    """What a route decodes its bodies with: a `BodyDecoder`, or one that translates the result."""
+
+    def __call__(self, raw: bytes) -> Decoded_co:
+        """Decode a body that this server has accepted before, or a small one, without a pause."""
+
+    async def in_turn(self, raw: bytes, turn: Turn) -> tuple[Decoded_co, list[str]]:
+        """Decode a body of any size; returns it with the names that its struct lacks."""
 
 
 class BodyDecoder(Generic[Body]):
@@ -82,6 +122,7 @@ class BodyDecoder(Generic[Body]):
         decoding = self._begin(raw)
         for _ in decoding.steps():
             await turn.pause()
+        turn.num_values = decoding.scan.num_values
         names = (name.decode("utf-8", "replace") for name in decoding.scan.names)
         return decoding.body, [name for name in names if name not in self.fields]
 
@@ -132,7 +173,7 @@ class _Decoding(Generic[Body]):
             token_ids: list[int] = []
             for piece in self._pieces(run):
                 try:
-                    token_ids += _decode_ids(b"[%b]" % piece)
+                    token_ids += shared_ids(_decode_ids(b"[%b]" % piece))
                 except msgspec.ValidationError as error:
                     raise _located(error, field, run.place, len(token_ids)) from error
                 yield

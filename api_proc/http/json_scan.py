@@ -16,6 +16,8 @@ from api_proc.errors import ApiError
 MAX_DEPTH = 128
 MAX_VALUES = 2**16
 """Names and values in one body, without arrays of token ids in the fields for them."""
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string, or an unterminated one to the end of the text, so that each character is read once."""
 _SLICE_BYTES = 2**18
 _SLICE_TOKENS = 1024
 _SHOWN_CHARS = 64
@@ -60,7 +62,8 @@ class JsonScan:
         self.num_ids = 0
         self._raw = raw
         self._id_fields = id_fields
-        self._num_values = 0
+        self.num_values = 0
+        """Names and values, without token ids."""
         self._containers: list[_Container] = []
 
     def steps(self) -> Iterator[None]:
@@ -162,8 +165,8 @@ class JsonScan:
         self.num_ids += inner.num_ids + 1
 
     def _count(self, num_values: int) -> None:
-        self._num_values += num_values
-        if self._num_values > MAX_VALUES:
+        self.num_values += num_values
+        if self.num_values > MAX_VALUES:
             message = f"the body has more than {MAX_VALUES} names and values"
             raise ApiError(400, message, code="too_many_values")
 
@@ -186,3 +189,13 @@ def _unescaped(name: bytes) -> bytes:
         return msgspec.json.decode(b'"%b"' % name, type=str).encode("utf-8")
     except (msgspec.DecodeError, UnicodeError):
         return name  # the decoder of the body rejects it, too
+
+
+def most_values(text: str) -> int:
+    """Return how many values a JSON text can have at most; a long one is not decoded for it."""
+    count = _num_marks(text)
+    return count if count <= MAX_VALUES else _num_marks(_STRING.sub("", text))
+
+
+def _num_marks(text: str) -> int:
+    return text.count(",") + text.count("[") + text.count("{")

@@ -1,8 +1,7 @@
 """ASGI middlewares: request ids, requests of web pages, and the check of the API key."""
 
 import re
-import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -11,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api_proc.errors import ApiError
 from api_proc.http.api_keys import ApiKeys
 from api_proc.http.connection import HAS_CLIENT_ID_KEY, REQUEST_ID_KEY, Connection
+from api_proc.http.request_ids import RequestIds
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/livez", "/readyz", "/openapi.json", "/docs"})
 """Routes that need no API key: health, and the description of the API."""
@@ -20,13 +20,16 @@ STATUS_KEY = "troika.status"
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _SCHEME = b"bearer "
+_DRAW = RequestIds().draw
 
 
 class RequestIdMiddleware:
     """Gives each request an id, the client's own where it is valid, and returns it as a header."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, draw: Callable[[], str] = _DRAW) -> None:
+        """`draw` returns a new id."""
         self._app = app
+        self._draw = draw
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +38,7 @@ class RequestIdMiddleware:
         request_id = dict(scope["headers"]).get(b"x-request-id", b"")
         scope[HAS_CLIENT_ID_KEY] = _REQUEST_ID.fullmatch(request_id) is not None
         if not scope[HAS_CLIENT_ID_KEY]:
-            request_id = secrets.token_hex(16).encode()
+            request_id = self._draw().encode()
         scope[REQUEST_ID_KEY] = request_id.decode()
 
         async def send_with_id(message: Message) -> None:
@@ -58,7 +61,7 @@ def cors_middleware(origins: Sequence[str]) -> Middleware:
         allow_origins=origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
+        expose_headers=("x-request-id", "request-id", "retry-after"),
     )
 
 
@@ -79,7 +82,8 @@ class AuthMiddleware:
         await Connection(scope, receive, send).send_error(
             ApiError(
                 401,
-                "this server needs an API key in the header 'Authorization: Bearer <key>'",
+                "this server needs one API key, in the header 'Authorization: Bearer <key>' or "
+                "'x-api-key: <key>'",
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"), (b"connection", b"close")),
             )
@@ -88,15 +92,13 @@ class AuthMiddleware:
     def _is_allowed(self, scope: Scope) -> bool:
         if scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths:
             return True
-        given = _credentials(scope)
-        # Of several headers a proxy could have checked another one.
-        return len(given) == 1 and self._keys.contains(given[0])
+        bearers = [_token(value) for name, value in scope["headers"] if name == b"authorization"]
+        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        # Of several credentials a proxy could have checked another one.
+        is_single = max(len(bearers), len(keys)) == 1 and len({*bearers, *keys}) == 1
+        return is_single and self._keys.contains((bearers + keys)[0])
 
 
-def _credentials(scope: Scope) -> list[bytes]:
-    """Return the token of each Authorization header, else each x-api-key (Anthropic's header)."""
-    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
-    if bearers:
-        size = len(_SCHEME)
-        return [value[size:] if value[:size].lower() == _SCHEME else b"" for value in bearers]
-    return [value for name, value in scope["headers"] if name == b"x-api-key"]
+def _token(authorization: bytes) -> bytes:
+    size = len(_SCHEME)
+    return authorization[size:] if authorization[:size].lower() == _SCHEME else b""

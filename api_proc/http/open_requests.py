@@ -21,7 +21,9 @@ class Slot(msgspec.Struct, kw_only=True):
     """One request that waits for the engine."""
 
     id: int = 0
-    """A running number of this process; it does not let a client abort the request."""
+    """A running number of its process; it does not let a client abort the request."""
+    api_server: int | UnsetType = UNSET
+    """Index of that process, if there are several."""
     request_id: str | UnsetType = UNSET
     """Only with admin routes."""
     path: str
@@ -33,10 +35,26 @@ class Slot(msgspec.Struct, kw_only=True):
     num_output_tokens: int
 
 
+class OpenResponse(Protocol):
+    """A response that clients can read and cancel while it is generated."""
+
+    id: str
+
+    def snapshot(self) -> bytes:
+        """Return its JSON so far."""
+
+    async def cancel(self) -> bytes:
+        """End it; return its JSON."""
+
+
 class OpenRequest(Protocol):
     """One HTTP request with all of its sequences."""
 
     request_id: str
+
+    @property
+    def response(self) -> OpenResponse | None:
+        """The response that it creates, where clients know that by an id of its own."""
 
     def abort(self) -> bool:
         """End it with an error for its client; False: it has not been submitted yet."""
@@ -86,9 +104,17 @@ class OpenRequests:
         wanted |= {given: given for given in ids}
         found = []
         for request in list(self._by_number.values()):
-            if request.request_id in wanted and request.abort():
-                found.append(wanted[request.request_id])
+            name = request.request_id
+            if name not in wanted and request.response is not None:
+                name = request.response.id
+            if name in wanted and request.abort():
+                found.append(wanted[name])
         return found
+
+    def response(self, response_id: str) -> OpenResponse | None:
+        """Return the open response of this id."""
+        responses = (request.response for request in self._by_number.values())
+        return next((item for item in responses if item and item.id == response_id), None)
 
     def slots(self, *, with_ids: bool) -> list[Slot]:
         slots = []

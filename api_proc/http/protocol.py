@@ -13,7 +13,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api_proc.errors import ApiError
-from api_proc.http.connection import UNREAD_KEY
+from api_proc.http.connection import ABORT_KEY, UNREAD_KEY
 
 MAX_UNREAD_TOKENS = 4096
 """Bound for a stream whose client does not read: 16 KiB of token ids, rendered only when sent."""
@@ -117,6 +117,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if not self._is_in_body:
+            self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
             super().on_headers_complete()
             self._is_in_body = True
             self._num_chunks = self._num_body_bytes = 0

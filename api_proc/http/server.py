@@ -31,10 +31,15 @@ class HttpServer(uvicorn.Server):
         slow_reader_timeout_s: float = SLOW_READER_TIMEOUT_S,
         on_slow_reader: Callable[[], None] = lambda: None,
         tls: ssl.SSLContext | None = None,
+        is_shared: bool = False,
+        limit: int | None = None,
     ) -> None:
         """Serve `app`. A connection whose client reads nothing for `slow_reader_timeout_s` is
-        dropped, and `on_slow_reader` is called. With `tls` clients speak HTTPS.
+        dropped, and `on_slow_reader` is called. With `tls` clients speak HTTPS. `is_shared`: other
+        processes serve the same socket. `limit`: of connections; by default as many as there are
+        descriptors.
         """
+        self._limit = limit
         super().__init__(
             uvicorn.Config(
                 app,
@@ -53,6 +58,7 @@ class HttpServer(uvicorn.Server):
         self._slow_reader_timeout_s = slow_reader_timeout_s
         self._on_slow_reader = on_slow_reader
         self._tls = tls
+        self._is_shared = is_shared
         self._acceptors: list[Acceptor] = []
         self._sweep_timer: asyncio.TimerHandle | None = None
 
@@ -76,26 +82,37 @@ class HttpServer(uvicorn.Server):
         Idle connections stay open for a moment, and responses carry `Connection: close`: to a
         client that is sending a request, a connection that closes at once looks like an error.
         """
-        for acceptor in self._acceptors:
-            acceptor.close()
+        self.leave_new_ones(timeout_s)
         closing = (b"connection", b"close")
         self.server_state.default_headers = [*self.server_state.default_headers, closing]
         self.config.encoded_headers = [*self.config.encoded_headers, closing]  # for later ones
-        self.config.timeout_graceful_shutdown = math.ceil(timeout_s)
         await asyncio.sleep(_LINGER_S)
         self.stop()
+
+    def leave_new_ones(self, timeout_s: float) -> None:
+        """Accept no more connections; once stopped, wait `timeout_s` for open requests."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self.config.timeout_graceful_shutdown = math.ceil(timeout_s)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         self.servers = []
         self._loop = asyncio.get_running_loop()
-        limit = max_connections()
+        limit = max_connections() if self._limit is None else self._limit
         for listening in sockets or []:
             # Connections inherit it: unsent data waits in this process, which counts it.
             with contextlib.suppress(OSError):
                 lowat = socket.TCP_NOTSENT_LOWAT
                 listening.setsockopt(socket.IPPROTO_TCP, lowat, _MAX_UNSENT_IN_KERNEL)
-            acceptor = Acceptor(listening, self._make_protocol, self._num_open, limit, self._tls)
+            acceptor = Acceptor(
+                listening,
+                self._make_protocol,
+                self._num_open,
+                limit,
+                self._tls,
+                is_shared=self._is_shared,
+            )
             self._acceptors.append(acceptor)
             acceptor.resume()
         self._sweep()

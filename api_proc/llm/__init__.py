@@ -7,7 +7,9 @@ with LLM("demo") as llm:
         print(output.outputs[0].text)
 """
 
+from api_proc.bodies import RepetitionDetection as RepetitionDetectionParams
 from api_proc.llm.async_llm import AsyncLLM
+from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from api_proc.llm.llm import LLM, PromptsFailed
 from api_proc.llm.outputs import (
     CompletionOutput,
@@ -23,6 +25,9 @@ from protocol.sampling import Pooling, PoolingType
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -30,6 +35,7 @@ __all__ = [
     "Pooling",
     "PoolingType",
     "PromptsFailed",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -6,13 +6,14 @@ from contextlib import aclosing
 from typing import Any
 
 from api_proc.llm.engines import ProcessEngine
-from api_proc.llm.outputs import RequestOutput
+from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from api_proc.llm.prompts import PromptType
 from api_proc.llm.request import PromptRequest
 from api_proc.llm.sampling import SamplingParams
 from api_proc.llm.settings import engine_config
 from api_proc.llm.text_engine import TextEngine
 from protocol.config import EngineConfig
+from protocol.sampling import Pooling
 
 START_TIMEOUT_S = 600.0
 
@@ -83,6 +84,21 @@ class AsyncLLM:
         async with aclosing(engine.outputs(request, params.output_kind)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def embed(
+        self, prompt: PromptType, pooling_params: Pooling | None = None, *, priority: int = 0
+    ) -> EmbeddingRequestOutput:
+        """Return the vector of one prompt; it is aborted when the task is cancelled.
+
+        `pooling_params` are by default those with which the checkpoint was trained. RequestFailed:
+        as `generate`.
+        """
+        engine = self._engine
+        pooling = pooling_params or engine.default_pooling()
+        tokens = await engine.tokenized(prompt)
+        name = engine.new_request_id()
+        request = PromptRequest(name, tokens, SamplingParams(), 0, priority, pooling)
+        return await engine.embed(request)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests with the finish reason abort; ids that are not open are ignored."""

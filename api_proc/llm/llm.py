@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from api_proc.llm.async_llm import START_TIMEOUT_S
+from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams
 from api_proc.llm.engines import Engine, ProcessEngine, SteppedEngine, Stepper
 from api_proc.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from api_proc.llm.prompts import Message, PromptType, invalid, is_one_chat, is_one_prompt
@@ -55,7 +56,7 @@ class LLM:
         """Start an engine and wait until it serves.
 
         Args:
-            model: a checkpoint directory, "demo" or "null".
+            model: a checkpoint directory, "demo", "demo-chat" or "null".
             engine: an engine in this process to use instead, as `scripts.inprocess.InprocEngine`;
                 `model` and `arguments` are those with which it was created.
             arguments: all settings of `troika serve`, with underscores, and those of vLLM's class.
@@ -144,6 +145,24 @@ class LLM:
             return PromptRequest(request_id, prompt, params, 0, pooling=pooling)
 
         work = self._all(items, self._engine.tokenized, request, self._engine.embed, use_tqdm)
+        return _successes(self._thread.run(work, timeout_s=None))
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: UseTqdm = False,
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of prompts, in their order; errors as `generate`."""
+        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
+        each = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens)
+
+        def request(i: int, prompt: Prompt) -> PromptRequest:
+            return PromptRequest(self._engine.new_request_id(), prompt, each, 0)
+
+        search = functools.partial(self._engine.beam_search, params)
+        work = self._all(items, self._engine.tokenized, request, search, use_tqdm)
         return _successes(self._thread.run(work, timeout_s=None))
 
     def chat(
@@ -247,8 +266,11 @@ def _progress(use_tqdm: UseTqdm, total: int) -> Iterator[Callable[[Any], None]]:
     bar = make(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
     num_input = num_output = 0
 
-    def on_end(output: RequestOutput | EmbeddingRequestOutput) -> None:
+    def on_end(output: RequestOutput | EmbeddingRequestOutput | BeamSearchOutput) -> None:
         nonlocal num_input, num_output
+        if isinstance(output, BeamSearchOutput):
+            bar.update(1)
+            return
         num_input += len(output.prompt_token_ids)
         if isinstance(output, RequestOutput):
             num_output += sum(len(item.token_ids) for item in output.outputs)

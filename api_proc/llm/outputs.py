@@ -29,7 +29,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     """For each token, the token itself and the candidates."""
     finish_reason: str | None = None
-    """stop, length or abort; None while it is generated."""
+    """stop, length, repetition or abort; None while it is generated."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the end-of-sequence token."""
 

@@ -5,6 +5,7 @@ import typing
 
 import msgspec
 
+from api_proc.bodies import RepetitionDetection, ThinkingTokenBudget
 from api_proc.errors import ApiError
 from api_proc.openai.structured import ResponseFormat, Schema, StructuredOutputs, grammar_of
 from api_proc.params import bad_word_ids, nth_seed, room_for_output
@@ -61,6 +62,10 @@ class SamplingParams(msgspec.Struct):
     """Where `logprobs` is set: the candidates to describe, instead of the most likely ones."""
     structured_outputs: StructuredOutputs | None = None
     """A constraint for the whole output; a dictionary with its fields is accepted too."""
+    repetition_detection: RepetitionDetection | None = None
+    """Ends an output that repeats a pattern; a dictionary with its fields is accepted too."""
+    thinking_token_budget: ThinkingTokenBudget | None = None
+    """Tokens of reasoning, after which its end is forced; None or -1: no bound."""
 
     def __post_init__(self) -> None:
         for name, hint in _HINTS.items():
@@ -71,6 +76,7 @@ class SamplingParams(msgspec.Struct):
             setattr(self, name, value)
         try:
             self.grammar()
+            self.detection()
         except ApiError as error:
             raise ValueError(error.message) from None
         if self.stop and not self.detokenize:
@@ -83,6 +89,10 @@ class SamplingParams(msgspec.Struct):
     def grammar(self) -> sampling.Grammar | None:
         """Return the constraint as the engine takes it."""
         return grammar_of(_Constrained(structured_outputs=self.structured_outputs))
+
+    def detection(self) -> sampling.RepetitionDetection | None:
+        """Return the repetition detection as the engine takes it."""
+        return None if self.repetition_detection is None else self.repetition_detection.resolved()
 
     @property
     def stop_strings(self) -> list[str]:
@@ -122,6 +132,7 @@ def resolved(
     *,
     seed: int,
     index: int,
+    budget: sampling.ThinkingBudget | None = None,
 ) -> sampling.SamplingParams:
     """Return the parameters of one sequence for the engine; `seed` where `params` has none."""
     max_tokens = params.max_tokens
@@ -142,9 +153,11 @@ def resolved(
         stop_token_ids=params.stop_token_ids or [],
         logit_bias=params.logit_bias or {},
         logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
+        prompt_logprobs=None if index else params.prompt_logprobs,  # the prompt is the same
         allowed_token_ids=params.allowed_token_ids,
         bad_words=bad_word_ids(params.bad_words or [], tokenizer),
         logprob_token_ids=params.logprob_token_ids or [],
         grammar=params.grammar(),
+        repetition_detection=params.detection(),
+        thinking_budget=budget,
     )

@@ -9,14 +9,25 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from api_proc.errors import ApiError
+from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, sequence_of
 from api_proc.llm.engines import Engine
 from api_proc.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from api_proc.llm.prompts import Message, PromptType, invalid, tokenized, tokenized_chat
+from api_proc.llm.prompts import (
+    Message,
+    PromptType,
+    from_api_error,
+    invalid,
+    tokenized,
+    tokenized_chat,
+)
 from api_proc.llm.request import PromptRequest, Request
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams, resolved, with_defaults
+from api_proc.text.beam_search import beam_search
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor
+from api_proc.text.thinking import thinking_budget
 from protocol import sampling
 from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.client.errors import Overloaded, RequestFailed, failure_of
@@ -115,14 +126,19 @@ class TextEngine:
     def _params(self, request: PromptRequest, index: int) -> sampling.SamplingParams:
         if request.pooling is not None:
             return sampling.pooling_params(request.pooling)
-        num_prompt_tokens = len(request.prompt.token_ids)
+        params, token_ids = request.params, request.prompt.token_ids
+        try:
+            budget = thinking_budget(self.text, token_ids, params.thinking_token_budget)
+        except ApiError as error:
+            raise from_api_error(error) from None
         return resolved(
-            request.params,
+            params,
             self.facts,
             self.text.tokenizer,
-            num_prompt_tokens,
+            len(token_ids),
             seed=request.seed,
             index=index,
+            budget=budget,
         )
 
     async def outputs(
@@ -161,6 +177,19 @@ class TextEngine:
             stream.cancel()
         text = "the request has ended without its vector"
         raise failure_of(RequestError(ErrorCode.INTERNAL, text))
+
+    async def beam_search(
+        self, params: BeamSearchParams, request: PromptRequest
+    ) -> BeamSearchOutput:
+        """Return the best continuations of a prompt; RequestFailed: one of the steps has failed."""
+
+        def submit(token_ids: list[int], step_params: sampling.SamplingParams) -> RequestStream:
+            return self.engine.submit(token_ids, step_params, priority=request.priority)
+
+        prompt, tokenizer = request.prompt, self.text.tokenizer
+        options = params.options(self.facts, len(prompt.token_ids))
+        found = await beam_search(submit, prompt.token_ids, options)
+        return BeamSearchOutput([sequence_of(beam, prompt, tokenizer) for beam in found.beams])
 
     def default_pooling(self) -> sampling.Pooling:
         """Return how the checkpoint was trained to embed."""

@@ -7,7 +7,7 @@ import msgspec
 
 from api_proc.errors import ApiError, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
-from api_proc.openai.responses import encode
+from api_proc.openai.objects import encode
 from api_proc.state import ApiState
 from protocol.api_core import PauseMode
 from protocol.client.errors import RequestFailed

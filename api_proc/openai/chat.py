@@ -12,9 +12,10 @@ from api_proc.chat.parser import OutputParser
 from api_proc.chat.tools import no_tool_format
 from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai import responses
+from api_proc.openai import objects
 from api_proc.openai.chat_message import assistant_message, call_ids, chat_delta
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs
+from api_proc.openai.reply import chunk_answers
 from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
 from api_proc.state import ApiState
@@ -24,24 +25,30 @@ from protocol.core_worker import ModelFacts
 from protocol.sampling import MAX_GRAMMAR_CHARS, FinishReason, SamplingParams
 
 
-async def _tokenize(state: ApiState, body: ChatBody, facts: ModelFacts) -> list[Prompt]:
+async def tokenize_chat(state: ApiState, body: ChatBody, facts: ModelFacts) -> list[Prompt]:
+    """Return the prompt, within the model's context; the body keeps its messages."""
     use = body.tool_use
     tools = None
     if use is not None:
         if not state.text.dialect.has_tools:
             raise no_tool_format()
         tools = [tool.for_template() for tool in use.shown]
-    text = await state.text.render(
+    add_special_tokens, keep_last = bool(body.add_special_tokens), truncated_length(body, facts)
+    token_ids = await state.text.encode_chat(
         [message.for_template() for message in body.messages],
+        EncodeOptions(add_special_tokens, facts.max_model_len - 1, keep_last),
         add_generation_prompt=wants_generation_prompt(body),
         extra=body.template_variables,
         tools=tools,
         continue_final_message=bool(body.continue_final_message),
     )
-    add_special_tokens, keep_last = bool(body.add_special_tokens), truncated_length(body, facts)
-    options = EncodeOptions(add_special_tokens, facts.max_model_len - 1, keep_last)
-    [token_ids] = await state.text.encode([text], options, param="messages")
     return [Prompt(token_ids, None)]
+
+
+async def _tokenize(state: ApiState, body: ChatBody, facts: ModelFacts) -> list[Prompt]:
+    prompts = await tokenize_chat(state, body, facts)
+    body.messages, body.chat_template_kwargs = [], None  # they may be large, and the ids are known
+    return prompts
 
 
 def _restore_prompts(body: ChatBody, token_ids: list[list[int]]) -> list[Prompt]:
@@ -98,39 +105,39 @@ class ChatFormat:
     tokenizer: TextTokenizer
     body: ChatBody
     prompts: list[Prompt]
-    head: responses.ChatChunk
+    head: objects.ChatChunk
 
     def opening(self, sequence: OutputSequence) -> dict[str, Any]:
-        delta = responses.ChatDelta(role="assistant", content="")
+        delta = objects.ChatDelta(role="assistant", content="")
         return self._prompt_fields() | {
-            "choices": [responses.ChatChunkChoice(index=sequence.index, delta=delta)]
+            "choices": [objects.ChatChunkChoice(index=sequence.index, delta=delta)]
         }
 
     def choice(
         self, sequence: OutputSequence, delta: Delta, *, is_first: bool
-    ) -> responses.ChatChunkChoice:
+    ) -> objects.ChatChunkChoice:
         if delta.events is None:
-            piece = responses.ChatDelta(content=delta.text or None)
+            piece = objects.ChatDelta(content=delta.text or None)
         else:
             piece = chat_delta(delta.events)
-        return responses.ChatChunkChoice(
+        return objects.ChatChunkChoice(
             index=sequence.index, delta=piece, **self._choice_fields(sequence, delta)
         )
 
     def whole(
-        self, answers: list[tuple[OutputSequence, Delta]], usage: responses.Usage
-    ) -> responses.ChatCompletion:
+        self, answers: list[tuple[OutputSequence, Delta]], usage: objects.Usage
+    ) -> objects.ChatCompletion:
         choices = [
-            responses.ChatChoice(
+            objects.ChatChoice(
                 index=sequence.index,
-                message=responses.AssistantMessage(delta.text)
+                message=objects.AssistantMessage(delta.text)
                 if delta.events is None
                 else assistant_message(delta.events),
                 **self._choice_fields(sequence, delta),
             )
             for sequence, delta in answers
         ]
-        completion = responses.ChatCompletion(
+        completion = objects.ChatCompletion(
             id=self.head.id,
             created=self.head.created,
             model=self.head.model,
@@ -170,9 +177,7 @@ CHAT = GenerationApi(
     "messages",
     _tokenize,
     _restore_prompts,
-    ChatFormat,
-    "chatcmpl-",
-    responses.ChatChunk,
+    chunk_answers(ChatFormat, "chatcmpl-", objects.ChatChunk),
     _make_parser,
     _constrain,
 )

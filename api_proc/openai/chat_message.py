@@ -12,7 +12,7 @@ from api_proc.chat.events import (
     ToolCallStart,
 )
 from api_proc.chat.formats import Dialect
-from api_proc.openai.responses import (
+from api_proc.openai.objects import (
     AssistantMessage,
     ChatDelta,
     FunctionDelta,

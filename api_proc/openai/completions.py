@@ -10,7 +10,8 @@ from api_proc.errors import invalid
 from api_proc.http.json_body import BodyDecoder
 from api_proc.http.json_scan import MAX_VALUES
 from api_proc.openai.logprobs import completion_logprobs, prompt_logprobs, prompt_offsets
-from api_proc.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from api_proc.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
+from api_proc.openai.reply import chunk_answers
 from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
 from api_proc.state import ApiState
@@ -39,9 +40,10 @@ def _prompt_items(body: CompletionBody) -> _PromptItems:
         raise invalid("prompt", message)
     if isinstance(items[0], int):
         items = [items]
-    num_sequences = len(items) * (body.n or 1)
+    num_sequences = len(items) * body.num_sequences
     if num_sequences > MAX_SEQUENCES:
-        message = f"prompts times n are {num_sequences} sequences, more than {MAX_SEQUENCES}"
+        name = "n" if body.num_sequences == (body.n or 1) else "best_of"
+        message = f"prompts times {name} are {num_sequences} sequences, more than {MAX_SEQUENCES}"
         raise invalid("prompt", message)
     return _PromptItems(items, []) if isinstance(items[0], str) else _PromptItems([], items)
 
@@ -57,9 +59,8 @@ async def _tokenize(state: ApiState, body: CompletionBody, facts: ModelFacts) ->
         return [Prompt(ids if keep_last is None else ids[-keep_last:], None) for ids in items.ids]
     options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last)
     texts = items.texts
-    if body.parse_special is False:
-        texts = [state.text.tokenizer.special.literal(text) for text in texts]
-    encoded = await state.text.encode(texts, options, param="prompt")
+    is_literal = body.parse_special is False
+    encoded = await state.text.encode(texts, options, param="prompt", is_literal=is_literal)
     body.prompt = ""  # it is large, and the ids are known
     kept = texts if body.echo else [None] * len(texts)
     return [Prompt(ids, text) for ids, text in zip(encoded, kept, strict=True)]
@@ -148,7 +149,5 @@ COMPLETIONS = GenerationApi(
     "prompt",
     _tokenize,
     _restore_prompts,
-    CompletionFormat,
-    "cmpl-",
-    Completion,
+    chunk_answers(CompletionFormat, "cmpl-", Completion),
 )

@@ -14,7 +14,7 @@ from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.open_requests import Slot
-from api_proc.openai.responses import encode
+from api_proc.openai.objects import encode
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
@@ -93,6 +93,7 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
         connection.headers += state.unknown_fields.check(raw, unknown)
         state.require_model(body.model)
         pooling = _pooling(state, body, facts)
+        await turn.rest()
         prompts = await _tokenize(state, body, facts)
     encoding_format = body.encoding_format or "float"
     size = pooling.dimensions or facts.embedding_size
@@ -163,6 +164,7 @@ class _Embeddings:
 
     def __init__(self, state: ApiState, connection: Connection, prompts: list[list[int]]) -> None:
         self.request_id = connection.request_id
+        self.response = None
         self._state = state
         self._connection = connection
         self._prompts = prompts

@@ -2,23 +2,28 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
 
 import msgspec
 
 from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
+from api_proc.errors import invalid
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
-from api_proc.http.open_requests import Slot
+from api_proc.http.open_requests import OpenResponse, Slot
+from api_proc.openai.beam_search import search_options
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition
 from api_proc.resumption.history import HistoryReader
-from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
+from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
 from api_proc.state import ApiState
+from api_proc.text.beam_search import BeamSearch, BeamStream
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenStream, join
-from protocol.api_core import ErrorCode, RequestError, RequestOutput
+from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
+from protocol.client.ledger import check_request
 from protocol.client.request_stream import RequestStream
 from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
@@ -57,22 +62,29 @@ class Generation:
         self.cancelled = False
         self.created = int(time.time()) if session is None else session.accepted.created
         self.request_id = connection.request_id
+        self.response: OpenResponse | None = None
         self.position: StreamPosition | None = None
         """The end of an earlier answer, which this one continues."""
+        self.on_skipped: Callable[[OutputSequence, Delta], None] | None = None
+        """Gets the deltas that the earlier answer contained."""
         self._state = state
         self._connection = connection
         self._session = session
         self._is_accepted = session is not None
         self._deadline: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Future[list[Prompt]] | None = None
         self._failure: RequestFailed | None = None
         """Set when the deadline has passed."""
         self._readers: list[HistoryReader] = []
         """With a session."""
-        self._streams: list[RequestStream] = []
+        self._streams: list[RequestStream | BeamStream] = []
         """Without one."""
+        self._prompts_read: dict[int, asyncio.Event] = {}
+        """In a stream with the logprobs of its prompts: set when those of a prompt have arrived, by
+        its first sequence, which alone has them."""
         self._body = body
         self._metrics = state.metrics
-        self._arrival = time.monotonic()
+        self.arrival = time.monotonic()
         self._time_to_first_token_s: float | None = None
 
     def __enter__(self) -> "Generation":
@@ -105,11 +117,17 @@ class Generation:
             is_known = is_stream or connection.has_client_id
             self._sessions.detach(session, is_known=is_known, is_sent=is_sent)
         self._state.open_requests.remove(self)
+        self.response = self.on_skipped = None  # they refer to it: memory would be freed late
 
     @property
     def is_resumable(self) -> bool:
         """Whether the client can read the rest over another connection."""
         return self._session is not None
+
+    @property
+    def secret(self) -> str | None:
+        """32 random hexadecimal digits, the same after a restart; None: there is no journal."""
+        return None if self._session is None else self._session.accepted.secret
 
     @property
     def stream_interval(self) -> int:
@@ -129,8 +147,10 @@ class Generation:
 
     def _expire(self) -> None:
         """End with an error, because the time that the client allowed is over."""
-        message = f"timeout: {self._body.timeout:g} s were not enough"
-        self._failure = RequestFailed(RequestError(ErrorCode.DEADLINE, message))
+        assert self._body.timeout is not None
+        self._failure = deadline_error(self._body.timeout)
+        if self._preparing is not None:
+            self._preparing.cancel()
         self._fail_for_good(self._failure)
 
     @property
@@ -147,32 +167,58 @@ class Generation:
         """Take the prompts; begin a session, if there is a journal and the client can return."""
         self.prompts = prompts
         knows_id = bool(self._body.stream) or self._connection.has_client_id
-        if self._state.sessions is not None and knows_id:
+        # A beam search consists of other requests than those of the client.
+        if self._state.sessions is not None and knows_id and not self._body.use_beam_search:
             request_id = self._connection.request_id
             decoded = DecodedRequest(self._body, prompts)
-            self._session = self._sessions.begin(request_id, path, raw, decoded)
+            age_s = time.monotonic() - self.arrival
+            self._session = self._sessions.begin(request_id, path, raw, decoded, age_s=age_s)
             self._sessions.attach(self._session)
             self.created = self._session.accepted.created  # the same for all its connections
+
+    async def prepare(self, work: Coroutine[Any, Any, list[Prompt]]) -> list[Prompt]:
+        """Make the prompts, until the client has disconnected or the deadline has passed.
+
+        Returns none if the generation is cancelled. RequestFailed: the deadline has passed.
+        """
+        self._preparing = asyncio.ensure_future(work)
+        try:
+            return await self._preparing
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            if not self.cancelled:
+                raise
+            return []
+        finally:
+            self._preparing = None
 
     async def accepted(self) -> None:
         """Mark all sequences as submitted, and wait until the session is in the journal."""
         self._is_accepted = True
         if self._session is not None:
+            if self._deadline is not None:
+                self._deadline.cancel()  # the session has its own, which outlives the connection
             await self._sessions.accept(self._session)
 
     def submit(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
-        """Send one prompt to the core, `n` times."""
+        """Send one prompt to the core, for each of its sequences."""
         if self._failure is not None:
             raise self._failure
-        num_sequences = self._body.n or 1
+        if self._body.use_beam_search:
+            self._search(prompt_token_ids, params)
+            return
+        num_sequences = self._body.num_sequences
+        if self._body.stream and params.prompt_logprobs is not None and num_sequences > 1:
+            self._prompts_read[len(self.sequences)] = asyncio.Event()
         for i in range(num_sequences):
             nth = params
             if i:
-                # The prompt is the same, so its logprobs are computed once. In a stream another
-                # sequence may begin before them.
-                num_top = params.prompt_logprobs if self._body.stream else None
+                # What concerns the prompt, which is the same, comes with the first sequence.
                 seed = nth_seed(params.seed, i)
-                nth = msgspec.structs.replace(params, seed=seed, prompt_logprobs=num_top)
+                nth = msgspec.structs.replace(
+                    params, seed=seed, prompt_logprobs=None, return_progress=False
+                )
             stream: TokenStream
             if self._session is None:
                 options = self._body.request_options
@@ -186,11 +232,31 @@ class Generation:
         self._metrics.params_max_tokens.observe(params.max_tokens)
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
 
+    def _search(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
+        """Make a beam search of one prompt; its requests are sent as it goes on."""
+        if params.grammar is not None:
+            message = "cannot be combined with tools or formats that confine the answer"
+            raise invalid("use_beam_search", message)
+        client = self._state.client
+        assert client.facts is not None
+        check_request(AddRequest(0, prompt_token_ids, params), client.facts)
+
+        def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
+            return client.submit(token_ids, step_params, **self._body.request_options)
+
+        options = search_options(self._body, params.max_tokens, client.facts.eos_token_ids)
+        for stream in BeamSearch(submit, prompt_token_ids, options).streams:
+            self._streams.append(stream)
+            self._add(stream, prompt_token_ids, params)
+
     def resume(self, position: StreamPosition) -> None:
         """Read the session's sequences from a position on instead of submitting new ones."""
         assert self._session is not None
         self.position = position
-        num_each = self._body.n or 1
+        num_each = self._body.num_sequences
+        if self._body.stream and self._body.num_prompt_logprobs is not None and num_each > 1:
+            firsts = range(0, len(self._session.histories), num_each)
+            self._prompts_read = {first: asyncio.Event() for first in firsts}
         for index, history in enumerate(self._session.histories):
             reader = self._sessions.reader(self._session, history)
             self._readers.append(reader)
@@ -201,12 +267,13 @@ class Generation:
     def _add(self, stream: TokenStream, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
         body = self._body
         text = self._state.text
+        tokenizer = text.tokenizer
         parser = None
         if self._make_parser is not None:
             # The same key after a restart of the API, and another one for a later request.
             key = f"{self._connection.request_id} {self.created} {len(self.sequences)}"
             parser = self._make_parser(prompt_token_ids, key)
-        detokenizer = text.tokenizer.detokenizer(
+        detokenizer = tokenizer.detokenizer(
             prompt_token_ids,
             skip_special_tokens=body.skip_special_tokens is not False,
             shown=frozenset() if parser is None else text.dialect.markers,
@@ -220,15 +287,20 @@ class Generation:
             include_stop=bool(body.include_stop_str_in_output),
             min_tokens=params.min_tokens,
             parser=parser,
+            reasoning=None if parser is None else parser.reasoning_counter(tokenizer.token_bytes),
         )
         if body.num_prompt_logprobs is not None and params.prompt_logprobs is None:
-            first = self.sequences[sequence.index - sequence.index % (body.n or 1)]
+            first = self.sequences[sequence.index - sequence.index % body.num_sequences]
             sequence.prompt_logprobs = first.prompt_logprobs
         self.sequences.append(sequence)
 
     def cancel(self) -> None:
         """Abort all sequences, or leave those of a session running."""
         self.cancelled = True
+        if self._preparing is not None:
+            self._preparing.cancel()
+        for was_read in self._prompts_read.values():
+            was_read.set()
         for reader in self._readers:
             reader.leave()
         for sequence in self.sequences:
@@ -249,7 +321,7 @@ class Generation:
         return Slot(
             path=self._connection.scope["path"],
             state="running" if num_output_tokens else "waiting",
-            age_s=round(time.monotonic() - self._arrival, 3),
+            age_s=round(time.monotonic() - self.arrival, 3),
             num_sequences=len(self.sequences),
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             num_output_tokens=num_output_tokens,
@@ -303,24 +375,52 @@ class Generation:
             for reader in readers:
                 reader.cancel()
 
-    async def _deltas(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
+    def _deltas(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
+        if self._prompts_read or self._body.return_progress:
+            return self._with_prompt(sequence)
+        return self._read(sequence, sequence.stream)
+
+    async def _with_prompt(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
+        """Iterate over the deltas, after those that show how much of the prompt is computed."""
+        num_computed = 0
+        async for output in sequence.stream:
+            if not output.token_ids and output.finish_reason is None:
+                sequence.push(output)
+                if (output.num_computed_tokens or 0) > num_computed:
+                    num_computed = output.num_computed_tokens or 0
+                    yield Delta("", [], num_computed_tokens=num_computed)
+                continue
+            if self._body.return_progress and sequence.index % self._body.num_sequences == 0:
+                yield Delta("", [], num_computed_tokens=sequence.num_prompt_tokens)
+            if self._prompts_read:
+                await self._wait_for_prompt(sequence)
+                if self.cancelled:
+                    return
+            async for delta in self._read(sequence, _chained(output, sequence.stream)):
+                yield delta
+
+    async def _read(
+        self, sequence: OutputSequence, outputs: AsyncIterator[RequestOutput]
+    ) -> AsyncIterator[Delta]:
         metrics = self._metrics
         last = first = 0.0
         skip = (self.position.num_sent[sequence.index] or 0) if self.position else 0
-        async for output in sequence.stream:
+        async for output in outputs:
             if output.token_ids:
                 now = time.monotonic()
                 if last:
                     metrics.inter_token_latency.observe(now - last)
                 else:
                     first = now
-                    metrics.time_to_first_token.observe(now - self._arrival)
+                    metrics.time_to_first_token.observe(now - self.arrival)
                     if self._time_to_first_token_s is None:
-                        self._time_to_first_token_s = now - self._arrival
+                        self._time_to_first_token_s = now - self.arrival
                 last = now
             for piece in _pieces(output, skip - sequence.num_output_tokens):
                 delta = sequence.push(piece)
                 if skip and sequence.num_output_tokens <= skip:  # an earlier answer contained it
+                    if self.on_skipped is not None:
+                        self.on_skipped(sequence, delta)
                     if delta.finish_reason is not None:
                         if sequence.num_output_tokens < skip:  # the client has different tokens
                             text = f"the answer ends before token {skip}, which was sent before"
@@ -334,6 +434,15 @@ class Generation:
                 elif piece.token_ids:
                     yield delta
 
+    async def _wait_for_prompt(self, sequence: OutputSequence) -> None:
+        """Let the first sequence of a prompt, which has its logprobs, begin before the others."""
+        place = sequence.index % self._body.num_sequences
+        was_read = self._prompts_read[sequence.index - place]
+        if place == 0:
+            was_read.set()
+        else:
+            await was_read.wait()
+
     def _finish(self, sequence: OutputSequence, first: float, last: float) -> None:
         assert sequence.finish_reason is not None
         if self._session is None or self._session.histories[sequence.index].count_end():
@@ -345,10 +454,18 @@ class Generation:
     def _observe_end(self, sequence: OutputSequence, first: float, last: float) -> None:
         metrics = self._metrics
         metrics.count_end(str(sequence.finish_reason))
-        metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
+        metrics.e2e_request_latency.observe(time.monotonic() - self.arrival)
         metrics.generation_tokens.observe(sequence.num_output_tokens)
         if sequence.num_output_tokens > 1:
             metrics.time_per_output_token.observe((last - first) / (sequence.num_output_tokens - 1))
+
+
+async def _chained(
+    first: RequestOutput, rest: AsyncIterator[RequestOutput]
+) -> AsyncIterator[RequestOutput]:
+    yield first
+    async for output in rest:
+        yield output
 
 
 async def in_intervals(steps: AsyncIterator[Step], num_tokens: int) -> AsyncIterator[Step]:
@@ -358,6 +475,9 @@ async def in_intervals(steps: AsyncIterator[Step], num_tokens: int) -> AsyncIter
         merged: Step = []
         for sequence, delta in step:
             index = sequence.index
+            if delta.num_computed_tokens is not None:  # it stands alone
+                merged.append((sequence, delta))
+                continue
             known = held.get(index)
             deltas = [*(known or ()), delta]
             is_full = sum(len(item.token_ids) for item in deltas) >= num_tokens

@@ -6,7 +6,8 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_proc.http.connection import Connection
-from api_proc.openai.responses import encode
+from api_proc.openai.objects import encode
+from api_proc.peers.sums import sum_of_gauges
 from api_proc.state import DEGRADED, ApiState
 from protocol.version import version
 
@@ -52,6 +53,10 @@ class Readiness(msgspec.Struct, kw_only=True):
     journal: str
     exact_resume: bool | None
     exact_resume_reason: str | None
+    api_servers: int
+    """API processes that were to run."""
+    api_servers_ready: int
+    """Of those that answer in time."""
 
 
 async def list_models(state: ApiState, connection: Connection) -> None:
@@ -72,18 +77,23 @@ async def livez(state: ApiState, connection: Connection) -> None:
 
 
 async def readyz(state: ApiState, connection: Connection) -> None:
-    """GET /readyz: new requests are accepted."""
-    await _send_readiness(state, connection, is_good=state.is_ready())
+    """GET /readyz: new requests are accepted, by every API process that answers.
+
+    One that is dead or hangs takes no connections from the common socket.
+    """
+    body = await _readiness(state, connection)
+    await _send_readiness(connection, body, is_good=body.ready)
 
 
 async def health(state: ApiState, connection: Connection) -> None:
     """GET /health: accepted requests make progress."""
-    await _send_readiness(state, connection, is_good=state.is_serving())
+    body = await _readiness(state, connection)
+    await _send_readiness(connection, body, is_good=state.is_serving())
 
 
 async def metrics(state: ApiState, connection: Connection) -> None:
-    content_type = CONTENT_TYPE_LATEST.encode()
-    await connection.send(200, state.exposition(), content_type=content_type)
+    body = state.exposition(await sum_of_gauges(state))
+    await connection.send(200, body, content_type=CONTENT_TYPE_LATEST.encode())
 
 
 async def show_version(state: ApiState, connection: Connection) -> None:
@@ -101,21 +111,31 @@ def _model_card(state: ApiState, name: str) -> dict[str, object]:
     }
 
 
-async def _send_readiness(state: ApiState, connection: Connection, *, is_good: bool) -> None:
+async def _readiness(state: ApiState, connection: Connection) -> Readiness:
+    others: dict[int, bool] = {}
+    if state.peers is not None and not connection.is_forwarded:
+        for answer in await state.peers.ask_all("GET", "/readyz"):
+            if answer.index != state.ids.index:  # a predecessor takes no connections
+                others.setdefault(answer.index, answer.status == 200)
     has_status = state.client.status is not None
     age_s = time.monotonic() - state.client.last_status_time
     facts = state.client.facts
     journal = "off"
     if state.sessions is not None:  # "failed": requests are kept in memory only
         journal = "failed" if state.sessions.journaling.is_failed else "writing"
-    body = Readiness(
-        ready=state.is_ready(),
+    return Readiness(
+        ready=state.is_ready() and all(others.values()),
         state=DEGRADED if state.is_degraded else state.engine_state(),
         draining=state.is_draining,
         status_age_s=round(age_s, 3) if has_status else None,
         journal=journal,
         exact_resume=None if facts is None else facts.exact_resume,
         exact_resume_reason=None if facts is None else facts.exact_resume_reason,
+        api_servers=state.ids.count,
+        api_servers_ready=state.is_ready() + sum(others.values()),
     )
+
+
+async def _send_readiness(connection: Connection, body: Readiness, *, is_good: bool) -> None:
     headers = [] if is_good else [(b"retry-after", b"1")]
     await connection.send(200 if is_good else 503, encode(body), headers)

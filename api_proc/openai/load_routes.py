@@ -1,26 +1,30 @@
 """Open requests: how many, which ones, whether they make progress, and abort by id."""
 
 import time
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.responses import encode
+from api_proc.http.open_requests import MAX_SLOTS, Slot
+from api_proc.openai.objects import encode
+from api_proc.peers.peers import HEAD_TIMEOUT_S
 from api_proc.state import ApiState
 
 STUCK_AFTER_S = 60.0
 """Time without a step after which open requests are stuck; no step takes that long."""
 MAX_ABORTED = 1024
 
+T = TypeVar("T")
+
 
 class Load(msgspec.Struct, kw_only=True):
     """Response of /load and /v1/load."""
 
     server_load: int
-    """HTTP requests of this process that wait for the engine."""
+    """HTTP requests that wait for the engine, of all API processes that answer."""
     num_requests_running: int
     """Sequences of all clients of the engine."""
     num_requests_waiting: int
@@ -59,8 +63,9 @@ _decode_abort = BodyDecoder(AbortBody)
 
 async def load(state: ApiState, connection: Connection) -> None:
     stats = state.engine_stats()
+    others = await _ask_others(state, connection, "/load", Load)
     report = Load(
-        server_load=len(state.open_requests),
+        server_load=len(state.open_requests) + sum(other.server_load for other in others),
         num_requests_running=stats.num_running_reqs,
         num_requests_waiting=stats.num_waiting_reqs,
         kv_cache_usage=stats.kv_cache_usage,
@@ -70,8 +75,14 @@ async def load(state: ApiState, connection: Connection) -> None:
 
 async def slots(state: ApiState, connection: Connection) -> None:
     """GET /slots: the oldest open requests; their ids, which can abort them, for admins only."""
-    with_ids = state.config.api.enable_admin_routes
-    await connection.send(200, encode(state.open_requests.slots(with_ids=with_ids)))
+    found = state.open_requests.slots(with_ids=state.config.api.enable_admin_routes)
+    if state.peers is not None:
+        for slot in found:
+            slot.api_server = state.ids.index
+    for others in await _ask_others(state, connection, "/slots", list[Slot]):
+        found += others
+    found.sort(key=lambda slot: -slot.age_s)
+    await connection.send(200, encode(found[:MAX_SLOTS]))
 
 
 async def healthz(state: ApiState, connection: Connection) -> None:
@@ -96,6 +107,27 @@ async def healthz(state: ApiState, connection: Connection) -> None:
 
 
 async def abort_requests(state: ApiState, connection: Connection) -> None:
-    """POST /abort_requests: end open requests of this process; others are not found."""
-    body = _decode_abort(await connection.read_body(state.config.api.max_body_bytes))
-    await connection.send(200, encode(Aborted(state.open_requests.abort(body.request_ids))))
+    """POST /abort_requests: end open requests of all API processes that answer."""
+    raw = await connection.read_body(state.config.api.max_body_bytes)
+    body = _decode_abort(raw)
+    aborted = state.open_requests.abort(body.request_ids)
+    for other in await _ask_others(state, connection, "/abort_requests", Aborted, raw):
+        aborted += other.aborted
+    await connection.send(200, encode(Aborted(list(dict.fromkeys(aborted)))))
+
+
+async def _ask_others(
+    state: ApiState, connection: Connection, path: str, kind: type[T], body: bytes | None = None
+) -> list[T]:
+    """Return the answers of the other API processes, unless one of them asks.
+
+    The method is POST with a body, else GET. A report is due soon, an action may take longer.
+    """
+    if state.peers is None or connection.is_forwarded:
+        return []
+    if body is None:
+        answers = await state.peers.ask_all("GET", path)
+    else:
+        answers = await state.peers.ask_all("POST", path, body, timeout_s=HEAD_TIMEOUT_S)
+    found = [answer.body for answer in answers if answer.status == 200]
+    return [msgspec.json.decode(each, type=kind) for each in found]

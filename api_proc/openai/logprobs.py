@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from api_proc.openai import responses
+from api_proc.openai import objects
 from api_proc.text.tokenizer import TextTokenizer
 from protocol.core_worker import TokenLogprobs
 
@@ -30,12 +30,12 @@ def completion_logprobs(
     entries: list[TokenLogprobs | None],
     offsets: list[int],
     num_top: int,
-) -> responses.CompletionLogprobs:
+) -> objects.CompletionLogprobs:
     """Return the lists for consecutive tokens, the token itself among its candidates.
 
     The entry of a token without logprob is None, as for the first token of a prompt.
     """
-    result = responses.CompletionLogprobs(offsets, [], [], [])
+    result = objects.CompletionLogprobs(offsets, [], [], [])
     for token_id, entry in zip(token_ids, entries, strict=True):
         text = token_text(tokenizer, token_id)
         result.tokens.append(text)
@@ -55,38 +55,36 @@ def completion_logprobs(
 
 def chat_logprobs(
     tokenizer: TextTokenizer, entries: list[TokenLogprobs], num_top: int
-) -> responses.ChatLogprobs:
+) -> objects.ChatLogprobs:
     """Return the items for consecutive tokens, each with exactly `num_top` candidates."""
     content = []
     for entry in entries:
         data = tokenizer.token_bytes(entry.token_id)
         top = [
-            responses.ChatTopLogprob(
-                token_text(tokenizer, i), value, list(tokenizer.token_bytes(i))
-            )
+            objects.ChatTopLogprob(token_text(tokenizer, i), value, list(tokenizer.token_bytes(i)))
             for i, value in candidates(entry, num_top)
         ]
         text = data.decode("utf-8", "replace")
-        content.append(responses.ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
-    return responses.ChatLogprobs(content)
+        content.append(objects.ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
+    return objects.ChatLogprobs(content)
 
 
 def prompt_logprobs(
     tokenizer: TextTokenizer, entries: list[TokenLogprobs | None], num_top: int
-) -> responses.PromptLogprobList:
+) -> objects.PromptLogprobList:
     """Return a mapping by token id for each position of the prompt; None for the first."""
-    result: responses.PromptLogprobList = []
+    result: objects.PromptLogprobList = []
     for entry in entries:
         if entry is None:
             result.append(None)
             continue
         row = {
-            str(token_id): responses.PromptLogprob(value, rank, token_text(tokenizer, token_id))
+            str(token_id): objects.PromptLogprob(value, rank, token_text(tokenizer, token_id))
             for rank, (token_id, value) in enumerate(candidates(entry, num_top), start=1)
         }
         row.setdefault(
             str(entry.token_id),
-            responses.PromptLogprob(
+            objects.PromptLogprob(
                 clamp(entry.logprob), entry.rank, token_text(tokenizer, entry.token_id)
             ),
         )

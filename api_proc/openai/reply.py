@@ -1,16 +1,62 @@
 """Renders the answer of a generation: whole bodies and server-sent events."""
 
+import time
+from collections.abc import Callable
+from copy import copy
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from api_proc.bodies import SamplingBody
-from api_proc.openai import responses
+from api_proc.errors import ApiError
+from api_proc.http.connection import Connection
+from api_proc.openai import objects
 from api_proc.openai.chat_message import plain_delta
 from api_proc.openai.generation import Generation
-from api_proc.openai.responses import PromptTokensDetails, Usage
-from api_proc.text.output_sequence import Delta, OutputSequence, join
+from api_proc.openai.objects import (
+    DONE_FRAME,
+    CompletionTokensDetails,
+    PromptProgress,
+    PromptTokensDetails,
+    Usage,
+)
+from api_proc.resumption.event_ids import EventIds, StreamPosition
+from api_proc.state import ApiState
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, join
+from api_proc.text.tokenizer import TextTokenizer
+
+
+class Answer(Protocol):
+    """Renders the answer of one route, either with `collect` and `body` or as a stream."""
+
+    def collect(self, sequence: OutputSequence, delta: Delta) -> None:
+        """Take a part of an answer that is not streamed."""
+
+    def body(self) -> bytes:
+        """Return the whole answer; it may be called in a thread."""
+
+    def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
+        """Return the events for a delta; only the last one contains its tokens."""
+
+    def skip(self, sequence: OutputSequence, delta: Delta) -> None:
+        """Take a delta whose events the client has already received."""
+
+    def last_frames(self) -> bytes:
+        """Return the events after all deltas."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error."""
+
+    async def keep(self) -> None:
+        """Store the answer for later requests; called before its last bytes are sent."""
+
+
+MakeAnswer = Callable[[ApiState, Connection, Any, Generation], Answer]
+"""Returns the renderer of a request's answer, given its body."""
+
+EndedSequence = tuple[OutputSequence, Delta]
+"""A sequence and all of its deltas, joined."""
 
 
 class Format(Protocol):
@@ -34,23 +80,53 @@ class Format(Protocol):
     def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> msgspec.Struct:
         """Return a chunk's choice."""
 
-    def whole(self, answers: list[tuple[OutputSequence, Delta]], usage: Usage) -> msgspec.Struct:
+    def whole(self, answers: list[EndedSequence], usage: Usage) -> msgspec.Struct:
         """Return the whole answer."""
 
 
+def chunk_answers(
+    make_format: Callable[[TextTokenizer, Any, list[Prompt], Any], Format],
+    id_prefix: str,
+    make_head: Callable[..., Any],
+) -> MakeAnswer:
+    """Return a function that makes replies; `make_head` creates a chunk without choices."""
+
+    def make_reply(
+        state: ApiState, connection: Connection, body: SamplingBody, generation: Generation
+    ) -> Reply:
+        head = make_head(
+            id=id_prefix + connection.request_id,
+            created=generation.created,
+            model=state.model_name,
+            choices=[],
+        )
+        form = make_format(state.text.tokenizer, body, generation.prompts, head)
+        return Reply(form, body, generation)
+
+    return make_reply
+
+
 class Reply:
+    """The answer of a completion or a chat: choices, streamed as chunks."""
+
     def __init__(self, form: Format, body: SamplingBody, generation: Generation) -> None:
         self._form = form
         self._generation = generation
-        self._num_each = body.n or 1
+        self._num_each = body.num_sequences
+        self._num_returned = body.n or 1
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)
         self._with_running_usage = bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._with_running_usage or body.return_token_ids)
-        self.begun: set[int] = set()
+        nowhere = StreamPosition([None] * len(generation.sequences))
+        num_sent, self._is_usage_sent = generation.position or nowhere
+        self._ids = EventIds(
+            generation.request_id, list(num_sent), is_resumable=generation.is_resumable
+        )
+        self._begun = {i for i, count in enumerate(num_sent) if count is not None}
         """Sequences that have begun, in this answer or an earlier one."""
         self._deltas: dict[int, list[Delta]] = {}
-        head = responses.encode(form.head)
+        head = objects.encode(form.head)
         assert head.endswith(b"]}")
         before, after = form.plain_choice
         usage = b',"usage":null' if self._with_usage else b""
@@ -59,22 +135,28 @@ class Reply:
         self._plain_end = after + b"}]" + usage + b"}\n\n"
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
-        """Return the events for a delta; only the last one contains its tokens.
+        events = self._events(sequence, delta)
+        return self._ids.tag(events, sequence.index, len(delta.token_ids))
 
-        Most chunks consist of text alone and are put together from prepared bytes.
-        """
+    def skip(self, sequence: OutputSequence, delta: Delta) -> None:
+        """Nothing to do: no later chunk depends on it."""
+
+    def _events(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
+        """Most chunks consist of text alone and are put together from prepared bytes."""
         form = self._form
         events = []
-        is_first = sequence.index not in self.begun
+        is_first = sequence.index not in self._begun
         if is_first:
-            self.begun.add(sequence.index)
+            if delta.num_computed_tokens is not None:
+                return [self._progress(sequence, delta.num_computed_tokens)]
+            self._begun.add(sequence.index)
             if opening := form.opening(sequence):
                 events.append(self._frame(**opening))
         is_plain = self._is_plain and delta.finish_reason is None and delta.logprobs is None
         is_plain = is_plain and not (is_first and form.echoes_prompt)
         if is_plain and delta.events is None:
             if delta.text:
-                text = responses.encode(delta.text)
+                text = objects.encode(delta.text)
                 index, end = sequence.index, self._plain_end
                 pieces = (self._plain_start, index, self._plain_text, text, end)
                 events.append(b"%b%d%b%b%b" % pieces)
@@ -87,24 +169,56 @@ class Reply:
             events.append(b"%b%d,%b%b" % (start, sequence.index, piece, end))
         return events
 
-    def usage_frame(self) -> bytes:
-        """Return the event with the usage and without choices, if it was asked for."""
-        return self._frame(with_usage=True, choices=[]) if self._with_usage else b""
+    def last_frames(self) -> bytes:
+        """Return an event with the usage and without choices, if it was asked for, and the end."""
+        if not self._with_usage or self._is_usage_sent:
+            return DONE_FRAME
+        return self._ids.tag_usage(self._frame(with_usage=True, choices=[])) + DONE_FRAME
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n%b" % (error.body(), DONE_FRAME)
+
+    async def keep(self) -> None:
+        """Nothing to do: completions and chats are not stored."""
 
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
         self._deltas.setdefault(sequence.index, []).append(delta)
 
+    def _progress(self, sequence: OutputSequence, num_computed_tokens: int) -> bytes:
+        """Return an event that shows how much of the prompt is computed."""
+        progress = PromptProgress(
+            total=sequence.num_prompt_tokens,
+            cache=sequence.num_cached_tokens,
+            processed=num_computed_tokens,
+            time_ms=round(1000 * (time.monotonic() - self._generation.arrival)),
+        )
+        empty = self._form.choice(sequence, Delta("", []), is_first=False)
+        return self._frame(choices=[empty], prompt_progress=progress)
+
     def body(self) -> bytes:
         sequences = self._generation.sequences
         answers = [(sequence, join(self._deltas[sequence.index])) for sequence in sequences]
-        return responses.encode(self._form.whole(answers, self._usage()))
+        if self._num_each > self._num_returned:
+            answers = self._best(answers)
+        return objects.encode(self._form.whole(answers, self._usage()))
+
+    def _best(self, answers: list[EndedSequence]) -> list[EndedSequence]:
+        """Return the most likely answers to each prompt, numbered anew."""
+        best: list[EndedSequence] = []
+        for first in range(0, len(answers), self._num_each):
+            ranked = sorted(answers[first : first + self._num_each], key=_mean_logprob)
+            for sequence, delta in ranked[-self._num_returned :][::-1]:
+                renamed = copy(sequence)
+                renamed.index = len(best)
+                best.append((renamed, delta))
+        return best
 
     def _frame(self, *, with_usage: bool | None = None, **fields: Any) -> bytes:
         usage: Usage | UnsetType | None = None if self._with_usage else UNSET
         if self._with_running_usage if with_usage is None else with_usage:
             usage = self._usage()
         chunk = msgspec.structs.replace(self._form.head, usage=usage, **fields)
-        return b"data: %b\n\n" % responses.encode(chunk)
+        return b"data: %b\n\n" % objects.encode(chunk)
 
     def _usage(self) -> Usage:
         """Count the tokens so far; each prompt counts once."""
@@ -113,9 +227,17 @@ class Reply:
         num_prompt_tokens = sum(sequence.num_prompt_tokens for sequence in firsts)
         num_output_tokens = sum(sequence.num_output_tokens for sequence in sequences)
         num_cached_tokens = sum(sequence.num_cached_tokens for sequence in firsts)
+        counters = [sequence.reasoning for sequence in sequences if sequence.reasoning is not None]
+        num_reasoning_tokens = sum(counter.num_tokens for counter in counters)
         return Usage(
             num_prompt_tokens,
             num_output_tokens,
             num_prompt_tokens + num_output_tokens,
             PromptTokensDetails(num_cached_tokens),
+            CompletionTokensDetails(num_reasoning_tokens) if counters else UNSET,
         )
+
+
+def _mean_logprob(answer: EndedSequence) -> float:
+    entries = answer[1].logprobs or []
+    return sum(entry.logprob for entry in entries) / max(1, len(entries))

@@ -6,7 +6,7 @@ Chats and completions share it; a `GenerationApi` holds what differs between the
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -14,17 +14,17 @@ from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import ApiError, from_request_error, internal
 from api_proc.http.connection import Connection
-from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.http.json_body import BodyDecoding, Turn
 from api_proc.openai.generation import Generation, MakeParser, Step, in_intervals
-from api_proc.openai.reply import Format, Reply
-from api_proc.openai.responses import DONE_FRAME
+from api_proc.openai.reply import Answer, MakeAnswer
 from api_proc.openai.structured import grammar_of, name_field
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
-from api_proc.resumption.event_ids import EventIds, StreamPosition, parse_event_id
+from api_proc.peers.forwarding import forward_session
+from api_proc.resumption.event_ids import ParsePosition, StreamPosition, parse_event_id
 from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt
-from api_proc.text.tokenizer import TextTokenizer
+from api_proc.text.thinking import thinking_budget
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
 from protocol.core_worker import ModelFacts
@@ -38,6 +38,10 @@ _SLICE_S = 0.002
 _MANY_PARTS = 8192
 """Tokens with their candidates that take about ten milliseconds to render."""
 _PARTS_PER_SEQUENCE = 16
+_VALUE_BYTES = 100
+"""That a name or a value of the body takes as an object, as long as the request is open."""
+_USUAL_VALUES = 1024
+"""As many are not counted, so that agents with some tools need no more than their bytes."""
 
 log = logging.getLogger("troika.api")
 
@@ -51,36 +55,41 @@ class GenerationApi(Generic[Body]):
     """One route that generates text."""
 
     path: str
-    decode: BodyDecoder[Body]
+    decode: BodyDecoding[Body]
     prompt_param: str
     """Name of the field that holds the prompt."""
-    tokenize: Callable[[ApiState, Body, ModelFacts], Awaitable[list[Prompt]]]
+    tokenize: Callable[[ApiState, Body, ModelFacts], Coroutine[Any, Any, list[Prompt]]]
     restore_prompts: Callable[[Body, list[list[int]]], list[Prompt]]
     """Returns the prompts of a body in the journal, given their token ids."""
-    make_format: Callable[[TextTokenizer, Body, list[Prompt], Any], Format]
-    id_prefix: str
-    make_head: Callable[..., Any]
-    """Creates a chunk, which `make_format` gets without choices."""
+    make_answer: MakeAnswer
     make_parser: Callable[[ApiState, Body, TokenIds, str], OutputParser | None] | None = None
     """Returns the parser of a sequence's text, if it has one; see `Generation`."""
     constrain: Callable[[ApiState, Body, TokenIds, SamplingParams], SamplingParams] | None = None
     """Adds what the output of a prompt is confined to."""
+    parse_position: ParsePosition = parse_event_id
 
     async def serve(self, state: ApiState, connection: Connection) -> None:
         """Handle one request; raises `ApiError` only before anything was sent."""
         raw = await connection.read_body(state.config.api.max_body_bytes)
+        if await forward_session(state, connection, raw):
+            return
         if await self._resume(state, connection, raw):
             return
         facts = await state.accepting()
         with Turn(state.large_requests) as turn:
             body, unknown = await self.decode.in_turn(raw, turn)
+            connection.reserve(max(0, turn.num_values - _USUAL_VALUES) * _VALUE_BYTES)
             connection.headers += state.unknown_fields.check(raw, unknown)
             body.check()
             grammar = grammar_of(body)
             state.require_model(body.model)
             make_parser = self._parser_maker(state, body)
             with Generation(state, body, connection, make_parser=make_parser) as generation:
-                prompts = await self.tokenize(state, body, facts)
+                await turn.rest()
+                try:
+                    prompts = await generation.prepare(self.tokenize(state, body, facts))
+                except RequestFailed as failure:
+                    raise from_request_error(failure.error, self.prompt_param) from failure
                 if generation.cancelled:
                     return
                 if await self._resume(state, connection, raw):  # a duplicate was accepted meanwhile
@@ -99,7 +108,7 @@ class GenerationApi(Generic[Body]):
     def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
         """Decode a request of the journal."""
         body = self.decode(raw)
-        token_ids = [add.prompt_token_ids for add in adds[:: body.n or 1]]
+        token_ids = [add.prompt_token_ids for add in adds[:: body.num_sequences]]
         return DecodedRequest(body, self.restore_prompts(body, token_ids))
 
     async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
@@ -114,7 +123,7 @@ class GenerationApi(Generic[Body]):
             return False
         make_parser = self._parser_maker(state, cast(Body, session.body))
         with Generation(state, session.body, connection, session, make_parser) as generation:
-            generation.resume(_position(session, last_event_id))
+            generation.resume(self._position(session, last_event_id))
             await self._answer(state, connection, cast(Body, session.body), generation)
         return True
 
@@ -137,6 +146,7 @@ class GenerationApi(Generic[Body]):
                 seed=state.draw_seed() if body.seed is None else body.seed,
                 bad_words=bad_words,
                 grammar=grammar,
+                thinking_budget=thinking_budget(state.text, token_ids, body.thinking_token_budget),
             )
             if self.constrain is None:
                 return params
@@ -164,36 +174,38 @@ class GenerationApi(Generic[Body]):
     async def _answer(
         self, state: ApiState, connection: Connection, body: Body, generation: Generation
     ) -> None:
-        head = self.make_head(
-            id=self.id_prefix + connection.request_id,
-            created=generation.created,
-            model=state.model_name,
-            choices=[],
-        )
-        form = self.make_format(state.text.tokenizer, body, generation.prompts, head)
-        reply = Reply(form, body, generation)
+        answer = self.make_answer(state, connection, body, generation)
         failpoint("api.after_accept")
         try:
             if body.stream:
-                await _send_stream(connection, generation, reply)
+                await _send_stream(connection, generation, answer)
             else:
                 async for step in generation.steps():
                     for sequence, delta in step:
-                        reply.collect(sequence, delta)
+                        answer.collect(sequence, delta)
                 if not generation.cancelled:
-                    await connection.send(200, await _whole(state, body, generation, reply))
+                    whole = await _whole(state, body, generation, answer)
+                    await answer.keep()
+                    await connection.send(200, whole)
         except RequestFailed as failure:
             error = name_field(failure.error, body)
-            await _fail(connection, from_request_error(error, self.prompt_param))
+            await _fail(connection, answer, from_request_error(error, self.prompt_param))
         except Exception:
             if not (body.stream and connection.response_started):
                 raise
             log.exception("request %s failed", connection.request_id)
-            await _fail(connection, internal())
+            await _fail(connection, answer, internal())
+
+    def _position(self, session: Session, last_event_id: str | None) -> StreamPosition:
+        """Return the place where the answer continues."""
+        if not session.body.stream or last_event_id is None:
+            return StreamPosition([None] * len(session.histories))
+        limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
+        return self.parse_position(last_event_id, session.request_id, limits)
 
 
 async def _whole(
-    state: ApiState, body: SamplingBody, generation: Generation, reply: Reply
+    state: ApiState, body: SamplingBody, generation: Generation, answer: Answer
 ) -> bytes:
     """Render an answer; one with very many parts is rendered in a thread, one at a time."""
     num_candidates = 1 + max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
@@ -202,43 +214,32 @@ async def _whole(
         for sequence in generation.sequences
     )
     if len(generation.sequences) * _PARTS_PER_SEQUENCE + num_tokens * num_candidates < _MANY_PARTS:
-        return reply.body()
+        return answer.body()
     async with state.large_answers:
-        return await asyncio.to_thread(reply.body)
+        return await asyncio.to_thread(answer.body)
 
 
-def _position(session: Session, last_event_id: str | None) -> StreamPosition:
-    """Return the place where the answer continues."""
-    if not session.body.stream or last_event_id is None:
-        return StreamPosition([None] * len(session.histories))
-    limits = [add.sampling_params.max_tokens for add in session.accepted.adds]
-    return parse_event_id(last_event_id, session.request_id, limits)
-
-
-async def _send_stream(connection: Connection, generation: Generation, reply: Reply) -> None:
+async def _send_stream(connection: Connection, generation: Generation, answer: Answer) -> None:
     """Send deltas as server-sent events; the events of one step are sent together."""
     connection.keep_alive()
-    position = generation.position or StreamPosition([None] * len(generation.sequences))
-    is_resumable = generation.is_resumable
-    num_sent = list(position.num_sent)
-    ids = EventIds(connection.request_id, num_sent, is_resumable=is_resumable)
-    reply.begun = {i for i, count in enumerate(position.num_sent) if count is not None}
+    generation.on_skipped = answer.skip
     steps = generation.steps()
     if generation.stream_interval > 1:
         steps = in_intervals(steps, generation.stream_interval)
     async for step in steps:
-        await _send_step(connection, reply, ids, step)
+        await _send_step(connection, answer, step)
     if not generation.cancelled:
-        usage = b"" if position.is_usage_sent else ids.tag_usage(reply.usage_frame())
-        await connection.send_frames(usage + DONE_FRAME, more=False)
+        frames = answer.last_frames()
+        await answer.keep()
+        await connection.send_frames(frames, more=False)
 
 
-async def _send_step(connection: Connection, reply: Reply, ids: EventIds, step: Step) -> None:
+async def _send_step(connection: Connection, answer: Answer, step: Step) -> None:
     """Render and send the events of one step, in pieces of at most about `_SEND_BYTES`."""
     pieces: list[bytes] = []
     num_bytes = 0
     for i, (sequence, delta) in enumerate(step, start=1):
-        events = ids.tag(reply.frames(sequence, delta), sequence.index, len(delta.token_ids))
+        events = answer.frames(sequence, delta)
         pieces += events
         num_bytes += sum(map(len, events))
         if pieces and (num_bytes >= _SEND_BYTES or i == len(step)):
@@ -249,8 +250,10 @@ async def _send_step(connection: Connection, reply: Reply, ids: EventIds, step: 
                 await asyncio.sleep(0)  # let other requests run between the pieces
 
 
-async def _fail(connection: Connection, error: ApiError) -> None:
+async def _fail(connection: Connection, answer: Answer, error: ApiError) -> None:
     """Send an error as an event if the status line has been sent, else raise it."""
     if not connection.response_started:
         raise error
-    await connection.send_frames(b"data: %b\n\n%b" % (error.body(), DONE_FRAME), more=False)
+    frames = answer.failure(error)
+    await answer.keep()
+    await connection.send_frames(frames, more=False)

@@ -93,9 +93,7 @@ def grammar_of(body: Constrained) -> Grammar | None:
         raise invalid(params[1], f"cannot be combined with {params[0]}: both confine the output")
     [param] = params
     grammar = _translate(body, param)
-    if len(grammar.source) > MAX_GRAMMAR_CHARS:
-        num_chars = len(grammar.source)
-        raise invalid(param, f"has {num_chars} characters, more than {MAX_GRAMMAR_CHARS}")
+    _check_length(grammar.source, param)
     return grammar
 
 
@@ -168,6 +166,7 @@ def _from_structured_outputs(form: StructuredOutputs) -> Grammar:
         return _from_choices(value, where)
     if name == "grammar":
         return Grammar(GrammarKind.EBNF, _filled(value, where))
+    _check_length(value, where)
     try:
         tag = msgspec.json.decode(_filled(value, where), type=ResponseFormat)
     except msgspec.DecodeError as error:
@@ -200,6 +199,7 @@ def _from_schema(
 def _decoded(schema: Schema, param: str) -> dict[str, Any] | bool:
     value: Any = schema
     if isinstance(schema, str):
+        _check_length(schema, param)
         try:
             value = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -245,6 +245,12 @@ def _from_structural_tag(form: ResponseFormat, param: str) -> Grammar:
     return Grammar(
         GrammarKind.LARK, "\n".join([f"start: ({' | '.join(rules)})* text", "text: TEXT", *lines])
     )
+
+
+def _check_length(text: str, param: str) -> None:
+    """Reject a long text, before it is decoded to many times its size."""
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise invalid(param, f"has {len(text)} characters, more than {MAX_GRAMMAR_CHARS}")
 
 
 def _filled(text: str, param: str) -> str:

@@ -18,7 +18,7 @@ from api_proc.errors import invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.logprobs import token_text
-from api_proc.openai.responses import encode
+from api_proc.openai.objects import encode
 from api_proc.state import ApiState
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.api_core import ErrorCode
@@ -59,6 +59,7 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
         body, _ = await _decode_tokenize.in_turn(raw, turn)
+        await turn.rest()
         answer = await _tokenize(state, body, facts, turn)
     await connection.send(200, answer)
 
@@ -74,10 +75,9 @@ async def _tokenize(state: ApiState, body: TokenizeBody, facts: ModelFacts, turn
     add_special = body.add_special_tokens
     if add_special is None:
         add_special = body.messages is None
-    if body.parse_special is False:
-        text = state.text.tokenizer.special.literal(text)
     options = EncodeOptions(add_special, max_tokens=max(MAX_TOKENS, facts.max_model_len))
-    [token_ids] = await state.text.encode([text], options, param=param)
+    is_literal = body.parse_special is False
+    [token_ids] = await state.text.encode([text], options, param=param, is_literal=is_literal)
     tokenizer = state.text.tokenizer
     tokens = await _in_slices(token_ids, list, turn)
     token_strs = b"null"
@@ -111,8 +111,9 @@ async def apply_template(state: ApiState, connection: Connection) -> None:
     state.require_facts()
     with Turn(state.large_requests) as turn:
         body, _ = await _decode_template.in_turn(raw, turn)
-    state.require_model(body.model)
-    text = await _render(state, body, body.messages)
+        state.require_model(body.model)
+        await turn.rest()
+        text = await _render(state, body, body.messages)
     await connection.send(200, encode(Rendered(str(text))))
 
 
@@ -136,15 +137,16 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
     facts = state.require_facts()
     with Turn(state.large_requests) as turn:
         body, _ = await _decode_detokenize.in_turn(raw, turn)
-    state.require_model(body.model)
-    if len(body.tokens) > facts.max_model_len:
-        message = f"may have at most {facts.max_model_len} ids, the model's context"
-        raise invalid("tokens", message, ErrorCode.TOO_LONG)
-    highest = max(body.tokens, default=0)
-    if highest >= facts.vocab_size:
-        message = f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens"
-        raise invalid("tokens", message, "token_out_of_range")
-    text = state.text.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        state.require_model(body.model)
+        if len(body.tokens) > facts.max_model_len:
+            message = f"may have at most {facts.max_model_len} ids, the model's context"
+            raise invalid("tokens", message, ErrorCode.TOO_LONG)
+        highest = max(body.tokens, default=0)
+        if highest >= facts.vocab_size:
+            message = f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens"
+            raise invalid("tokens", message, "token_out_of_range")
+        await turn.rest()
+        text = await state.text.decode(body.tokens)
     await connection.send(200, encode(Detokenized(text)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from api_proc.http.connection import Connection
+from api_proc.peers.sums import sum_of_gauges
 from api_proc.state import DEGRADED, ApiState
 from protocol.lifecycle import ProcessState, Role
 
@@ -45,6 +46,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
     state: ProcessState
     rss_bytes: int
     num_restarts: int
+    name: str
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -90,7 +92,7 @@ async def engine(state: ApiState, connection: Connection) -> None:
         state=DEGRADED if state.is_degraded else state.engine_state(),
         is_ready=state.is_ready(),
         is_draining=state.is_draining,
-        num_open_requests=state.client.num_open_requests,
+        num_open_requests=int((await sum_of_gauges(state))["ledger_requests"]),
         processes=None
         if reply is None
         else msgspec.convert(reply.processes, list[ProcessRow], from_attributes=True),

@@ -6,6 +6,7 @@ that the usage has been sent too.
 """
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from api_proc.errors import ApiError
@@ -21,6 +22,10 @@ class StreamPosition(NamedTuple):
     num_sent: list[int | None]
     """Tokens of each sequence; None: it has not begun."""
     is_usage_sent: bool = False
+
+
+ParsePosition = Callable[[str, str, list[int]], StreamPosition]
+"""Parses a `Last-Event-ID`, given the request's id and the maximal tokens of its sequences."""
 
 
 class EventIds:
@@ -74,6 +79,10 @@ def parse_event_id(text: str, request_id: str, limits: list[int]) -> StreamPosit
         or len(num_sent) != len(limits)
         or any((count or 0) > limit for count, limit in zip(num_sent, limits, strict=True))
     ):
-        message = f"Last-Event-ID {text[:200]!r} is not the id of an event of request {request_id}"
-        raise ApiError(400, message, code="invalid_last_event_id")
+        raise invalid_event_id(text, request_id)
     return StreamPosition(num_sent, bool(found[2]))
+
+
+def invalid_event_id(text: str, request_id: str) -> ApiError:
+    message = f"Last-Event-ID {text[:200]!r} is not the id of an event of request {request_id}"
+    return ApiError(400, message, code="invalid_last_event_id")

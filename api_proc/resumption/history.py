@@ -25,6 +25,7 @@ class History:
         self.logprobs: list[TokenLogprobs] = []  # one for each token, or empty
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_cached_tokens: int | None = None
+        self.num_computed_tokens = 0  # of the prompt, if the request reports them
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.error: RequestFailed | None = None
@@ -41,7 +42,10 @@ class History:
         """Receive an output from the engine client."""
         if not self.is_ended:
             self.add(output)
-            self._on_output(self, output)
+            if output.num_computed_tokens is None:
+                self._on_output(self, output)
+            else:  # of use only as long as a connection reads it
+                self.num_computed_tokens = output.num_computed_tokens
             self.wake()
 
     def add(self, output: RequestOutput) -> None:
@@ -147,6 +151,7 @@ class HistoryReader:
         self._stop = stop
         self._position = 0
         self._num_before = len(history.token_ids)
+        self._num_computed_tokens = 0
         self._is_finished = False
 
     @property
@@ -171,8 +176,20 @@ class HistoryReader:
                 raise history.error
             if history.is_stopped:
                 break
+            if history.num_computed_tokens > self._num_computed_tokens and not history.token_ids:
+                self._num_computed_tokens = history.num_computed_tokens
+                return self._progress()
             await history.changed()
         raise StopAsyncIteration
+
+    def _progress(self) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            0,
+            [],
+            num_cached_tokens=self._history.num_cached_tokens,
+            num_computed_tokens=self._num_computed_tokens,
+        )
 
     def leave(self) -> None:
         """End this reader; the sequence continues."""

@@ -28,6 +28,10 @@ class AcceptRecord(Message, tag="Accepted"):
     adds: list[AddRequest]
     """One for each sequence. An empty prompt stands for that of the sequence before: `n` copies of
     a long prompt could exceed the size of a record."""
+    deadline: float = 0.0
+    """Seconds since the Unix epoch at which it ends with an error; 0: never."""
+    secret: str = ""
+    """32 random hexadecimal digits, from which ids follow that no other client can guess."""
 
 
 class Row(Record):
@@ -55,7 +59,20 @@ class RemoveRecord(Message, tag="Forgotten"):
     number: int
 
 
-_AnyRecord = AcceptRecord | OutputRecord | StopRecord | RemoveRecord
+class KeepRecord(Message, tag="Kept"):
+    """A value that is kept until it is dropped, for example a stored response."""
+
+    key: str
+    value: bytes
+
+
+class DropRecord(Message, tag="Dropped"):
+    """A value is no longer kept."""
+
+    key: str
+
+
+_AnyRecord = AcceptRecord | OutputRecord | StopRecord | RemoveRecord | KeepRecord | DropRecord
 _decode: Decoder[_AnyRecord] = Decoder(_AnyRecord)
 
 
@@ -100,6 +117,8 @@ class Replay:
 
     def __init__(self) -> None:
         self._requests: dict[int, ReplayedRequest] = {}
+        self.kept: dict[str, bytes] = {}
+        """Oldest first."""
 
     def apply(self, record: bytes) -> None:
         """Apply the next record in the journal's order; an invalid one is logged and skipped."""
@@ -114,6 +133,11 @@ class Replay:
                 self._requests[record.number] = ReplayedRequest(unpacked(record))
         elif isinstance(record, RemoveRecord):
             self._requests.pop(record.number, None)
+        elif isinstance(record, KeepRecord):
+            self.kept.pop(record.key, None)  # to put it at the end
+            self.kept[record.key] = record.value
+        elif isinstance(record, DropRecord):
+            self.kept.pop(record.key, None)
         elif isinstance(record, StopRecord):
             if history := self._history(record.number, record.index):
                 history.stop()

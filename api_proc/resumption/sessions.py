@@ -7,9 +7,10 @@ outputs go into histories, which connections read. A session without a connectio
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from api_proc.bodies import SamplingBody
 from api_proc.budget import Budget, Lease
@@ -29,7 +30,7 @@ from api_proc.resumption.session_log import (
     resumed,
 )
 from api_proc.text.output_sequence import Prompt
-from protocol.api_core import AddRequest, RequestOutput
+from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestFailed
 from protocol.config import ApiConfig
@@ -52,6 +53,12 @@ def request_not_found(request_id: str) -> ApiError:
     return ApiError(404, message, code="request_not_found")
 
 
+def deadline_error(timeout_s: float) -> RequestFailed:
+    """Return the error of a request whose client's `timeout` is over."""
+    message = f"timeout: {timeout_s:g} s were not enough"
+    return RequestFailed(RequestError(ErrorCode.DEADLINE, message))
+
+
 class DecodedRequest(NamedTuple):
     body: SamplingBody
     prompts: list[Prompt]
@@ -59,6 +66,16 @@ class DecodedRequest(NamedTuple):
 
 Decoders = Mapping[str, Callable[[bytes, list[AddRequest]], DecodedRequest]]
 """By path: a function that decodes a body of the journal, given its sequences."""
+
+
+class Kept(Protocol):
+    """Values that the journal keeps beside the sessions."""
+
+    def records(self) -> Iterator[Message]:
+        """Yield the records of all values for a snapshot; they may change in between."""
+
+    def restore(self, values: dict[str, bytes]) -> None:
+        """Take the values of a predecessor, oldest first."""
 
 
 class Session:
@@ -72,6 +89,7 @@ class Session:
         self.is_sent = False  # a complete answer was sent; it is kept in case its end was lost
         self.lease = lease
         self.expiry: asyncio.TimerHandle | None = None
+        self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def request_id(self) -> str:
@@ -99,12 +117,14 @@ class Sessions:
         config: ApiConfig,
         on_end: Callable[[str], None] = lambda reason: None,
         *,
+        kept: Kept | None = None,
         clock: Clock = time,
         make_journal: Callable[..., Journal] = Journal,
     ) -> None:
         """`on_end` gets the finish reason of each sequence that ends unread."""
         assert config.journal_dir is not None
         self._on_end = on_end
+        self._kept = kept
         self._client = client
         self._clock = clock
         self._window_s = config.resume_window_s
@@ -153,12 +173,23 @@ class Sessions:
         self.num_resumed += 1
         return session
 
-    def begin(self, request_id: str, path: str, raw: bytes, decoded: DecodedRequest) -> Session:
-        """Add a new request, whose sequences are submitted next."""
+    def begin(
+        self,
+        request_id: str,
+        path: str,
+        raw: bytes,
+        decoded: DecodedRequest,
+        *,
+        age_s: float = 0.0,
+    ) -> Session:
+        """Add a request that arrived `age_s` ago, whose sequences are submitted next."""
         assert request_id not in self._by_id
         lease = self._lease(len(raw))
-        now = int(self._clock.time())
-        accepted = AcceptRecord(self._next_number, request_id, path, raw, now, [])
+        now, timeout_s = self._clock.time(), decoded.body.timeout
+        deadline = 0.0 if timeout_s is None else now + timeout_s - age_s
+        number = self._next_number
+        secret = secrets.token_hex(16)
+        accepted = AcceptRecord(number, request_id, path, raw, int(now), [], deadline, secret)
         return self._add(accepted, decoded, lease)
 
     def _add(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> Session:
@@ -190,8 +221,18 @@ class Sessions:
 
     async def accept(self, session: Session) -> None:
         """Write the session's record once all sequences are submitted, and wait for the disk."""
+        self._watch_deadline(session)
         self.journaling.write(packed(session.accepted))
         await self.journaling.written(_COMMIT_TIMEOUT_S)
+
+    def _watch_deadline(self, session: Session) -> None:
+        """End the session at the time that its client has set, with or without a connection."""
+        timeout_s, deadline = session.body.timeout, session.accepted.deadline
+        if timeout_s is not None and deadline:
+            loop = asyncio.get_running_loop()
+            delay_s = max(0.0, deadline - self._clock.time())
+            error = deadline_error(timeout_s)
+            session.deadline = loop.call_later(delay_s, self.fail, session, error)
 
     def fail(self, session: Session, error: RequestFailed) -> None:
         """End what still runs of a session with an error."""
@@ -225,8 +266,9 @@ class Sessions:
         if not self._is_open(session):
             return
         del self._by_id[session.request_id]
-        if session.expiry is not None:
-            session.expiry.cancel()
+        for timer in (session.expiry, session.deadline):
+            if timer is not None:
+                timer.cancel()
         for history in session.histories:
             reason = history.finish_reason
             if not history.is_ended:
@@ -271,6 +313,8 @@ class Sessions:
     # The journal --------------------------------------------------------------------------------
 
     def _snapshot(self) -> Iterator[Message]:
+        if self._kept is not None:
+            yield from self._kept.records()
         for session in list(self._by_id.values()):
             if session.accepted.adds:
                 for record in session.records():
@@ -282,6 +326,8 @@ class Sessions:
         """Resend requests that were open, and keep answers until their clients come back."""
         replay = Replay()
         await _in_slices(records, replay.apply, self._clock)
+        if self._kept is not None:
+            self._kept.restore(replay.kept)
         requests = replay.open_requests()
         num_open = 0
 
@@ -307,6 +353,7 @@ class Sessions:
         self._expire_later(session)
         for add, replayed in zip(accepted.adds, request.histories, strict=True):
             self._adopt(session, add, replayed)
+        self._watch_deadline(session)
         return not session.is_ended
 
     def _adopt(self, session: Session, add: AddRequest, replayed: History) -> None:

@@ -12,6 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from api_proc.text.template_meter import MeteredEnvironment, TooManySteps, limited, meter
 from protocol.config import ConfigError
 
 _COMPARES_CONTENT = re.compile(r"""content['"]?\]? is (not )?none""", re.IGNORECASE)
@@ -27,10 +28,22 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
         self._special_tokens = special_tokens
+        environment = _prepared(MeteredEnvironment)
         try:
-            self._template = _environment().from_string(source)
+            parsed = environment.parse(source)
+            self.is_simple = meter(parsed)
+            """Whether `max_steps` limits the time and memory of a rendering."""
+            if self.is_simple:
+                self._template = environment.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, SyntaxError) as error:  # the second one is Python's
+            raise ConfigError("chat template: it is nested too deeply") from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        """Compiled at the first use: the compiler evaluates constants, which may have no end."""
+        return _prepared(ImmutableSandboxedEnvironment).from_string(self.source)
 
     def render(
         self,
@@ -39,16 +52,21 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        max_steps: int | None = None,
     ) -> str:
+        """Return the text; TooManySteps: a simple template needs more than `max_steps`."""
         variables = self._special_tokens | (extra or {})
         try:
-            return self._template.render(
-                variables,
-                messages=[self._adapted(message) for message in messages],
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            with limited(max_steps):
+                return self._template.render(
+                    variables,
+                    messages=[self._adapted(message) for message in messages],
+                    tools=tools or None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except (TooManySteps, MemoryError):
+            raise
         except Exception as error:  # a template is the checkpoint's code and may raise anything
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
@@ -99,9 +117,13 @@ class ChatTemplate:
 
         try:
             return "{'a_key': 'a value'}" in rendered({"a_key": "a value"})
+        except (TooManySteps, MemoryError):
+            raise
         except Exception:  # a template may raise anything, also for another reason than this
             try:
                 rendered('{"a_key": "a value"}')
+            except (TooManySteps, MemoryError):
+                raise
             except Exception:
                 return False
             return True
@@ -125,10 +147,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _prepared(kind: type[ImmutableSandboxedEnvironment]) -> ImmutableSandboxedEnvironment:
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -24,12 +24,15 @@ class LiteralText(str):
     pieces: list[str]
 
     @classmethod
-    def from_marked(cls, marked: str) -> "LiteralText":
-        """Remove the marks of `SpecialTokens.mark`, and remember their places."""
-        pieces = marked.split(_MARK)
+    def from_pieces(cls, pieces: list[str]) -> "LiteralText":
         text = cls("".join(pieces))
         text.pieces = pieces
         return text
+
+    @classmethod
+    def from_marked(cls, marked: str) -> "LiteralText":
+        """Remove the marks of `SpecialTokens.mark`, and remember their places."""
+        return cls.from_pieces(marked.split(_MARK))
 
 
 class SpecialTokens:

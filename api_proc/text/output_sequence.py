@@ -5,11 +5,15 @@ from typing import NamedTuple, Protocol
 
 from api_proc.chat.events import Event
 from api_proc.chat.parser import OutputParser
+from api_proc.chat.reasoning_counter import ReasoningCounter
 from api_proc.text.detokenizer import Detokenizer
 from api_proc.text.stop import StopMatcher
 from protocol.api_core import RequestOutput
 from protocol.core_worker import TokenLogprobs
 from protocol.sampling import FinishReason
+
+REPETITION_DETECTED = "repetition_detected"
+"""The stop_reason of an output that repeats a pattern."""
 
 
 class Prompt(NamedTuple):
@@ -44,9 +48,11 @@ class Delta(NamedTuple):
     """Number of characters of output before each token."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended the sequence."""
+    """The stop string or stop token id that ended the sequence, or `REPETITION_DETECTED`."""
     events: list[Event] | None = None
     """What the text consists of; None: content, without a parser."""
+    num_computed_tokens: int | None = None
+    """Prompt tokens that are computed; of a delta that has nothing else."""
 
 
 class OutputSequence:
@@ -63,8 +69,11 @@ class OutputSequence:
         include_stop: bool,
         min_tokens: int,
         parser: OutputParser | None = None,
+        reasoning: ReasoningCounter | None = None,
     ) -> None:
+        """`reasoning` counts the tokens of an output that has a parser."""
         self.parser = parser
+        self.reasoning = reasoning
         self.index = index
         self.stream = stream
         self.num_prompt_tokens = num_prompt_tokens
@@ -90,6 +99,8 @@ class OutputSequence:
         if self.parser is not None:
             is_last = delta.finish_reason is not None
             delta = delta._replace(events=self.parser.push(delta.text, is_last=is_last))
+            if self.reasoning is not None:
+                self.reasoning.push(delta.token_ids)
         self.finish_reason = delta.finish_reason
         return delta
 
@@ -111,7 +122,7 @@ class OutputSequence:
             return Delta(self._detokenizer.push(token_ids), token_ids)
         text = self._detokenizer.push(token_ids[: self._num_shown(output)])
         text += self._detokenizer.flush()
-        return Delta(text, token_ids, None, (), finish_reason, output.stop_token_id)
+        return Delta(text, token_ids, None, (), finish_reason, _stop_reason(output))
 
     def _push_each(self, output: RequestOutput, finish_reason: str | None) -> Delta:
         text = ""
@@ -130,7 +141,7 @@ class OutputSequence:
         if finish_reason is not None and self._matcher is not None:
             text += self._matcher.flush()
         return Delta(
-            text, output.token_ids, output.logprobs, offsets, finish_reason, output.stop_token_id
+            text, output.token_ids, output.logprobs, offsets, finish_reason, _stop_reason(output)
         )
 
     def _filter(self, piece: str) -> str:
@@ -155,6 +166,12 @@ class OutputSequence:
         if output.finish_reason is FinishReason.STOP and not self._include_stop:
             return num_tokens - 1
         return num_tokens
+
+
+def _stop_reason(output: RequestOutput) -> int | str | None:
+    if output.finish_reason is FinishReason.REPETITION:
+        return REPETITION_DETECTED
+    return output.stop_token_id
 
 
 def join(deltas: list[Delta]) -> Delta:

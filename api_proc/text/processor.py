@@ -1,23 +1,42 @@
-"""Turns prompts into token ids: short texts in place, longer ones in a single thread."""
+"""Turns prompts into token ids: short texts in place, longer ones in a thread or in a process.
+
+Text over `INLINE_CHARS` is handled in a single thread, and over `THREAD_CHARS` in the pool, whose
+processes are killed past their limits. So is every chat whose template is not simple
+(`api_proc.text.template_meter`), or takes more steps than a rendering in this process may take.
+"""
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from api_proc.chat.families import find_dialect
 from api_proc.chat.formats import Dialect
-from api_proc.errors import ApiError, invalid, overloaded
+from api_proc.errors import ApiError, invalid, overloaded, unavailable
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import SamplingDefaults, chat_templates, read_json, sampling_defaults
 from api_proc.text.final_message import render_open
+from api_proc.text.jobs import (
+    Chat,
+    Decode,
+    Encode,
+    EncodeChat,
+    Job,
+    Pieces,
+    Render,
+    Result,
+    TextLimitReached,
+    TextPoolUnavailable,
+    TokenIdLists,
+)
 from api_proc.text.literal import LiteralText
+from api_proc.text.pool import TextPool
+from api_proc.text.template_meter import MAX_STEPS, TooManySteps
 from api_proc.text.tokenizer import (
     ByteTokenizer,
     EncodeOptions,
@@ -30,8 +49,13 @@ from protocol.config import ModelConfig
 
 INLINE_CHARS = 2048
 """Texts up to this length take less than a millisecond, about as long as a thread hand-over."""
+THREAD_CHARS = 2**14
+"""Longer texts go to the pool."""
 MAX_LONG_TEXTS = 64
+"""That wait for the thread, or for the pool."""
 _NICENESS = 5
+_ID_CHARS = 2
+"""Decoding an id takes about as long as encoding this number of characters."""
 
 NULL_MODEL = "null"
 REASONING_TAIL_TOKENS = 32
@@ -42,7 +66,6 @@ _NULL_CHAT_TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>\n"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-T = TypeVar("T")
 
 
 class TextProcessor:
@@ -55,7 +78,10 @@ class TextProcessor:
         defaults: SamplingDefaults | None = None,
         tokenizer_config: dict[str, object] | None = None,
         dialect: Dialect | None = None,
+        *,
+        pool: TextPool | None = None,
     ) -> None:
+        """Without a pool, everything is done in this process and without limits."""
         self.tokenizer = tokenizer
         self.template = template
         self.template_with_tools = template
@@ -63,16 +89,19 @@ class TextProcessor:
         self.tokenizer_config = tokenizer_config or {}
         self.dialect = dialect or Dialect()
         """How the model writes reasoning and tool calls."""
+        self._pool = pool
         self._num_waiting = 0
         self._executor = ThreadPoolExecutor(1, "tokenize", initializer=_lower_priority)
 
     @classmethod
-    def load(cls, model: ModelConfig) -> "TextProcessor":
+    def load(cls, model: ModelConfig, pool_size: int = 0) -> "TextProcessor":
         """Read the files of a checkpoint; the model "null" has none."""
+        pool = TextPool(model, pool_size, MAX_LONG_TEXTS) if pool_size else None
         names = model.tool_call_parser, model.reasoning_parser
         if model.model == NULL_MODEL and model.tokenizer is None:
             dialect = find_dialect(_NULL_CHAT_TEMPLATE, *names)
-            return cls(ByteTokenizer(), ChatTemplate(_NULL_CHAT_TEMPLATE, {}), dialect=dialect)
+            plain = ChatTemplate(_NULL_CHAT_TEMPLATE, {})
+            return cls(ByteTokenizer(), plain, dialect=dialect, pool=pool)
         directory = Path(model.tokenizer or model.model)
         config = read_json(directory / "tokenizer_config.json")
         tokenizer = HfTokenizer(directory, config)
@@ -86,30 +115,47 @@ class TextProcessor:
         sources = "".join(templates[name] for name in ("tool_use", "default") if name in templates)
         dialect = find_dialect(sources, *names)
         defaults = sampling_defaults(Path(model.model))
-        processor = cls(tokenizer, template, defaults, config, dialect)
+        processor = cls(tokenizer, template, defaults, config, dialect, pool=pool)
         processor.template_with_tools = with_tools or template
         return processor
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
 
     async def encode(
-        self, texts: list[str], options: EncodeOptions, *, param: str
+        self, texts: list[str], options: EncodeOptions, *, param: str, is_literal: bool = False
     ) -> list[list[int]]:
-        """Return the ids of several texts; `param` is the field to name in errors."""
-        max_tokens = options.max_tokens
-        if options.keep_last is None:  # reject early what is too long however it is split
-            longest = max(map(len, texts), default=0)
-            num_tokens_min = -(-longest // self.tokenizer.longest_token_chars)
-            if num_tokens_min > max_tokens:
-                raise too_long(num_tokens_min, max_tokens, param)
+        """Return the ids of several texts; `param` is the field to name in errors.
+
+        Special tokens in a `LiteralText`, or in all texts if `is_literal`, stay text.
+        """
         try:
-            return await self._run(
-                lambda: [self.tokenizer.encode(text, options) for text in texts],
-                sum(map(len, texts)),
-            )
+            self._check_length(max(map(len, texts), default=0), options)
         except TooManyTokens as error:
-            raise too_long(error.num_tokens, max_tokens, param) from error
+            raise too_long(error.num_tokens, options.max_tokens, param) from error
+        pieces = [text.pieces if isinstance(text, LiteralText) else [text] for text in texts]
+        job = Encode(pieces, options, is_literal)
+        return await self._token_ids(job, sum(map(len, texts)), options.max_tokens, param)
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        options: EncodeOptions,
+        *,
+        add_generation_prompt: bool,
+        extra: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Return the ids of a chat's prompt, as `render` and `encode` do, in one step."""
+        chat = Chat(messages, add_generation_prompt, extra, tools, continue_final_message)
+        self._require_template(chat)
+        job = EncodeChat(chat, options)
+        body = _encoded(job)
+        [ids] = await self._token_ids(job, len(body), options.max_tokens, "messages", body)
+        return ids
 
     async def render(
         self,
@@ -124,30 +170,65 @@ class TextProcessor:
 
         It may end within the final message.
         """
-        template = self.template_with_tools if tools else self.template
-        if template is None:
+        chat = Chat(messages, add_generation_prompt, extra, tools, continue_final_message)
+        self._require_template(chat)
+        body = _encoded(job := Render(chat))
+        result = await self._run(job, len(body), "messages", body)
+        assert isinstance(result, Pieces)
+        return LiteralText.from_pieces(result.pieces)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Return the text of ids, with special tokens."""
+        result = await self._run(Decode(token_ids), _ID_CHARS * len(token_ids), "tokens")
+        assert isinstance(result, Pieces)
+        return "".join(result.pieces)
+
+    def perform(self, job: Job, max_steps: int | None = None) -> Result:
+        """Do a job in this thread; TooManySteps: its template needs more than `max_steps`."""
+        match job:
+            case Render(chat):
+                return Pieces(self._rendered(chat, max_steps).pieces)
+            case EncodeChat(chat, options):
+                text = self._rendered(chat, max_steps)
+                self._check_length(len(text), options)
+                return TokenIdLists([self.tokenizer.encode(text, options)])
+            case Encode(texts, options, is_literal):
+                make = self._literal if is_literal else LiteralText.from_pieces
+                return TokenIdLists([self.tokenizer.encode(make(p), options) for p in texts])
+            case Decode(token_ids):
+                return Pieces([self.tokenizer.decode(token_ids, skip_special_tokens=False)])
+
+    def _check_length(self, num_chars: int, options: EncodeOptions) -> None:
+        """Raise TooManyTokens for a text that is too long however it is split."""
+        num_tokens_min = -(-num_chars // self.tokenizer.longest_token_chars)
+        if options.keep_last is None and num_tokens_min > options.max_tokens:
+            raise TooManyTokens(num_tokens_min)
+
+    def _literal(self, pieces: list[str]) -> LiteralText:
+        return self.tokenizer.special.literal("".join(pieces))
+
+    def _rendered(self, chat: Chat, max_steps: int | None) -> LiteralText:
+        template = self._template_for(chat)
+        assert template is not None
+        mark = self.tokenizer.special.mark
+        render = partial(
+            template.render,
+            add_generation_prompt=chat.add_generation_prompt,
+            extra=mark(chat.extra),
+            tools=mark(chat.tools),
+            max_steps=max_steps,
+        )
+        if chat.continue_final_message:
+            render = partial(render_open, render=render)
+        return LiteralText.from_marked(render(mark(chat.messages)))
+
+    def _template_for(self, chat: Chat) -> ChatTemplate | None:
+        return self.template_with_tools if chat.tools else self.template
+
+    def _require_template(self, chat: Chat) -> None:
+        if self._template_for(chat) is None:
             message = "the model has no chat template; set one with --chat-template"
             raise invalid("messages", message, "no_chat_template")
-        num_chars = sum(len(str(message.get("content"))) + 32 for message in messages)
-        others = [tools, [m["tool_calls"] for m in messages if "tool_calls" in m]]
-        num_chars += len(msgspec.json.encode(others))
-        mark = self.tokenizer.special.mark
-
-        def work() -> str:
-            render = partial(
-                template.render,
-                add_generation_prompt=add_generation_prompt,
-                extra=mark(extra),
-                tools=mark(tools),
-            )
-            if continue_final_message:
-                render = partial(render_open, render=render)
-            return LiteralText.from_marked(render(mark(messages)))
-
-        try:
-            return await self._run(work, num_chars)
-        except ChatTemplateError as error:
-            raise invalid("messages", str(error), "chat_template_error") from error
 
     def is_reasoning_open(self, prompt_token_ids: list[int]) -> bool:
         """Whether a prompt ends with the start of the model's reasoning."""
@@ -158,16 +239,57 @@ class TextProcessor:
         text = self.tokenizer.decode(tail, skip_special_tokens=False)
         return text.rstrip().endswith(reasoning.begin)
 
-    async def _run(self, work: Callable[[], T], num_chars: int) -> T:
+    async def _token_ids(
+        self, job: Job, num_chars: int, max_tokens: int, param: str, body: bytes | None = None
+    ) -> list[list[int]]:
+        try:
+            result = await self._run(job, num_chars, param, body)
+        except TooManyTokens as error:
+            raise too_long(error.num_tokens, max_tokens, param) from error
+        assert isinstance(result, TokenIdLists)
+        return result.lists
+
+    async def _run(self, job: Job, num_chars: int, param: str, body: bytes | None = None) -> Result:
+        """Do a job where it belongs; `body` is the job as JSON, where it is known."""
+        try:
+            if self._pool is None:
+                return await self._run_here(job, num_chars, None)
+            if num_chars <= THREAD_CHARS and self._is_limited(job):
+                try:
+                    return await self._run_here(job, num_chars, MAX_STEPS)
+                except TooManySteps:
+                    pass
+            return await self._pool.run(body or _encoded(job))
+        except ChatTemplateError as error:
+            raise invalid(param, str(error), "chat_template_error") from error
+        except TextLimitReached as error:
+            raise invalid(param, str(error), "text_limit") from error
+        except TextPoolUnavailable as error:
+            raise unavailable(str(error), "tokenizer_unavailable") from error
+
+    def _is_limited(self, job: Job) -> bool:
+        """Whether a job of a short text ends soon."""
+        if not isinstance(job, Render | EncodeChat):
+            return True
+        template = self._template_for(job.chat)
+        return template is not None and template.is_simple
+
+    async def _run_here(self, job: Job, num_chars: int, max_steps: int | None) -> Result:
         if num_chars <= INLINE_CHARS:
-            return work()
+            return self.perform(job, max_steps)
         if self._num_waiting >= MAX_LONG_TEXTS:
             raise overloaded(f"{MAX_LONG_TEXTS} long prompts are waiting for the tokenizer")
         self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._executor, self.perform, job, max_steps)
         finally:
             self._num_waiting -= 1
+
+
+def _encoded(job: Job) -> bytes:
+    """Return a job as JSON; of a Python program it may contain other objects."""
+    return msgspec.json.encode(job, enc_hook=str)
 
 
 def too_long(num_tokens: int, max_tokens: int, param: str) -> ApiError:

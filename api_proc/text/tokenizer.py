@@ -13,11 +13,13 @@ from tokenizers import Tokenizer
 from api_proc.text.checkpoint import special_tokens
 from api_proc.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
 from api_proc.text.literal import LiteralText, SpecialTokens
+from api_proc.text.shared_ids import shared_ids
 from protocol.config import ConfigError
 
 FIRST_BYTE_ID = 3
 """Ids 3 to 258 of the byte tokenizer are the bytes 0 to 255."""
 _BATCH_PIECES = 256
+_MIN_SHARED_IDS = 1024
 
 
 class EncodeOptions(NamedTuple):
@@ -91,7 +93,7 @@ class HfTokenizer:
             encoding.truncate(options.keep_last, direction="left")
         if len(encoding) > options.max_tokens:
             raise TooManyTokens(len(encoding))
-        return list(encoding.ids)
+        return _compact(encoding.ids)
 
     def _encode_pieces(self, pieces: list[str], options: EncodeOptions) -> list[int]:
         if options.keep_last is None and len(pieces) > options.max_tokens:
@@ -108,7 +110,7 @@ class HfTokenizer:
             token_ids = token_ids[-options.keep_last :]
         if len(token_ids) > options.max_tokens:
             raise TooManyTokens(len(token_ids))
-        return token_ids
+        return _compact(token_ids)
 
     def _surrounding_ids(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids that the tokenizer adds before and after a text."""
@@ -207,6 +209,10 @@ class ByteTokenizer:
 
 
 TextTokenizer = HfTokenizer | ByteTokenizer
+
+
+def _compact(token_ids: list[int]) -> list[int]:
+    return shared_ids(token_ids) if len(token_ids) >= _MIN_SHARED_IDS else token_ids
 
 
 def _byte_of_id(token_id: int) -> bytes:

@@ -365,7 +365,7 @@ class Quarantine:
         released = [r for r in self._scheduler.requests.values() if r in chosen]
         self._held -= requests
         for request in released:
-            self._scheduler.unblock(request.req_id)
+            self._scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_TRIAL)
 
 
 def _halves(requests: list[Request]) -> list[list[Request]]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from core_proc.request import Request
+from core_proc.scheduling.repetition import ends_in_repetition
 from protocol.api_core import ErrorCode
 from protocol.sampling import FinishReason
 
@@ -31,7 +32,15 @@ class StepResult(msgspec.Struct, gc=False):
                 self.stop_token_id = token_id
         elif request.num_tokens >= request.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH
+        elif request.num_tokens >= request.checked_from and self._is_repetition():
+            self.finish_reason = FinishReason.REPETITION
         return self.finish_reason
+
+    def _is_repetition(self) -> bool:
+        request, params = self.request, self.request.sampling_params
+        assert params.repetition_detection is not None
+        num_outputs = request.num_output_tokens
+        return ends_in_repetition(request.token_ids, num_outputs, params.repetition_detection)
 
 
 class Failure(NamedTuple):

@@ -19,6 +19,7 @@ differences of this process's clock, so that the core can order requests of all 
 without comparing clocks.
 """
 
+import contextlib
 import re
 import time
 from array import array
@@ -34,12 +35,11 @@ from protocol.api_core import (
     RequestError,
     RequestOutput,
     decode_from_client,
-    encode_add,
     validate_request,
 )
 from protocol.client.errors import failure_of
 from protocol.core_worker import ModelFacts, PromptLogprobs
-from protocol.message import MAX_TEXT, ProtocolError, encode
+from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
 from protocol.sampling import SamplingParams
 
 REPAIR_MESSAGES_MAX = 3
@@ -64,6 +64,19 @@ def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes
     Structs check no bounds when they are built, so the encoded request is decoded again. Returns
     the request, which shares no objects with the caller's, and its body for the wire.
     """
+    prompt = add.prompt_token_ids
+    if PACKED_FROM_TOKENS <= len(prompt) <= MAX_TOKEN_IDS:
+        # Ids that can be packed are checked in that form, without an object for each of them.
+        with contextlib.suppress(TypeError, OverflowError):
+            packed = pack_token_ids(prompt)
+            add = msgspec.structs.replace(add, prompt_token_ids=[], packed_prompt=packed)
+    checked, body = _checked(add, facts)
+    if checked.packed_prompt:
+        checked = msgspec.structs.replace(checked, prompt_token_ids=list(prompt), packed_prompt=b"")
+    return checked, body
+
+
+def _checked(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
     try:
         body = encode(add)
     except (TypeError, ValueError, OverflowError, RecursionError) as problem:
@@ -77,7 +90,7 @@ def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes
     error = validate_request(checked, facts)
     if error is not None:
         raise failure_of(error)
-    return checked, body if len(add.prompt_token_ids) < PACKED_FROM_TOKENS else encode_add(checked)
+    return checked, body
 
 
 def _out_of_bounds(problem: str) -> RequestError:

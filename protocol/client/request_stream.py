@@ -112,4 +112,5 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
         join(output.logprobs for output in outputs),
         join(output.prompt_logprobs for output in outputs),
         last.embedding,
+        last.num_computed_tokens,
     )

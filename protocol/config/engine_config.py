@@ -67,8 +67,8 @@ class ModelConfig(Section):
     """Which model is served, and how."""
 
     model: Annotated[str, Meta(min_length=1)] = "demo"
-    """Checkpoint directory in Hugging Face format, 'demo' for the model that comes with the engine,
-    or 'null' for a worker that computes nothing."""
+    """Checkpoint directory in Hugging Face format, 'demo' or 'demo-chat' for the models that come
+    with the engine, or 'null' for a worker that computes nothing."""
     served_model_name: Annotated[tuple[ModelName, ...], Meta(max_length=16)] = ()
     """Names in the API; responses have the first one. Default: the last part of the model's
     path."""
@@ -191,6 +191,9 @@ class ApiConfig(Section):
     """Address to listen on."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port; 0: any free one."""
+    api_server_count: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Processes that serve HTTP, on the same address. Requests are spread over them as connections
+    arrive."""
     uds: PathText | None = None
     """Path of a Unix socket to listen on instead of host and port. Only this user can connect."""
     ssl_certfile: PathText | None = None
@@ -214,10 +217,18 @@ class ApiConfig(Section):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=2**30)] = 4 * 2**20
     """Largest request body accepted."""
     max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
-    """Most requests, and most sequences of them, that the server holds open; past it: refused with
-    429."""
+    """Most requests, and most sequences of them, that an API process holds open; past it: refused
+    with 429."""
     max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
-    """Most bytes of their bodies together; past it: refused with 429."""
+    """Most bytes of the bodies that an API process holds; past it: refused with 429."""
+    max_stored_responses: Annotated[int, Meta(ge=0, le=10**6)] = 10_000
+    """Most responses kept for GET /v1/responses and previous_response_id; past it, the ones that
+    were not used for the longest time are dropped. 0: none are kept."""
+    max_stored_response_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 64 * 2**20
+    """Most bytes of stored responses and their inputs together."""
+    tokenizer_pool_size: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Most processes for prompts of more than 16 KiB, which are rendered and tokenized apart from
+    the server, with limits of time and memory. They start when they are needed."""
     unknown_fields: Annotated[str, Meta(pattern="^(ignore|warn|refuse)$")] = "warn"
     """Fields of a request that the server does not know: ignore, warn (a response header, and one
     log line per name) or refuse (400). Fields that constrain the output are always refused."""

@@ -109,7 +109,7 @@ class ChildProcess:
         group.add_argument("--listen-fd", type=int, help="listening socket to serve HTTP on")
         group.add_argument("--progress-fd", type=int, help="shared page to report progress in")
         group.add_argument("--epoch", type=int, default=1, help="incarnation, ever increasing")
-        group.add_argument("--rank", type=int, default=0, help="place among the workers")
+        group.add_argument("--rank", type=int, default=0, help="place among its like")
         settings.add_flags(parser)
         config = settings.parse_args(parser, argv)
         arguments = parser.parse_args(argv)
@@ -118,7 +118,7 @@ class ChildProcess:
                 config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
         elif config.run.run_dir is None:
             parser.error("--run-dir is required without a supervisor")
-        label = f"{role} {arguments.rank}" if role is Role.WORKER else str(role)
+        label = log_label(role, arguments.rank, config)
         configure_logging(label, config.run.log_level, config.run.log_format)
         return cls(role, arguments, config)
 
@@ -209,7 +209,8 @@ class ChildProcess:
         """Request a planned restart of this process; False without a supervisor."""
         if self._supervisor is None:
             return False
-        self._supervisor.ask_for_restart(RestartQuery(self.role))
+        index = self.rank if self.role is Role.API else None
+        self._supervisor.ask_for_restart(RestartQuery(self.role, index))
         self._look_again()
         return True
 
@@ -292,6 +293,13 @@ def show_stacks() -> None:
     """Print all stacks at DUMP_SIGNAL and at a crash: in C, even while the interpreter is held."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(DUMP_SIGNAL, sys.stderr, all_threads=True)
+
+
+def log_label(role: Role, rank: int, config: EngineConfig) -> str:
+    """Return the name of a process in the log."""
+    if role is Role.API and config.api.api_server_count > 1:
+        return f"{role}-{rank}"
+    return f"{role} {rank}" if role is Role.WORKER else str(role)
 
 
 class JsonFormatter(logging.Formatter):

@@ -49,6 +49,7 @@ FAILPOINTS = {
     "worker.after_step": "The step was computed; its result was not sent.",
     "worker.poison": "A request whose first token is POISON_TOKEN_ID is new to the null worker.",
     "grammar.compile": "A grammar is about to be compiled beside the worker.",
+    "text.job": "A long text has come to a process beside the API; nothing of it was done.",
     "zygote.load": "Started and configured; what workers share is about to be loaded.",
     "api.load": "The tokenizer is loaded; nothing is served yet.",
     "ledger.after_accept": "A request was accepted, in the API or a host, and not sent.",

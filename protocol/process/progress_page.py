@@ -199,8 +199,8 @@ class ProgressPage:
             self._words[_DEATH + offset] = word
 
     def read_death(self) -> Death | None:
-        """How the last incarnation ended; None if there was none."""
+        """How the last incarnation ended; None if there was none, or the record is invalid."""
         epoch, cause, step = self._words[_DEATH : _DEATH + 3]
-        if epoch == 0:
+        if epoch == 0 or cause > max(DeathCause):
             return None
         return Death(epoch, DeathCause(cause), None if step == NO_STEP else step)

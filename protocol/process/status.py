@@ -15,7 +15,7 @@ from protocol.lifecycle import (
     StatusReply,
     decode_from_supervisor,
 )
-from protocol.message import NO_EPOCH, Message, encode
+from protocol.message import NO_EPOCH, Message, ProtocolError, encode
 from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
 
 _DRAIN_LIMIT = 16
@@ -45,9 +45,14 @@ class StatusLink:
         """Send one query; None: no reply in time, the link is closed, or `watch_fd` is readable."""
         return self._ask(StatusQuery(), StatusReply, timeout_s, watch_fd)
 
-    def restart(self, role: Role, timeout_s: float) -> RestartReply | None:
-        """Request a planned restart; None if no reply came in time."""
-        return self._ask(RestartQuery(role), RestartReply, timeout_s, None)
+    def restart(
+        self, role: Role, timeout_s: float, index: int | None = None
+    ) -> RestartReply | None:
+        """Request a planned restart, with an `index` of one API process only.
+
+        None if no reply came in time.
+        """
+        return self._ask(RestartQuery(role, index), RestartReply, timeout_s, None)
 
     def close(self) -> None:
         """Disconnect; queries under way return None. Idempotent."""
@@ -102,7 +107,11 @@ class StatusLink:
     def _latest_reply(self, kind: type[T]) -> T | None:
         reply = None
         for received in self._channel.drain(_DRAIN_LIMIT):
-            message: FromSupervisor = decode_from_supervisor(received.body)
+            try:
+                message: FromSupervisor = decode_from_supervisor(received.body)
+            except ProtocolError as error:
+                self._channel.count_bad_frame(received.peer, str(error))
+                continue
             if isinstance(message, kind):
                 reply = message
         return reply

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.supervisor.startup import DEMO_MODEL_DIR
+from scripts.supervisor.startup import BUNDLED_MODELS
 
 VOCAB_SIZE = 49_152
 
@@ -55,7 +55,7 @@ def main() -> None:
     directory = parser.parse_args().directory
     make_model().save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO_MODEL_DIR / name, directory / name)
+        shutil.copyfile(BUNDLED_MODELS["demo"] / name, directory / name)
     fill_vocabulary(directory / "tokenizer.json")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from api_proc.http.listener import close_listener
+from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, LogFormat
 from protocol.process.child_runtime import configure_logging
 from protocol.process.prctl import set_subreaper
@@ -70,6 +71,7 @@ def _serve(
     is_abandoned = False
     listener = None
     try:
+        remove_all(run_dir.path)
         run_dir.raise_epoch(arguments.epoch or 0)
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
@@ -91,6 +93,7 @@ def _serve(
     finally:
         if listener is not None:
             close_listener(listener)
+        remove_all(run_dir.path)
         run_dir.close(is_abandoned=is_abandoned)
 
 

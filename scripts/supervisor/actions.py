@@ -12,9 +12,20 @@ class Slot(msgspec.Struct, frozen=True, order=True):
 
     role: Role
     rank: int = 0
+    name: str = ""
+    """How it is shown, if not by role and rank."""
 
     def __str__(self) -> str:
-        return f"{self.role} {self.rank}" if self.rank else str(self.role)
+        return self.name or (f"{self.role} {self.rank}" if self.rank else str(self.role))
+
+
+def api_slot(index: int, count: int, *, is_spare: bool = False) -> Slot:
+    """Return the slot of one of `count` API processes.
+
+    `is_spare`: of the second process with this index during a planned restart.
+    """
+    name = "" if count == 1 else f"api-{index}" + " spare" * is_spare
+    return Slot(Role.API, index + count * is_spare, name)
 
 
 class Origin(enum.Enum):

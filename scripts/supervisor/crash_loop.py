@@ -6,11 +6,10 @@ is in a crash loop like one that dies at once.
 """
 
 from collections import deque
-from collections.abc import Mapping
 
 from protocol.lifecycle import DeathCause, Health, Role
 from scripts.supervisor.actions import Action, Send
-from scripts.supervisor.process_state import Group
+from scripts.supervisor.process_state import Groups
 
 WINDOW_S = 60.0
 """Seconds in which core and workers served."""
@@ -24,12 +23,12 @@ _ROLES = (Role.CORE, Role.WORKER)
 class CrashLoop:
     """Counts the deaths of core and workers."""
 
-    def __init__(self, give_up_after_s: float | None, groups: Mapping[Role, Group]) -> None:
+    def __init__(self, give_up_after_s: float | None, groups: Groups) -> None:
         """Begin without deaths; `give_up_after_s` bounds a crash loop, if it is not None."""
         self._groups = groups
         self._watched = [groups[role] for role in _ROLES if role in groups]
-        self._degraded_epoch: int | None = None
-        """Epoch of the API to which a crash loop was reported last; None: its end was."""
+        self._degraded: set[int] = set()
+        """Epochs of the API processes to which a crash loop was reported last, not its end."""
         self._give_up_after_s = give_up_after_s
         self._deaths: deque[float] = deque(maxlen=DEATHS_IN_WINDOW)
         """For each death the seconds that were served before it."""
@@ -78,14 +77,19 @@ class CrashLoop:
 
         `is_repeat`: report a crash loop again, since a report is valid for a few seconds only.
         """
-        if Role.API not in self._groups:
-            return []
-        health, api = self.health(now), self._groups[Role.API].processes[0]
-        is_known = health.is_degraded == (self._degraded_epoch == api.epoch)
-        if not api.is_alive or (is_known and not (is_repeat and health.is_degraded)):
-            return []
-        self._degraded_epoch = api.epoch if health.is_degraded else None
-        return [Send(api.slot, health)]
+        health = self.health(now)
+        apis = [group.processes[0] for group in self._groups.of(Role.API)]
+        known, self._degraded = self._degraded, set()
+        actions: list[Action] = []
+        for api in apis:
+            if not api.is_alive:
+                continue
+            if health.is_degraded:
+                self._degraded.add(api.epoch)
+            is_known = health.is_degraded == (api.epoch in known)
+            if not is_known or (is_repeat and health.is_degraded):
+                actions.append(Send(api.slot, health))
+        return actions
 
     @property
     def _is_looping(self) -> bool:

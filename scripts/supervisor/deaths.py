@@ -2,6 +2,7 @@
 
 import signal
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocol.lifecycle import MAX_SUSPICION_S, DeathCause, ProcessState, Role, Suspect, WorkerDied
@@ -64,8 +65,8 @@ def _signal_name(number: int) -> str:
 class DeathNotices:
     """Keeps the latest deaths of workers: a notice may be lost, or the core be dead itself."""
 
-    def __init__(self, cores: Group | None) -> None:
-        self._cores = [] if cores is None else cores.processes
+    def __init__(self, cores: Sequence[Group]) -> None:
+        self._cores = [process for group in cores for process in group.processes]
         self._deaths: deque[tuple[float, WorkerDied]] = deque(maxlen=_MAX_DEATHS)
         """Each with the time at which it expires."""
 

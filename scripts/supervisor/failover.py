@@ -5,11 +5,9 @@ forks a worker. Without a zygote, and for the core, a process is started that lo
 itself. Every wait ends: the process waited for makes progress, or its deadline kills it.
 """
 
-from collections.abc import Mapping
-
 from protocol.lifecycle import Role
 from scripts.supervisor.actions import Origin
-from scripts.supervisor.process_state import Group, Process, latest
+from scripts.supervisor.process_state import Group, Groups, Process, latest
 
 STANDBY_OF = {Role.WORKER: Role.STANDBY, Role.CORE: Role.STANDBY_CORE}
 """The role of the standby for each role; both have one process."""
@@ -26,7 +24,7 @@ HANDOVER_TIMEOUT_S = 5.0
 class Failover:
     """Decides from the groups alone. Without helpers every process is started by command."""
 
-    def __init__(self, groups: Mapping[Role, Group]) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
     def due_at(self, group: Group) -> float | None:

@@ -51,7 +51,10 @@ def _overview(program: str, groups: dict[str, str], known: list[Setting]) -> str
         "",
         "Serve a model over HTTP with OpenAI's API.",
         "",
-        *_row("MODEL", "Checkpoint directory in Hugging Face format, 'demo' (default) or 'null'."),
+        *_row(
+            "MODEL",
+            "Checkpoint directory in Hugging Face format, 'demo' (default), 'demo-chat' or 'null'.",
+        ),
         *(line for flag, text in ARGUMENTS.items() for line in _row(flag, text)),
         "",
         "Often used:",

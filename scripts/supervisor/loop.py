@@ -17,7 +17,6 @@ from protocol.lifecycle import (
     Progress,
     RestartQuery,
     RestartReply,
-    Role,
     StatusQuery,
     StatusReply,
     decode_to_supervisor,
@@ -34,7 +33,7 @@ from protocol.transport.channel import (
     lifecycle_address,
 )
 from scripts.supervisor import actions
-from scripts.supervisor.actions import Action, Slot
+from scripts.supervisor.actions import Action, Slot, api_slot
 from scripts.supervisor.console import Console
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
@@ -99,8 +98,9 @@ class Supervisor:
         for fd in self._parent_fds:
             self._poller.register(fd, zmq.POLLIN)
         slots = [process.slot for process in self.policy.processes]
-        if listener is not None:
-            slots.append(Slot(Role.API, 1))  # the second API during a planned restart
+        if listener is not None:  # the second processes during a planned restart
+            count = config.api.api_server_count
+            slots += [api_slot(index, count, is_spare=True) for index in range(count)]
         self._table = ProcessTable(config, slots, listener, self._link, self._poller, system=system)
 
     def run(self, signal_fd: int) -> int:
@@ -164,7 +164,7 @@ class Supervisor:
             self._table.answer(received.peer, self._status())
             return
         if isinstance(message, RestartQuery):
-            refusal, to_do = self.policy.on_restart(message.role, now)
+            refusal, to_do = self.policy.on_restart(message.role, now, message.index)
             self._table.answer(received.peer, RestartReply(refusal is None, refusal or ""))
             self._perform(to_do)
             return

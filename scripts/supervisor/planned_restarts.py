@@ -3,21 +3,24 @@
 A worker is asked to end after its running step, once its standby is ready. So is the core, whose
 clients then resend their requests; it ends without a standby if none gets ready soon. Two APIs run
 for a while: the successor takes new connections from the same socket, and the predecessor finishes
-its requests.
+its requests. Several API processes are replaced one after the other.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 
 from protocol.config import RecoveryConfig
 from protocol.lifecycle import Drain, ProcessState, Role, Stop
 from scripts.supervisor.actions import Action, Note, Swap
 from scripts.supervisor.failover import STANDBY_OF
-from scripts.supervisor.process_state import Group
+from scripts.supervisor.process_state import Group, Groups
 
 RESTARTABLE = (Role.WORKER, Role.CORE, Role.API)
 LEAVE_GRACE_S = 5.0
 """From Stop to SIGKILL for one process."""
+ALREADY_REPLACED = "is being replaced already"
+"""End of the reason for refusing a second restart during the first."""
 CORE_PATIENCE_S = 2.0
 """The longest wait for a core's standby: without one the pause is only a little longer."""
 
@@ -27,7 +30,7 @@ class PlannedRestarts:
 
     def __init__(
         self,
-        groups: Mapping[Role, Group],
+        groups: Groups,
         recovery: RecoveryConfig,
         next_epoch: Callable[[], int],
         is_api_alone: bool,
@@ -42,26 +45,40 @@ class PlannedRestarts:
         self._recovery = recovery
         self._next_epoch = next_epoch
         self._waits_until: dict[Role, float] = {}
+        self._apis: deque[Group] = deque()
+        """API processes to be replaced, the present one first."""
+        self._is_begun = False
+        """Whether the replacement of the first has begun."""
 
     @property
     def deadline(self) -> float | None:
         """When `tick` must be called at the latest."""
         return min(self._waits_until.values(), default=None)
 
-    def ask(self, role: Role, now: float) -> tuple[str | None, list[Action]]:
-        """Begin to replace a role's processes. Returns why not, or None; and actions."""
-        group = self._groups.get(role)
-        if role not in RESTARTABLE or group is None:
-            return f"no {role} that could be restarted", []
-        if group.spare is not None and group.spare.state is ProcessState.DRAINING:
-            return f"the {role} before this one still finishes its requests", []
-        if not group.serves or group.spare is not None or role in self._waits_until:
-            return already_replaced(role), []
-        if role is Role.API and self._is_api_alone:
-            return None, group.leave(self._drain_deadline(now), Drain(is_replaced=True))
+    def ask(
+        self, role: Role, now: float, index: int | None = None
+    ) -> tuple[str | None, list[Action]]:
+        """Begin to replace a role's processes, or one API process.
+
+        Returns why not, or None; and actions.
+        """
+        self._drop_replaced()
+        groups = self._groups.of(role)
+        if index is not None and role is Role.API:
+            groups = groups[index : index + 1]
+        if role not in RESTARTABLE or not groups:
+            which = f"{role}" if index is None else f"{role} with index {index}"
+            return f"no {which} that could be restarted", []
+        for group in groups:
+            if group.spare is not None and group.spare.state is ProcessState.DRAINING:
+                return f"the {group.name} before this one still finishes its requests", []
+            is_waiting = role in self._waits_until or group in self._apis
+            if not group.serves or group.spare is not None or is_waiting:
+                return f"the {group.name} {ALREADY_REPLACED}", []
         if role is Role.API:
-            deadline = now + self._recovery.startup_timeout_s
-            return None, group.begin_spare(self._next_epoch(), now, deadline)
+            self._apis += groups
+            return None, self._advance_apis(now)
+        group = groups[0]
         if STANDBY_OF[role] not in self._groups:
             return None, group.leave(now + LEAVE_GRACE_S, Stop())
         is_worker = role is Role.WORKER
@@ -71,7 +88,33 @@ class PlannedRestarts:
 
     def tick(self, now: float) -> list[Action]:
         """Replace the roles whose standby is ready; give up the others at their deadline."""
-        return [action for role in list(self._waits_until) for action in self._prepare(role, now)]
+        actions = [a for role in list(self._waits_until) for a in self._prepare(role, now)]
+        return actions + self._advance_apis(now)
+
+    def _advance_apis(self, now: float) -> list[Action]:
+        """Begin to replace the next API process once the one before it is replaced."""
+        self._drop_replaced()
+        while self._apis and not self._is_begun:
+            group = self._apis[0]
+            if group.serves:
+                self._is_begun = True
+                return self._replace_api(group, now)
+            self._apis.popleft()  # it has died, and its successor starts anyway
+        return []
+
+    def _drop_replaced(self) -> None:
+        """Remove the first API process from the queue if its successor serves."""
+        group = self._apis[0] if self._is_begun else None
+        is_coming = group is not None and group.spare is not None and group.spare.is_coming
+        if group is not None and group.serves and not is_coming:
+            self._apis.popleft()
+            self._is_begun = False
+
+    def _replace_api(self, group: Group, now: float) -> list[Action]:
+        if self._is_api_alone:
+            return group.leave(self._drain_deadline(now), Drain(is_replaced=True))
+        deadline = now + self._recovery.startup_timeout_s
+        return group.begin_spare(self._next_epoch(), now, deadline)
 
     def _prepare(self, role: Role, now: float) -> list[Action]:
         group, standby = self._groups[role], self._groups[STANDBY_OF[role]].processes[0]
@@ -90,7 +133,8 @@ class PlannedRestarts:
     def cancel(self) -> list[Action]:
         """Give up the restarts that were not begun, at the end of the engine."""
         self._waits_until.clear()
-        spares = [group.spare for group in self._groups.values() if group.spare is not None]
+        self._give_up_apis()
+        spares = [group.spare for group in self._groups if group.spare is not None]
         return [action for spare in spares if spare.is_coming for action in spare.kill()]
 
     def on_spare_ready(self, group: Group, now: float) -> list[Action]:
@@ -107,12 +151,12 @@ class PlannedRestarts:
         spare = group.remove_spare()
         if spare.is_doomed or spare.epoch < group.processes[0].epoch:
             return []
-        return [Note(logging.ERROR, f"the {group.role} stays: its successor has died")]
+        self._give_up_apis()  # successors of the others would die in the same way
+        return [Note(logging.ERROR, f"the {group.name} stays: its successor has died")]
+
+    def _give_up_apis(self) -> None:
+        self._apis.clear()
+        self._is_begun = False
 
     def _drain_deadline(self, now: float) -> float:
         return now + self._recovery.shutdown_timeout_s + LEAVE_GRACE_S
-
-
-def already_replaced(role: Role) -> str:
-    """The reason for refusing a second restart during the first."""
-    return f"the {role} is being replaced already"

@@ -1,7 +1,8 @@
 """The supervisor's decisions, as a state machine: events and times in, actions out.
 
-Theory of operation. The ranks of one role form a group, and are replaced together: a group is
-started again, with greater epochs, only when all its processes are dead and reaped. A death after
+Theory of operation. The ranks of one role form a group, and are replaced together; each API process
+is a group of its own, because it holds only its own requests. A group is started again, with
+greater epochs, only when all its processes are dead and reaped. A death after
 useful work restarts it at once (`Process.was_useful`); the pause doubles only while successors die
 before they have done any. Until the engine was ready once, failures that would repeat end it.
 
@@ -24,7 +25,7 @@ from scripts.supervisor.crash_loop import CrashLoop
 from scripts.supervisor.deaths import DeathNotices, Evidence, classify, describe_death
 from scripts.supervisor.failover import HANDOVER_TIMEOUT_S, HELPERS, STANDBY_OF, Failover
 from scripts.supervisor.planned_restarts import PlannedRestarts
-from scripts.supervisor.process_state import Group, Process
+from scripts.supervisor.process_state import Group, Process, make_groups
 from scripts.supervisor.shutdown import Shutdown
 from scripts.supervisor.watcher import HangReport, HangStatus, Watcher
 
@@ -54,7 +55,7 @@ class SupervisorPolicy:
         self._recovery = recovery
         self._next_epoch = next_epoch
         self._rng = rng
-        self._groups = {role: Group(role, number) for role, number in num_ranks.items()}
+        self._groups = make_groups(num_ranks)
         self._failover = Failover(self._groups)
         self._planned = PlannedRestarts(self._groups, recovery, next_epoch, is_api_alone)
         self._shutdown = Shutdown(self._groups, recovery)
@@ -62,18 +63,18 @@ class SupervisorPolicy:
         """Whether all were ready at once; from then on no start is given up."""
         self._turned_at = self._repeat_at = 0.0
         self._watcher = Watcher(min(_LONGEST_LOOK_S, recovery.hang_timeout_s / 2))
-        self._death_notices = DeathNotices(self._groups.get(Role.CORE))
+        self._death_notices = DeathNotices(self._groups.of(Role.CORE))
         self._crash_loop = CrashLoop(recovery.give_up_after_s, self._groups)
         self.failure: str | None = None
 
     @property
     def processes(self) -> list[Process]:
-        return [process for group in self._groups.values() for process in group.members]
+        return [process for group in self._groups for process in group.members]
 
     @property
     def is_ready(self) -> bool:
         """Whether all processes serve that requests need."""
-        needed = [group for role, group in self._groups.items() if role not in HELPERS]
+        needed = [group for group in self._groups if group.role not in HELPERS]
         return not self._shutdown.has_begun and all(group.is_ready for group in needed)
 
     @property
@@ -90,7 +91,7 @@ class SupervisorPolicy:
         """When `tick` must be called at the latest."""
         times = [self._turned_at + _LONGEST_TURN_S, self._shutdown.deadline, self._planned.deadline]
         times += [process.deadline for process in self.processes]
-        times += [self._due_at(group) for group in self._groups.values()]
+        times += [self._due_at(group) for group in self._groups]
         return min(time for time in times if time is not None)
 
     @property
@@ -102,11 +103,11 @@ class SupervisorPolicy:
         """Start all processes at once; only a worker waits for its zygote."""
         self._turned_at = now
         actions: list[Action] = []
-        for role, group in self._groups.items():
+        for group in self._groups:
             group.resume(now)
-            if role is Role.ZYGOTE or self._due_at(group) is not None:
+            if group.role is Role.ZYGOTE or self._due_at(group) is not None:
                 actions += self._start(group, now)
-            elif role is Role.WORKER:
+            elif group.role is Role.WORKER:
                 group.processes[0].expect()
         return actions
 
@@ -137,13 +138,13 @@ class SupervisorPolicy:
             case Ready():
                 return self._on_ready(process, message, now)
             case Drained():
-                return self._shutdown.on_drained(process.slot.role, now)
+                group, _ = self._groups.find(process.slot)
+                return self._shutdown.on_drained(group, now)
         return []
 
     def on_death(self, slot: Slot, status: int, now: float, evidence: Evidence) -> list[Action]:
         """Handle the death of a child that was reaped; `status` is negative for a signal."""
-        group = self._groups[slot.role]
-        process = group.members[slot.rank]
+        group, process = self._groups.find(slot)
         process.on_death(is_final=self._shutdown.is_stopping)
         if process is group.spare:
             note = Note(logging.INFO, f"{slot} ended with status {status}")
@@ -174,14 +175,18 @@ class SupervisorPolicy:
     def _replace(self, group: Group, at: float, now: float) -> list[Action]:
         """Start the successors at that time, unless the death ends a front of the shutdown."""
         if self._shutdown.is_front(group.role) and not self._shutdown.comes_back(group.role):
-            return self._shutdown.on_drained(group.role, now)
+            return self._shutdown.on_drained(group, now)
         return [*group.replace(at), *self._resume(group, now)]
 
-    def on_restart(self, role: Role, now: float) -> tuple[str | None, list[Action]]:
-        """Replace the processes of a role. Returns why not, or None; and actions."""
+    def on_restart(
+        self, role: Role, now: float, index: int | None = None
+    ) -> tuple[str | None, list[Action]]:
+        """Replace the processes of a role, or one API process. Returns why not, or None; and
+        actions.
+        """
         if self._shutdown.has_begun:
             return "the engine is stopping", []
-        return self._planned.ask(role, now)
+        return self._planned.ask(role, now, index)
 
     def on_signal(self, now: float) -> list[Action]:
         """Drain and end the engine; end it at once at the second signal."""
@@ -197,7 +202,7 @@ class SupervisorPolicy:
         for process in self.processes:
             if process.deadline is not None and process.deadline <= now:
                 actions += process.on_deadline()
-        for group in self._groups.values():
+        for group in self._groups:
             actions += self._resume(group, now)
         actions += self._planned.tick(now) + self._shutdown.tick(now)
         if now >= self._repeat_at:
@@ -219,7 +224,7 @@ class SupervisorPolicy:
 
     def _act_on(self, report: HangReport) -> list[Action]:
         slot, mark = report.slot, report.mark
-        process = self._groups[slot.role].members[slot.rank]
+        _, process = self._groups.find(slot)
         step = "" if mark.step_id is None else f" {mark.step_id}"
         what = f"{slot} ({mark.phase.name.lower()}{step})"
         if report.status is HangStatus.CLEARED:
@@ -251,12 +256,12 @@ class SupervisorPolicy:
     def _on_ready(self, process: Process, message: Ready, now: float) -> list[Action]:
         if not process.on_ready(now):
             return []
-        group = self._groups[process.slot.role]
+        group, _ = self._groups.find(process.slot)
         actions: list[Action] = [Show(process.slot, message), *self._death_notices.pending(now)]
         if process is group.spare:
             return actions + self._planned.on_spare_ready(group, now)
         if group.is_ready:
-            actions += self._shutdown.on_ready(group.role, now)
+            actions += self._shutdown.on_ready(group, now)
         if self.is_ready and not self.was_ready:
             self.was_ready = True
             actions.append(Announce())

@@ -3,10 +3,10 @@
 import logging
 import random
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from protocol.lifecycle import Drain, Fatal, ProcessState, Progress, Role, Stop
-from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start
+from scripts.supervisor.actions import Action, Kill, Note, Origin, Send, Slot, Start, api_slot
 
 LEAST_SERVICE_S = 1.0
 """Time as Ready after which a process without work counts as useful, if its start took less."""
@@ -166,11 +166,16 @@ class Process:
 
 
 class Group:
-    """All ranks of one role. Only the methods of this class change its fields."""
+    """Processes that are replaced together: all ranks of one role, or one API process.
 
-    def __init__(self, role: Role, num_ranks: int) -> None:
-        self.role = role
-        self.processes = [Process(Slot(role, rank)) for rank in range(num_ranks)]
+    Only the methods of this class change its fields.
+    """
+
+    def __init__(self, slots: Sequence[Slot], spare_slot: Slot | None = None) -> None:
+        self.role = slots[0].role
+        self.name = str(slots[0])
+        self.processes = [Process(slot) for slot in slots]
+        self._spare_slot = spare_slot
         self.spare: Process | None = None
         """One more process during a planned restart: the successor, then the predecessor."""
         self.is_leaving = False
@@ -252,7 +257,8 @@ class Group:
 
     def begin_spare(self, epoch: int, now: float, deadline: float) -> list[Action]:
         """Start a successor beside the process."""
-        self.spare = Process(Slot(self.role, len(self.processes)))
+        assert self._spare_slot is not None
+        self.spare = Process(self._spare_slot)
         return [self.spare.begin(epoch, now, deadline)]
 
     def promote_spare(self) -> tuple[Process, Process]:
@@ -274,6 +280,43 @@ class Group:
             return 0.0
         doublings = min(self.num_deaths - 2, _MAX_DOUBLINGS)
         return min(_FIRST_BACKOFF_S * 2.0**doublings, longest_s) * rng.uniform(0.5, 1.0)
+
+
+class Groups:
+    """All groups of an engine, in the order in which they are started."""
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self._groups = list(groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def __contains__(self, role: Role) -> bool:
+        return bool(self.of(role))
+
+    def __getitem__(self, role: Role) -> Group:
+        """The only group of a role, or the first."""
+        return self.of(role)[0]
+
+    def of(self, role: Role) -> list[Group]:
+        """All groups of a role: one for each API process, at most one of other roles."""
+        return [group for group in self._groups if group.role is role]
+
+    def find(self, slot: Slot) -> tuple[Group, Process]:
+        return next((g, p) for g in self._groups for p in g.members if p.slot == slot)
+
+
+def make_groups(num_ranks: Mapping[Role, int]) -> Groups:
+    """Return groups of `num_ranks[role]` processes of each role, in the mapping's order."""
+    groups: list[Group] = []
+    for role, number in num_ranks.items():
+        if role is Role.API:
+            for index in range(number):
+                spare = api_slot(index, number, is_spare=True)
+                groups.append(Group([api_slot(index, number)], spare))
+        else:
+            groups.append(Group([Slot(role, rank) for rank in range(number)]))
+    return Groups(groups)
 
 
 def latest(times: Iterable[float | None]) -> float | None:

@@ -125,12 +125,14 @@ class ProcessTable:
             self._poller.register(self._zygote.link, zmq.POLLIN)
             self._enter(slot, self._zygote.child)
         else:
-            listener = self._listener if slot.role is Role.API else None
+            listener, rank = None, slot.rank
+            if slot.role is Role.API:  # a successor has the index of its predecessor
+                listener, rank = self._listener, rank % self._config.api.api_server_count
             child = self._system.start_child(
                 MODULES[slot.role],
                 self._config,
                 epoch=epoch,
-                rank=slot.rank,
+                rank=rank,
                 listen_fd=None if listener is None else listener.fileno(),
                 progress_fd=row.page_fd,
                 arguments=["--standby"] if slot.role is Role.STANDBY_CORE else [],
@@ -327,7 +329,17 @@ class ProcessTable:
         own = (Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)
         lines = [(p.slot, self.pid(p.slot), p.epoch, p.state, p.num_restarts) for p in processes]
         return [
-            ProcessStatus(slot.role, slot.rank, pid, epoch, state, rss_bytes(pid or 0), number)
+            ProcessStatus(
+                slot.role,
+                slot.rank,
+                pid,
+                epoch,
+                state,
+                rss_bytes(pid or 0),
+                number,
+                str(slot),
+                slot.role is Role.API and slot.rank >= self._config.api.api_server_count,
+            )
             for slot, pid, epoch, state, number in [own, *lines]
         ]
 
@@ -341,6 +353,6 @@ def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
         Role.STANDBY: int(has_standby),
         Role.CORE: 1,
         Role.STANDBY_CORE: int(bool(config.recovery.standby_cores)),
-        Role.API: int(has_api),
+        Role.API: config.api.api_server_count if has_api else 0,
     }
     return {role: number for role, number in numbers.items() if number}

@@ -13,19 +13,19 @@ No sockets, no clock. The states follow one another and never go back:
 | STOPPING | signal, no parent, deadline     | STOPPING, and all processes are killed         |
 | STOPPING | deadline, all killed before     | ENDED, with status 1                           |
 
-The front is the outermost role that still has to finish: the API needs the core for that. `advance`
-enters the next stage while the present one is complete.
+The front is the outermost role that still has to finish: the API needs the core for that. It is
+drained once each of its groups is. `advance` enters the next stage while the present one is
+complete.
 """
 
 import enum
 import logging
-from collections.abc import Mapping
 
 from protocol.config import RecoveryConfig
 from protocol.lifecycle import ProcessState, Role, Stop
 from scripts.supervisor.actions import Action, Exit, Note
 from scripts.supervisor.failover import HELPERS
-from scripts.supervisor.process_state import Group, Process
+from scripts.supervisor.process_state import Group, Groups, Process
 
 STOP_GRACE_S = 5.0
 """From Stop to SIGKILL, for all processes together."""
@@ -45,13 +45,14 @@ class _State(enum.Enum):
 class Shutdown:
     """Draining, stopping, and the exit status. The methods return actions."""
 
-    def __init__(self, groups: Mapping[Role, Group], recovery: RecoveryConfig) -> None:
+    def __init__(self, groups: Groups, recovery: RecoveryConfig) -> None:
         self._groups = groups
         self._timeout_s = recovery.shutdown_timeout_s
         self._state = _State.RUNNING
         self._fronts = [role for role in _DRAIN_ORDER if role in groups]
         """Roles that still have to finish, outermost first."""
-        self._is_front_drained = False
+        self._draining: set[Group] = set()
+        """Groups of the first front that have not finished."""
         self._were_ready: set[Role] = set()
         self._stages = [role for role in _STOP_ORDER if role in groups]
         self._stopped: Role | None = None
@@ -103,18 +104,18 @@ class Shutdown:
         self._exit_status = 1
         return self.stop(now)
 
-    def on_drained(self, role: Role, now: float) -> list[Action]:
-        """A role has finished its requests, or is gone for good. Only the front matters."""
-        if not self.is_front(role):
+    def on_drained(self, group: Group, now: float) -> list[Action]:
+        """A group has finished its requests, or is gone for good. Only the front matters."""
+        if not self.is_front(group.role):
             return []
-        self._groups[role].processes[0].on_drained()
-        self._is_front_drained = True
+        group.processes[0].on_drained()
+        self._draining.discard(group)
         return self.advance(now)
 
-    def on_ready(self, role: Role, now: float) -> list[Action]:
+    def on_ready(self, group: Group, now: float) -> list[Action]:
         """Ask a front that was restarted to drain: its clients resend their requests."""
-        self._were_ready.add(role)
-        return [*self._drain_front(), *self.advance(now)] if self.comes_back(role) else []
+        self._were_ready.add(group.role)
+        return [*self._drain_front(), *self.advance(now)] if self.comes_back(group.role) else []
 
     def tick(self, now: float) -> list[Action]:
         if self.deadline is None or now < self.deadline:
@@ -135,9 +136,9 @@ class Shutdown:
     def advance(self, now: float) -> list[Action]:
         """Leave every stage that is complete, and enter the next."""
         actions: list[Action] = []
-        while self._state is _State.DRAINING and self._is_front_drained:
-            if self._groups[self._fronts[0]].spare is not None:
-                break  # its predecessor has not ended yet
+        while self._state is _State.DRAINING and not self._draining:
+            if any(group.spare is not None for group in self._groups.of(self._fronts[0])):
+                break  # a predecessor has not ended yet
             self._fronts.pop(0)
             if self._fronts:
                 actions += self._drain_front()
@@ -145,27 +146,34 @@ class Shutdown:
                 self._begin_stopping(now)
         if self._state is not _State.STOPPING:
             return actions
-        while self._stages and not any(p.is_alive for p in self._groups[self._stages[0]].members):
+        while self._stages and not any(p.is_alive for p in self._members(self._stages[0])):
             self._stages.pop(0)
         if not self._stages:
             return actions + self._end(self._exit_status)
         if self._stopped is not self._stages[0]:
             self._stopped = self._stages[0]
-            for process in self._groups[self._stopped].members:
+            for process in self._members(self._stopped):
                 actions += _stop(process)
         return actions
 
+    def _members(self, role: Role) -> list[Process]:
+        return [process for group in self._groups.of(role) for process in group.members]
+
     def _drain_front(self) -> list[Action]:
         """Ask the first front to finish its requests, if it may have any."""
-        group = self._groups[self._fronts[0]]
+        self._draining.clear()
+        return [a for group in self._groups.of(self._fronts[0]) for a in self._drain(group)]
+
+    def _drain(self, group: Group) -> list[Action]:
         front, is_api = group.processes[0], group.role is Role.API
         # An API accepts requests before it is ready: while the engine recovers.
         is_early = is_api and front.state is ProcessState.STARTING and self._has_served
         if is_early or front.state is ProcessState.READY:
-            self._is_front_drained = False
+            self._draining.add(group)
             return front.drain()
         is_leaving = group.is_leaving and front.is_alive
-        self._is_front_drained = not is_leaving and not self.comes_back(group.role)
+        if is_leaving or self.comes_back(group.role):
+            self._draining.add(group)
         return []
 
     def stop(self, now: float) -> list[Action]:
@@ -176,7 +184,7 @@ class Shutdown:
     def _begin_stopping(self, now: float) -> None:
         self._state = _State.STOPPING
         self.deadline = now + STOP_GRACE_S
-        for group in self._groups.values():
+        for group in self._groups:
             group.on_shutdown()
 
     def _end(self, status: int) -> list[Action]:
@@ -185,7 +193,7 @@ class Shutdown:
         return [Exit(status)]
 
     def _kills(self) -> list[Action]:
-        members = [process for group in self._groups.values() for process in group.members]
+        members = [process for group in self._groups for process in group.members]
         return [action for process in members for action in process.kill()]
 
 

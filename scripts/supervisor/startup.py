@@ -20,7 +20,12 @@ from protocol.process.launch import failure_file
 from protocol.version import version
 from scripts.supervisor.help_pages import help_text
 
-DEMO_MODEL_DIR = Path(__file__).resolve().parent.parent / "demo_model"
+_SCRIPTS_DIR = Path(__file__).resolve().parent.parent
+BUNDLED_MODELS = {
+    "demo": _SCRIPTS_DIR / "demo_model",
+    "demo-chat": _SCRIPTS_DIR / "demo_chat_model",
+}
+"""The models that come with the engine, by name."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files of drivers that torch can use."""
@@ -33,8 +38,9 @@ def complete(config: EngineConfig) -> EngineConfig:
     config = msgspec.structs.replace(config, recovery=recovery)
     if model.model == "null":
         return config
-    directory = DEMO_MODEL_DIR if model.model == "demo" else Path(model.model).absolute()
-    name = "demo" if model.model == "demo" else directory.name
+    bundled = BUNDLED_MODELS.get(model.model)
+    directory = bundled or Path(model.model).absolute()
+    name = model.model if bundled else directory.name
     if not directory.exists() and _HUB_NAME.fullmatch(model.model):
         directory, name = _downloaded(model.model) or directory, model.model
     if not (directory / "config.json").is_file():
@@ -74,7 +80,10 @@ def _why_not_a_model(given: str, directory: Path) -> str:
             f"model {given} is not a local directory, and nothing is downloaded; fetch it with "
             f"`hf download {given} --local-dir {directory.name}` and serve {directory.name}"
         )
-    return f"model {directory} does not exist; give a checkpoint directory, 'demo' or 'null'"
+    return (
+        f"model {directory} does not exist; give a checkpoint directory, 'demo', 'demo-chat' or "
+        "'null'"
+    )
 
 
 def _names_beside(directory: Path) -> list[str]:
@@ -135,9 +144,23 @@ def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:
     is_open = api.uds is None and api.host not in ("127.0.0.1", "::1", "localhost")
     if is_open and not api.api_key and api.api_key_file is None:
         yield f"every client that can reach {api.host} may use this server; set --api-key-file"
+    if api.journal_dir is not None:
+        journals = Path(api.journal_dir).glob("api-*/*.journal")
+        names = {path.parent.name for path in journals}
+        if left := sorted(name for name in names if _index_of(name) >= api.api_server_count):
+            yield (
+                f"requests in {', '.join(left)} of {api.journal_dir} are not resumed: "
+                f"api_server_count is only {api.api_server_count}"
+            )
     file = Path(api.api_key_file or "")
     if api.api_key_file is not None and file.is_file() and file.stat().st_mode & 0o004:
         yield f"every user of this machine can read {api.api_key_file}: chmod 600"
+
+
+def _index_of(journal: str) -> int:
+    """Return the index of the API process that wrote a journal; -1: none has this name."""
+    _, _, text = journal.partition("-")
+    return int(text) if text.isdecimal() else -1
 
 
 def watch_signals() -> int:
@@ -171,7 +194,7 @@ def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Engine
         nargs="?",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="checkpoint directory, 'demo' (default) or 'null'; the same as --model",
+        help="checkpoint directory, 'demo' (default), 'demo-chat' or 'null'; as --model",
     )
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", help="this text")
     parser.add_argument("--version", action="store_true", help="print the version")

@@ -16,6 +16,7 @@ from api_proc.http.access_log import AccessLogger
 from api_proc.http.listener import open_listener, url_of
 from api_proc.http.server import HttpServer
 from api_proc.http.tls import make_context
+from api_proc.peers.shared_counters import SharedCounters
 from api_proc.state import ApiState
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import FIRST_BYTE_ID
@@ -254,10 +255,19 @@ class LiveServer:
         text: TextProcessor | None = None,
         keep_alive_interval_s: float = 15.0,
         access_logger: AccessLogger | None = None,
+        *,
+        index: int = 0,
+        counters: SharedCounters | None = None,
     ) -> None:
         self.client = client
-        self.text = text or TextProcessor.load(config.model)
-        self.state = ApiState(client, config, self.text)  # type: ignore[arg-type]
+        self.text = text or TextProcessor.load(config.model, config.api.tokenizer_pool_size)
+        self.state = ApiState(
+            client,  # type: ignore[arg-type]
+            config,
+            self.text,
+            index=index,
+            counters=counters,
+        )
         app = openai_app(
             self.state, keep_alive_interval_s=keep_alive_interval_s, access_logger=access_logger
         )

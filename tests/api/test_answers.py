@@ -339,7 +339,7 @@ def test_a_rejected_prompt_cancels_the_others(make_server: MakeServer) -> None:
 def test_logprobs_of_a_prompt_are_computed_once_for_all_its_sequences(
     make_server: MakeServer,
 ) -> None:
-    """Each choice has them, also where they are echoed; a stream computes them for each."""
+    """Each choice has them, also where they are echoed. Streams: tests/api/test_sequences.py."""
     client = FakeClient()
     with httpx.Client(base_url=make_server(client).url) as http:
         body = {"prompt": ["abc", "de"], "n": 3, "max_tokens": 2, "logprobs": 1, "echo": True}
@@ -350,6 +350,3 @@ def test_logprobs_of_a_prompt_are_computed_once_for_all_its_sequences(
         offsets = [c["logprobs"]["text_offset"] for c in choices[2:4]]
         assert offsets == [[0, 1, 2, 3, 4], [0, 1, 2, 3]]
         assert [c["logprobs"]["token_logprobs"][0] for c in choices] == [None] * 6
-        http.post(COMPLETIONS, json=body | {"stream": True})
-    asked = [add.sampling_params.prompt_logprobs for add in client.requests[6:]]
-    assert asked == [1] * 6

@@ -43,6 +43,7 @@ def status(live: LiveServer, *headers: tuple[str, str]) -> int:
 def test_every_key_is_valid_in_both_headers(live: LiveServer, key: str) -> None:
     assert status(live, ("authorization", f"Bearer {key}")) == 200
     assert status(live, ("x-api-key", key)) == 200
+    assert status(live, ("authorization", f"Bearer {key}"), ("x-api-key", key)) == 200
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,8 @@ def test_every_key_is_valid_in_both_headers(live: LiveServer, key: str) -> None:
         [("authorization", "Bearer given-1"), ("authorization", "Bearer given-1")],
         [("authorization", "Bearer wrong"), ("authorization", "Bearer given-1")],
         [("authorization", "Bearer wrong"), ("x-api-key", "given-1")],
+        [("authorization", "Bearer given-1"), ("x-api-key", "wrong")],
+        [("authorization", "Bearer given-1"), ("x-api-key", "given-2")],
         [("authorization", "Basic given-1")],
         [("x-api-key", "given-1"), ("x-api-key", "given-2")],
         [("authorization", "Bearer # team a")],

@@ -89,7 +89,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     *(
         (COMPLETIONS, completion(best_of=value), "best_of", "invalid_value")
-        for value in (10**6, 2, 0)
+        for value in (10**6, 129, 0)
     ),
     (COMPLETIONS, completion(n=2, best_of=1, stream=True), "best_of", "invalid_value"),
     *(
@@ -128,7 +128,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion(prompt_embeds="gASV"), "prompt_embeds", "unsupported_parameter"),
     (COMPLETIONS, completion(guided_regex=""), "guided_regex", "invalid_value"),
     (COMPLETIONS, completion(structured_outputs={}), "structured_outputs", "invalid_value"),
-    (COMPLETIONS, completion(use_beam_search=True), "use_beam_search", "unsupported_parameter"),
+    (COMPLETIONS, completion(use_beam_search=True, stream=True), "stream", "invalid_value"),
     (COMPLETIONS, completion(stream_options={}), "stream_options", "invalid_value"),
     (
         COMPLETIONS,

@@ -202,6 +202,29 @@ def test_arguments_that_are_not_an_object_stay_text(live: LiveServer) -> None:
     assert '"arguments": "{\\"city' in prompt_of(live.client.requests[-1])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "num_calls", "status"),
+    [
+        ('{"a": [' + "{}," * 70_000 + "{}]}", 1, 400),
+        ('{"a": [' + "1," * 40_000 + "1]}", 2, 400),
+        (json.dumps({"text": 'a, "b" [' * 60_000}), 1, 200),
+    ],
+)
+def test_arguments_have_a_bound_on_their_values(
+    live: LiveServer, arguments: str, num_calls: int, status: int
+) -> None:
+    """A template gets them decoded, at many times their size; long strings do not count."""
+    history = json.loads(json.dumps(HISTORY))
+    [call] = history[1]["tool_calls"]
+    call["function"]["arguments"] = arguments
+    history[1]["tool_calls"] *= num_calls
+    response = httpx.post(live.url + PATH, json={"messages": history, "truncate_prompt_tokens": 5})
+    assert response.status_code == status, response.text
+    if status == 400:
+        where = f"messages[1].tool_calls[{num_calls - 1}].function.arguments"
+        assert response.json()["error"]["param"] == where
+
+
 def grammar_of(live: LiveServer) -> str | None:
     grammar = live.client.requests[-1].sampling_params.grammar
     assert grammar is None or grammar.kind is GrammarKind.LARK
@@ -216,6 +239,7 @@ def test_required_and_strict_calls_have_a_grammar(live: LiveServer) -> None:
     for fields, names in (
         ({"tools": TOOLS}, None),
         ({"tools": TOOLS, "tool_choice": "auto"}, None),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, ["get_weather", "now"]),
         ({"tools": TOOLS, "tool_choice": "required"}, ["get_weather", "now"]),
         ({"tools": TOOLS, "tool_choice": named}, ["now"]),
         ({"tools": TOOLS, "tool_choice": some}, ["get_weather"]),

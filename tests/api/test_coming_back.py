@@ -42,16 +42,17 @@ def test_concurrent_duplicates_run_once(
     """A client may reconnect while its prompt is still being tokenized."""
     live = make_server(journal_dir=str(tmp_path))
     live.call(start_sessions, live.state)
-    encode, num_waiting, may_go_on = live.text.encode, 0, False
+    name = "encode" if path == PATHS[0] else "encode_chat"
+    encode, num_waiting, may_go_on = getattr(live.text, name), 0, False
 
-    async def encode_late(*args: Any, **rest: Any) -> list[list[int]]:
+    async def encode_late(*args: Any, **rest: Any) -> Any:
         nonlocal num_waiting
         num_waiting += 1
         while not may_go_on:
             await asyncio.sleep(0.001)
         return await encode(*args, **rest)
 
-    live.text.encode = encode_late  # type: ignore[method-assign]
+    setattr(live.text, name, encode_late)
 
     def ask(number: int) -> httpx.Response:
         body = body_for(path, stream=stream)

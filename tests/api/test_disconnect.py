@@ -117,3 +117,34 @@ def test_pipelined_requests_are_answered_in_order(make_server: MakeServer) -> No
     counts = [received.index(b'"completion_tokens":%d,' % i) for i in range(1, 6)]
     assert counts == sorted(counts)
     assert live.client.cancelled == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_disconnect_and_a_deadline_end_the_tokenization(
+    make_server: MakeServer, path: str, has_left: bool
+) -> None:
+    live = make_server(FakeClient())
+    events: list[str] = []
+
+    async def encode_for_ever(*_: object, **__: object) -> None:
+        events.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("ended")
+
+    setattr(live.text, "encode" if path == PATHS[0] else "encode_chat", encode_for_ever)
+    if has_left:
+        with send(live, path, stream=False) as connection:
+            wait_until(lambda: events == ["begun"])
+            close(connection)
+    else:
+        fields = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "timeout": 0.05}
+        response = httpx.post(live.url + path, json=fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            504,
+            "deadline_exceeded",
+        )
+    wait_until(lambda: events == ["begun", "ended"], timeout_s=AT_ONCE_S)
+    wait_until(lambda: len(live.state.open_requests) == 0, timeout_s=AT_ONCE_S)

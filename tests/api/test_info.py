@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_proc.metrics import Histogram
+from api_proc.metrics import VLLM_NAMES, Histogram
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
 from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
@@ -69,6 +69,8 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "journal": "off",
         "exact_resume": None,
         "exact_resume_reason": None,
+        "api_servers": 1,
+        "api_servers_ready": 0,
     }
     assert httpx.get(live.url + "/v1/models").json()["data"][0]["max_model_len"] is None
 
@@ -187,7 +189,7 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     )
     text = httpx.get(live.url + "/metrics").text
     values = {
-        (sample.name.removeprefix("troika:"), *sorted(sample.labels.items())): sample.value
+        (sample.name.removeprefix("troika")[1:], *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -209,7 +211,8 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     assert value("core_loop_seconds_bucket", le="0.0001") == 7
     assert value("core_loop_seconds_sum") == 0.25
     names = set(re.findall(r"# TYPE troika:(\S+)", text))
-    assert {"request_time_per_output_token_seconds", "prefix_cache_hits_total"} <= names
+    assert {name.removesuffix("_total") for name in names} == VLLM_NAMES
+    assert "# TYPE troika_engine_steps_total counter" in text
 
 
 def test_histogram_counts_by_upper_bound() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from api_proc.bodies import ChatBody, CompletionBody
 from api_proc.errors import ApiError
 from api_proc.http import json_body, json_scan
-from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.http.json_body import BodyDecoder, LargeRequests, Turn
 from tests.timing import within
 
 decode = BodyDecoder(CompletionBody)
@@ -69,7 +69,7 @@ def test_values_are_counted(value: Any) -> None:
 
     scan = scanned(json.dumps([value]).encode())
     # Of numbers and literals only the commas after them are counted.
-    assert count([value]) / 2 <= scan._num_values <= 2 * count([value])
+    assert count([value]) / 2 <= scan.num_values <= 2 * count([value])
 
 
 @settings(max_examples=50)
@@ -153,11 +153,11 @@ def test_one_large_body_at_a_time() -> None:
     """Small bodies do not wait for it."""
 
     async def run() -> list[str]:
-        lock = asyncio.Lock()
+        requests = LargeRequests(1)
         order: list[str] = []
 
         async def read(name: str, raw: bytes) -> None:
-            with Turn(lock) as turn:
+            with Turn(requests) as turn:
                 await decode.in_turn(raw, turn)
                 order.append(name)
                 if len(raw) > 1000:
@@ -166,26 +166,71 @@ def test_one_large_body_at_a_time() -> None:
 
         large = b'{"prompt":[%b1]}' % (b"1," * 10**5)
         await asyncio.gather(read("a", large), read("b", large), read("small", b'{"prompt":"x"}'))
-        assert not lock.locked()
+        assert not requests.working.locked()
         return order
 
     assert asyncio.run(run()) == ["small", "a", "a", "b", "b"]
 
 
+def test_a_resting_request_lets_others_work_up_to_the_number_in_memory() -> None:
+    async def run() -> list[str]:
+        requests = LargeRequests(2)
+        order: list[str] = []
+        raw = b'{"prompt":[%b1]}' % (b"1," * 10**5)
+        rested = asyncio.Event()
+
+        async def read(name: str) -> None:
+            with Turn(requests) as turn:
+                await decode.in_turn(raw, turn)
+                order.append(name)
+                await turn.rest()
+                await rested.wait()
+                await turn.pause()
+                order.append(name)
+
+        tasks = [asyncio.create_task(read(name)) for name in "abc"]
+        while len(order) < 2:
+            await asyncio.sleep(0.001)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        order.append("rested")
+        rested.set()
+        await asyncio.gather(*tasks)
+        assert not requests.working.locked()
+        return order
+
+    order = asyncio.run(run())
+    assert order[:3] == ["a", "b", "rested"]
+    assert order.index("c") > min(order.index("a", 3), order.index("b", 3))
+
+
 def test_a_rejected_body_ends_its_turn() -> None:
     async def run() -> bool:
-        lock = asyncio.Lock()
-        with pytest.raises(ApiError), Turn(lock) as turn:
+        requests = LargeRequests(1)
+        with pytest.raises(ApiError), Turn(requests) as turn:
             await decode_chat.in_turn(b'{"messages":[%b0]}' % (b"0," * 50_000), turn)
-        return lock.locked()
+        return requests.working.locked() or requests.in_memory.locked()
 
     assert not asyncio.run(run())
 
 
 def test_unknown_names_are_returned() -> None:
     async def run() -> list[str]:
-        with Turn(asyncio.Lock()) as turn:
+        with Turn(LargeRequests(1)) as turn:
             raw = msgspec.json.encode({"prompt": "x", "é": {"inner": 1}, "n": 1, "a b": 2})
             return (await decode.in_turn(raw, turn))[1]
 
     assert asyncio.run(run()) == ["é", "a b"]
+
+
+@pytest.mark.parametrize("rest", ['"' + '\\"' * 500_000, '"' * 1_000_001, '"' + "\\\\" * 500_000])
+def test_counting_the_values_of_a_text_takes_a_time_in_proportion_to_it(rest: str) -> None:
+    """Also where its strings have no end."""
+    text = "," * (json_scan.MAX_VALUES + 1) + rest
+
+    def measure() -> dict[str, float]:
+        began = time.thread_time()
+        assert json_scan.most_values(text) == json_scan.MAX_VALUES + 1
+        return {"count_s": time.thread_time() - began}
+
+    within(5, measure, count_s=0.2)

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 
+from api_proc.text.jobs import TokenIdLists
 from api_proc.text.processor import INLINE_CHARS, MAX_LONG_TEXTS, TextProcessor
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.config.settings import configure
@@ -82,22 +83,30 @@ def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenized(checkpoint: P
         body = {"prompt": "x" * MEGABYTE}
         response = httpx.post(live.url + "/v1/completions", json=body, timeout=30)
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert not live.text._executor._threads, "the thread for long texts was never needed"
+        assert live.text._pool is not None
+        assert not live.text._pool._lanes, "the process for long texts was never needed"
 
 
-def test_waiting_long_texts_are_bounded() -> None:
+def test_waiting_long_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pool, in the queue of the thread."""
     text = TextProcessor.load(configure(model="null").model)
     release = threading.Event()
 
+    def wait(*_: object) -> TokenIdLists:
+        release.wait(10)
+        return TokenIdLists([[]])
+
+    monkeypatch.setattr(text, "perform", wait)
+
+    def encode() -> asyncio.Task[list[list[int]]]:
+        long, options = "x" * (INLINE_CHARS + 1), EncodeOptions(True, 10**6)
+        return asyncio.create_task(text.encode([long], options, param="prompt"))
+
     async def run() -> list[object]:
-        blocked = [
-            asyncio.create_task(text._run(lambda: release.wait(10), INLINE_CHARS + 1))
-            for _ in range(MAX_LONG_TEXTS)
-        ]
+        blocked = [encode() for _ in range(MAX_LONG_TEXTS)]
         await asyncio.sleep(0)
-        late = text.encode(["x" * (INLINE_CHARS + 1)], EncodeOptions(True, 10**6), param="prompt")
         try:
-            return await asyncio.gather(late, return_exceptions=True)
+            return await asyncio.gather(encode(), return_exceptions=True)
         finally:
             release.set()
             await asyncio.gather(*blocked)

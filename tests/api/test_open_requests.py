@@ -36,6 +36,7 @@ class Request:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.response = None
 
     def abort(self) -> bool:
         return False

@@ -51,7 +51,7 @@ def test_document_is_well_formed() -> None:
     for path, methods in DOCUMENT["paths"].items():
         assert path.startswith("/")
         for method, operation in methods.items():
-            assert method in {"get", "post"}
+            assert method in {"get", "post", "delete"}
             assert "200" in operation["responses"]
             for status, response in operation["responses"].items():
                 assert re.fullmatch(r"[1-5]\d\d", status)
@@ -74,6 +74,26 @@ def test_errors_of_health_routes_have_the_fields_of_their_answers() -> None:
     reference = chat["503"]["content"]["application/json"]["schema"]["$ref"]
     assert reference.endswith("/ErrorResponse")
     assert set(chat["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def test_an_event_holds_a_piece_an_error_or_the_mark_of_the_end() -> None:
+    chat = DOCUMENT["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]
+    event = chat["content"]["text/event-stream"]["schema"]
+    assert event["required"] == ["data"]
+    end, piece = event["properties"]["data"]["anyOf"]
+    assert end == {"const": "[DONE]"}
+    references = [kind["$ref"].split("/")[-1] for kind in piece["contentSchema"]["anyOf"]]
+    assert references == ["ChatChunk", "ErrorResponse"]
+
+
+def test_every_status_that_the_server_raises_is_in_the_document() -> None:
+    raised = {
+        int(status)
+        for path in (ROOT / "api_proc").rglob("*.py")
+        for status in re.findall(r"(?:ApiError|_closing)\(\s*(\d{3})", path.read_text())
+    }
+    assert raised
+    assert raised <= {status for item in OPERATIONS for status in item.errors}
 
 
 def convertible(item: Operation) -> bool:

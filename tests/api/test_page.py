@@ -27,7 +27,7 @@ STATIC = Path(process_list.__file__).parent / "static"
 SCRIPTS = sorted(STATIC.glob("*.mjs"))
 NODE_TESTS = sorted((Path(__file__).parent / "page").glob("*.test.mjs"))
 REPLY = StatusReply(
-    [ProcessStatus(Role.WORKER, 0, 77, 4, ProcessState.READY, 2**20, 1)], True, "http://x"
+    [ProcessStatus(Role.WORKER, 0, 77, 4, ProcessState.READY, 2**20, 1, "worker")], True, "http://x"
 )
 
 
@@ -144,7 +144,7 @@ def test_view_has_processes_and_load(make_server: MakeServer) -> None:
     assert view["processes"] == [
         {
             **{"role": "worker", "rank": 0, "pid": 77, "epoch": 4, "state": "ready"},
-            **{"rss_bytes": 2**20, "num_restarts": 1},
+            **{"rss_bytes": 2**20, "num_restarts": 1, "name": "worker"},
         }
     ]
     assert view["load"]["num_running_reqs"] == 3

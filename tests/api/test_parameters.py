@@ -20,16 +20,23 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
 REQUIRED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x", "max_output_tokens": 2},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
 }
 EXAMPLES: dict[str, Any] = {
     "allowed_token_ids": [5, 6],
     "bad_words": ["fox"],
-    "best_of": 1,
+    "best_of": 2,
     "cache_salt": "salt",
     "chat_template_kwargs": {"x": 1},
     "length_penalty": 1.0,
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 5},
+    "return_progress": False,
+    "thinking_token_budget": -1,
+    "use_beam_search": True,
     "logit_bias": {"5": 1.0},
     "max_completion_tokens": 1,
     "min_tokens": 1,
@@ -44,6 +51,7 @@ EXAMPLES: dict[str, Any] = {
     "truncate_prompt_tokens": 1,
     "user": "tenant",
 }
+REPETITION = "repetition_detection"
 CASES = [(path, name) for path, struct in STRUCTS.items() for name in fields_of(struct)]
 
 
@@ -52,6 +60,10 @@ def post(http: httpx.Client, path: str, **fields: Any) -> httpx.Response:
     if fields.get("messages", ...) is None:
         body["prompt"] = "x"
     return http.post(path, json=body)
+
+
+def repeated(largest: int, smallest: int, count: int) -> dict[str, int]:
+    return {"max_pattern_size": largest, "min_pattern_size": smallest, "min_count": count}
 
 
 def test_the_page_is_current() -> None:
@@ -78,9 +90,7 @@ def test_each_parameter_is_honoured_or_refused_by_name(
 
 def test_only_the_default_of_some_parameters_is_accepted(http: httpx.Client) -> None:
     others = {
-        "best_of": 3,
-        "use_beam_search": True,
-        "length_penalty": 0.5,
+        "background": True,
         "modalities": ["audio"],
     }
     for path in GENERATING:
@@ -99,18 +109,24 @@ def test_other_servers_names_are_refused(http: httpx.Client, name: str) -> None:
 
 
 def test_unknown_fields(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    fields = {"no_such_field": {"a": [1]}, "bad name\r\n": 1} | dict.fromkeys(WITHOUT_EFFECT, "x")
+    unknown = {"no_such_field": {"a": [1]}, "bad name\r\n": 1}
+
+    def fields_for(path: str) -> dict[str, Any]:
+        names = WITHOUT_EFFECT - fields_of(STRUCTS[path]).keys()
+        return unknown | dict.fromkeys(names, "x")
+
     found = {}
     for mode in ("ignore", "warn", "refuse"):
         live = make_server(unknown_fields=mode)
         caplog.clear()
         with httpx.Client(base_url=live.url) as http:
             for _ in range(2):
-                found[mode] = [post(http, path, **fields) for path in GENERATING]
+                found[mode] = [post(http, path, **fields_for(path)) for path in GENERATING]
         logged = sum("no_such_field" in record.message for record in caplog.records)
         assert logged == (mode == "warn"), "once per name"
-    assert [r.headers.get("x-unknown-fields") for r in found["ignore"]] == [None, None]
-    assert [r.headers["x-unknown-fields"] for r in found["warn"]] == ["no_such_field"] * 2
+    num = len(GENERATING)
+    assert [r.headers.get("x-unknown-fields") for r in found["ignore"]] == [None] * num
+    assert [r.headers["x-unknown-fields"] for r in found["warn"]] == ["no_such_field"] * num
     assert {r.status_code for r in found["ignore"] + found["warn"]} == {200}
     for response in found["refuse"]:
         assert response.status_code == 400
@@ -171,12 +187,32 @@ def test_constraints_reach_the_engine(make_server: MakeServer) -> None:
         ({"timeout": 0}, "timeout"),
         ({"timeout": 1e9}, "timeout"),
         ({"stream_interval": 0}, "stream_interval"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"length_penalty": 11, "use_beam_search": True}, "length_penalty"),
+        ({"n": 11, "use_beam_search": True}, "n"),
+        ({"best_of": 3, "use_beam_search": True}, "best_of"),
+        ({"stream": True, "use_beam_search": True}, "stream"),
+        ({"temperature": 0.5, "use_beam_search": True}, "temperature"),
+        ({"stop": ["x"], "use_beam_search": True}, "stop"),
+        ({"guided_regex": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"return_progress": True}, "return_progress"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"repetition_detection": {"max_pattern_size": 65}}, REPETITION + ".max_pattern_size"),
+        ({"repetition_detection": {"max_pattern_size": 2}}, REPETITION + ".min_count"),
+        ({"repetition_detection": {"min_count": 1001}}, REPETITION + ".min_count"),
+        ({"repetition_detection": repeated(3, 4, 2)}, REPETITION),
+        ({"repetition_detection": repeated(64, 1, 17)}, REPETITION),
     ],
 )
 def test_bounds(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
     for path in GENERATING:
+        if not fields.keys() <= fields_of(STRUCTS[path]).keys():
+            continue  # this route refuses the whole field
         more = fields
         if "logprobs" in fields and path != "/v1/completions":
             more = fields | {"logprobs": True}

@@ -17,9 +17,11 @@ from api_proc.resumption import journaling as journaling_module
 from api_proc.resumption import sessions as sessions_module
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.session_log import Replay
+from api_proc.resumption.sessions import Session
 from api_proc.text.output_sequence import Prompt
+from protocol.api_core import ErrorCode
 from protocol.sampling import SamplingParams
-from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, until
+from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, until
 
 
 class SlowDisk:
@@ -255,3 +257,73 @@ async def test_the_directory_stays_small_and_complete(tmp_path: Path) -> None:
     assert found.histories[0].whole().token_ids == OUTPUT_IDS
     assert found.accepted == kept.accepted
     successor.sessions.close()
+
+
+async def accept_with_deadline(server: Server, timeout_s: float) -> Session:
+    """Accept a request whose engine does nothing, and lose the connection."""
+    server.client.is_paused = True
+    raw = json.dumps({"timeout": timeout_s}).encode()
+    with server.generation("r", timeout=timeout_s) as generation:
+        generation.begin_session(PATH, raw, [Prompt([5, 6], None)])
+        generation.submit([5, 6], SamplingParams(max_tokens=900, seed=1))
+        await generation.accepted()
+        generation.cancel()
+    session = server.find("r", raw)
+    assert session is not None
+    return session
+
+
+@play
+async def test_a_deadline_outlives_the_connection(tmp_path: Path) -> None:
+    server = await Server(tmp_path).written()
+    began = time.monotonic()
+    session = await accept_with_deadline(server, 0.3)
+    [history] = session.histories
+    await until(lambda: history.error is not None)
+    assert time.monotonic() - began >= 0.3
+    assert history.error is not None
+    assert history.error.error.code is ErrorCode.DEADLINE
+    assert server.client.cancelled == [1]
+    server.sessions.close()
+
+
+@play
+async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
+    """A successor keeps the time that is left, also if none is."""
+    server = await Server(tmp_path).written()
+    session = await accept_with_deadline(server, 2.0)
+    deadline = session.accepted.deadline
+    assert deadline == pytest.approx(time.time() + 2.0, abs=0.5)
+    server.sessions.close()
+    for is_late in (False, True):
+        if is_late:
+            await until(lambda: time.time() > deadline)
+        successor = Server(tmp_path)
+        successor.client.is_paused = True
+        await successor.written()
+        found = successor.find("r", session.accepted.raw)
+        assert found is not None
+        assert found.accepted.deadline == deadline
+        [history] = found.histories
+        assert (history.error is None) or is_late
+        if is_late:
+            await until(lambda: history.error is not None)  # noqa: B023
+            assert history.error is not None
+            assert history.error.error.code is ErrorCode.DEADLINE
+        successor.sessions.close()
+
+
+@play
+async def test_a_request_that_ends_in_time_keeps_its_end(tmp_path: Path) -> None:
+    server = await Server(tmp_path).written()
+    with server.generation("r", timeout=0.2) as generation:
+        generation.begin_session(PATH, RAW, [Prompt([5, 6], None)])
+        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
+        await generation.accepted()
+        assert await read(generation, 9) == OUTPUT_IDS[:9]
+        session = server.find("r")
+    assert session is not None
+    await until(lambda: time.time() > session.accepted.deadline)
+    await asyncio.sleep(0.01)
+    assert session.histories[0].error is None
+    server.sessions.close()

@@ -1,6 +1,7 @@
 """The forms in which clients ask for structured output, and what each becomes."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ TAG = {
     "structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}],
     "triggers": ["<f="],
 }
+LARGE_TEXT = '{"a": [' + "{}," * 90_000 + "{}]}"
 decode = BodyDecoder(CompletionBody)
 
 
@@ -139,6 +141,7 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
         ({"response_format": JSON_SCHEMA, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": SCHEMA, "structured_outputs": {"regex": "a"}}, "guided_json"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
+        ({"guided_json": "[" * 10_000}, "guided_json"),
     ],
 )
 def test_empty_wrong_and_contradictory_constraints_are_named(
@@ -147,6 +150,30 @@ def test_empty_wrong_and_contradictory_constraints_are_named(
     with pytest.raises(ApiError) as caught:
         translated(**fields)
     assert caught.value.status == 400
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": LARGE_TEXT}, "guided_json"),
+        ({"structured_outputs": {"json": LARGE_TEXT}}, "structured_outputs.json"),
+        (
+            {"structured_outputs": {"structural_tag": LARGE_TEXT}},
+            "structured_outputs.structural_tag",
+        ),
+    ],
+)
+def test_a_large_text_is_rejected_before_it_is_decoded(fields: dict[str, Any], param: str) -> None:
+    """Decoded, it would take 99 MiB, and the loop 140 ms."""
+    body = decode(json.dumps({"prompt": "x", **fields}).encode())
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="characters") as caught:
+            grammar_of(body)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
     assert caught.value.param == param
 
 

@@ -31,6 +31,7 @@ from tests.chaos.external_server import ExternalServer
 from tests.chaos.faults import DEADLY_FAULTS, Fault, Phase
 from tests.chaos.session import ExternalSession, Session, SessionOptions
 from tests.chaos.steady import SteadySession
+from tests.chaos.workload import KINDS
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream_timeout_s=arguments.timeout,
         engine_flags=tuple(arguments.engine_flags),
         has_journal=arguments.journal,
+        kinds=arguments.kinds,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engine must be stopped, too
     try:
@@ -118,6 +120,13 @@ def _choices(kind: type[Choice]) -> Callable[[str], tuple[Choice, ...]]:
     return read
 
 
+def _kinds(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in KINDS]:
+        raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; there are {', '.join(KINDS)}")
+    return names
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m tests.chaos",
@@ -140,6 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of requests and faults")
     parser.add_argument("--streams", type=int, default=32, help="streams per round")
+    parser.add_argument(
+        "--kinds",
+        type=_kinds,
+        help=f"comma-separated, of: {','.join(KINDS)} (default: all in turn)",
+    )
     parser.add_argument(
         "--timeout", type=float, default=90.0, help="longest duration of a stream in seconds"
     )

@@ -74,6 +74,10 @@ def check_stream(
             continue
         problems = check_choice(actual, wanted, is_whole=is_whole)
         found += [(harm, f"choice {index}: {detail}") for harm, detail in problems]
+    harm = compare(history.vectors, expected.vectors, is_whole=is_whole)
+    if harm is not None:
+        detail = _first_difference(history.vectors, expected.vectors)
+        found.append((harm, f"vectors {detail[:200]}"))
     found += _check_counts(history, expected, is_whole=is_whole)
     return [Violation(harm, recording.name, detail) for harm, detail in found]
 
@@ -152,6 +156,8 @@ def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tupl
         ("token ids", actual.token_ids, golden.token_ids),
         ("logprobs", actual.logprobs, golden.logprobs),
         ("text", actual.text, golden.text),
+        ("reasoning", actual.reasoning, golden.reasoning),
+        ("calls", actual.calls, golden.calls),
     ]
     if len(golden.roles) == 1:  # other servers repeat the role in every piece
         columns.append(("roles", actual.roles, golden.roles))
@@ -159,6 +165,8 @@ def check_choice(actual: Choice, golden: Choice, *, is_whole: bool) -> list[tupl
         harm = compare(ours, theirs, is_whole=is_over)
         if harm is not None:
             return [(harm, f"{name} {_first_difference(ours, theirs)}")]
+    if len(set(actual.call_ids)) < len(actual.call_ids):
+        return [(Harm.DUPLICATED, f"two calls have the same id: {actual.call_ids}")]
     if actual.num_late_pieces or len(actual.finishes) > 1:
         return [(Harm.DUPLICATED, f"goes on after its end: {actual.finishes}")]
     if is_whole and not actual.finishes:
@@ -177,9 +185,10 @@ def _check_together(actual: Choice, golden: Choice) -> Found:
     if has_logprobs and len(actual.logprobs) != num_tokens:
         yield Harm.LOST, f"{len(actual.logprobs)} logprobs of {num_tokens} tokens"
     fewest, most = golden.text_bounds(num_tokens)
-    if not fewest <= len(actual.text) <= most:
-        detail = f"{len(actual.text)} characters of {num_tokens} tokens, golden {fewest} to {most}"
-        yield Harm.LOST if len(actual.text) < fewest else Harm.MISMATCHED, detail
+    found = actual.num_characters
+    if not fewest <= found <= most:
+        detail = f"{found} characters of {num_tokens} tokens, golden {fewest} to {most}"
+        yield Harm.LOST if found < fewest else Harm.MISMATCHED, detail
 
 
 def compare(actual: Sequence[Any], golden: Sequence[Any], *, is_whole: bool) -> Harm | None:

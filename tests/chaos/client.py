@@ -165,7 +165,11 @@ class StreamClient:
             response = await _read_head(reader)
             recording.accepted_at, recording.status = time.monotonic(), 200
             stop_after = request.disconnect_after if may_leave else None
-            recording.end = await _read_events(_body(reader, response), recording, stop_after)
+            chunks = _body(reader, response)
+            if request.body.get("stream"):
+                recording.end = await _read_events(chunks, recording, stop_after)
+            else:
+                recording.end = await _read_whole(chunks, recording)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             recording.end, recording.problem = End.CUT, f"{type(error).__name__}: {error}"
         except ValueError as error:
@@ -202,6 +206,19 @@ async def _read_events(
                 return End.LEFT
     recording.problem = recording.problem or "the connection was closed"
     return End.CUT
+
+
+async def _read_whole(chunks: AsyncIterator[bytes], recording: Recording) -> End:
+    """Record an answer in one piece as a stream of one event."""
+    body = b"".join([chunk async for chunk in chunks])
+    try:
+        json.loads(body)
+    except ValueError:
+        recording.problem = "the connection was closed"
+        return End.CUT
+    now = time.monotonic()
+    recording.events += [Event(now, body.decode()), Event(now, DONE)]
+    return End.DONE
 
 
 async def _read_rest(chunks: AsyncIterator[bytes], recording: Recording, rest: bytes) -> None:

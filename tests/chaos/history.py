@@ -17,6 +17,11 @@ class Choice:
 
     def __init__(self) -> None:
         self.text = ""
+        self.reasoning = ""
+        self.calls = ""
+        """All tool calls: for each its place, its name and its arguments."""
+        self.call_ids: list[str] = []
+        """In order; another id in every run."""
         self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
         """One item per token, in the format of its API."""
@@ -27,7 +32,7 @@ class Choice:
         self.num_late_pieces = 0
         """Pieces after the finish."""
         self.marks: list[tuple[int, int]] = [(0, 0)]
-        """Number of tokens and characters after each piece."""
+        """Number of tokens and characters of any kind after each piece."""
 
     def add(self, piece: dict[str, Any]) -> None:
         """Append the next piece."""
@@ -36,11 +41,27 @@ class Choice:
         delta = piece.get("delta") or {}
         self.roles += [delta["role"]] if delta.get("role") else []
         self.text += piece.get("text") or delta.get("content") or ""
+        self.reasoning += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls") or []:
+            self._add_call(call)
         self.token_ids += piece.get("token_ids") or []
         self.logprobs += _logprob_items(piece.get("logprobs"))
-        self.marks.append((len(self.token_ids), len(self.text)))
+        self.marks.append((len(self.token_ids), self.num_characters))
         if piece.get("finish_reason") is not None:
             self.finishes.append((piece["finish_reason"], piece.get("stop_reason")))
+
+    def _add_call(self, call: dict[str, Any]) -> None:
+        function = call.get("function") or {}
+        if "id" in call:
+            self.call_ids.append(call["id"])
+            self.calls += f"\n{call['index']} {function['name']} "
+        elif call["index"] != len(self.call_ids) - 1:
+            self.calls += f"\narguments of call {call['index']}: "
+        self.calls += function.get("arguments") or ""
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.text) + len(self.reasoning) + len(self.calls)
 
     def text_bounds(self, num_tokens: int) -> tuple[int, int]:
         """Return the fewest and the most characters that belong to `num_tokens` tokens."""
@@ -56,6 +77,8 @@ class History:
         self.choices: dict[int, Choice] = {}
         self.usages: list[dict[str, int]] = []
         """Token counts, without cached tokens, which may differ between runs."""
+        self.vectors: list[Any] = []
+        """Of a request for embeddings."""
         self.errors: list[str] = []
         self.answer_ids: list[str] = []
         """The distinct ids of the response in the events."""
@@ -86,6 +109,7 @@ class History:
         if "error" in message:
             self.errors.append(json.dumps(message["error"])[:300])
             return
+        self.vectors += [item["embedding"] for item in message.get("data") or []]
         for piece in message.get("choices") or []:
             self.choices.setdefault(piece["index"], Choice()).add(piece)
         if message.get("usage") is not None:

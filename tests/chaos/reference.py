@@ -35,6 +35,10 @@ def _problems(body: Body, recording: Recording) -> Iterator[str]:
         yield history.misplaced
     if len(history.answer_ids) > 1:
         yield f"events of several answers: {history.answer_ids}"
+    if "input" in body:
+        if len(history.vectors) != len(body["input"]) or len(history.usages) != 1:
+            yield f"{len(history.vectors)} vectors, usage {history.usages}"
+        return
     if sorted(history.choices) != list(range(body.get("n", 1))):
         yield f"choices {sorted(history.choices)}"
     for index, choice in sorted(history.choices.items()):
@@ -53,6 +57,8 @@ def _problems_of_choice(body: Body, choice: Choice) -> Iterator[str]:
         yield f"{len(choice.logprobs)} logprobs of {num_tokens} tokens"
     if not has_logprobs and choice.logprobs:
         yield "logprobs that were not requested"
+    if body.get("tool_choice") == "required" and not (choice.calls or choice.reasoning):
+        yield "neither a call nor reasoning before it"
 
 
 def _problems_of_usage(body: Body, history: History) -> Iterator[str]:

@@ -17,13 +17,14 @@ from tests.chaos.recording import Recording
 from tests.chaos.reference import reference_problems
 from tests.chaos.rounds import RoundResult, RoundRunner
 from tests.chaos.stalls import stall_s
-from tests.chaos.workload import ChaosRequest, make_requests
+from tests.chaos.workload import FOREIGN_KINDS, PARSER_FLAGS, ChaosRequest, make_requests
 
 DEFAULT_KILLS = 10
 FOREIGN_RETURN_TIMEOUT_S = 120.0
 ENGINE_FLAGS = (
     *("--max-num-batched-tokens", "256", "--max-model-len", "1024"),
     "--check-invariants",
+    *PARSER_FLAGS,
 )
 """Small, so that requests queue, prompts are chunked and running requests are preempted."""
 NULL_FLAGS = (
@@ -54,6 +55,8 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_flags: tuple[str, ...]
     has_journal: bool = False
     """The engine keeps a journal, and clients resume broken streams."""
+    kinds: tuple[str, ...] | None = None
+    """Of requests, in turn; None: all."""
 
 
 class Session:
@@ -75,8 +78,8 @@ class Session:
         self._options = options
         self._base = base
         self._log = log
-        self._kinds: Sequence[str] | None = None
-        """Of streams; None: all."""
+        self._kinds: Sequence[str] | None = options.kinds
+        """Of requests; None: all."""
 
     async def run(self) -> None:
         """Start an engine, run the plan, stop the engine.
@@ -231,6 +234,7 @@ class ExternalSession(Session):
         super().__init__(options, base, log)
         self._server = server
         self._model = ""
+        self._kinds = options.kinds or FOREIGN_KINDS
 
     async def run(self) -> None:
         """Run until the requested number of kills, or until the server does not recover.
@@ -264,7 +268,9 @@ class ExternalSession(Session):
 
     def _requests(self, salt: str) -> list[ChaosRequest]:
         options = self._options
-        return make_requests(options.seed, options.num_streams, self._model, salt=salt)
+        return make_requests(
+            options.seed, options.num_streams, self._model, salt=salt, kinds=self._kinds
+        )
 
     async def _round(
         self, number: int, wait_s: float, golden: Sequence[Recording], rng: random.Random

@@ -19,6 +19,7 @@ from tests.chaos.recording import Recording
 from tests.chaos.rounds import RoundResult
 from tests.chaos.session import DEFAULT_KILLS, NULL_FLAGS, Session, SessionOptions
 from tests.chaos.stalls import detections_s, stall_s
+from tests.chaos.workload import PARSER_FLAGS
 
 _LEAST_SHARE, _GREATEST_SHARE = 0.5, 1.5
 """Of the mean time between two kills."""
@@ -38,7 +39,7 @@ class SteadySession(Session):
         """Prepare to kill one process every `every_s` seconds in the mean."""
         super().__init__(options, base, log)
         self._every_s = every_s
-        self._kinds = _KINDS
+        self._kinds = options.kinds or _KINDS
         self._rng = random.Random(options.seed)
         self._results: dict[str, RoundResult] = {}
         """By role of the killed process."""
@@ -47,7 +48,8 @@ class SteadySession(Session):
         self._is_over = False
 
     def _flags(self) -> tuple[str, ...]:
-        return NULL_FLAGS if self._options.model == "null" else ()
+        flags = NULL_FLAGS if self._options.model == "null" else ()
+        return (*flags, *PARSER_FLAGS) if self._options.kinds else flags
 
     async def _run_rounds(self, engine: Engine) -> None:
         """Record the golden run, then kill under streams until enough processes have died.

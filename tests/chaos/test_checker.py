@@ -387,3 +387,103 @@ def test_unreadable_events_are_errors() -> None:
     for text in ("{", "[]", "7", '{"choices":[{}]}', '{"choices":[7]}', '{"usage":[]}'):
         recording = Recording("s", 0.0, events=[Event(0.0, text)])
         assert History(recording).errors == [f"unreadable event {text!r}"]
+
+
+def delta(token_id: int, **fields: Any) -> Message:
+    """An event of a chat with one token, and a delta of any kind."""
+    choice = {"index": 0, "delta": fields, "token_ids": [token_id], "finish_reason": None}
+    return {"choices": [choice], "usage": None}
+
+
+def call(index: int, arguments: str, call_id: str | None = None) -> Message:
+    """A piece of a call; the first one has an id and a name."""
+    piece: Message = {"index": index, "function": {"arguments": arguments}}
+    if call_id is not None:
+        piece["id"] = call_id
+        piece["function"]["name"] = f"f{index}"
+    return delta(7, tool_calls=[piece])
+
+
+def agent(run: str = "a") -> list[Message]:
+    """Reasoning, content, and two calls; ids differ between runs."""
+    messages = [
+        *(delta(n, reasoning_content=f"hm{n} ") for n in range(4)),
+        *(delta(n, content=f"so{n} ") for n in range(3)),
+        *(call(0, "", f"{run}0"), call(0, '{"x": 1'), call(0, "2}")),
+        *(call(1, "", f"{run}1"), call(1, '{"y": 3}')),
+    ]
+    messages[-1]["choices"][0]["finish_reason"] = "tool_calls"
+    return [*messages, usage(len(messages))]
+
+
+def test_calls_and_reasoning_are_equal_in_any_pieces() -> None:
+    golden, other = agent(), agent("b")
+    assert not harms(other, golden)
+    first, second = other[8], other.pop(9)
+    function = first["choices"][0]["delta"]["tool_calls"][0]["function"]
+    function["arguments"] += second["choices"][0]["delta"]["tool_calls"][0]["function"]["arguments"]
+    first["choices"][0]["token_ids"] += second["choices"][0]["token_ids"]
+    assert not harms(other, golden)
+    for length in range(len(golden)):
+        assert not harms(golden[:length], golden, End.LEFT)
+
+
+AGENT_BUGS: dict[str, Callable[[list[Message]], object]] = {
+    "reasoning is lost": lambda m: m[1]["choices"][0]["delta"].clear(),
+    "reasoning is repeated": lambda m: m[1]["choices"][0]["delta"].update(
+        reasoning_content="hm1 hm1 "
+    ),
+    "reasoning becomes content": lambda m: m[3]["choices"][0].update(delta={"content": "hm3 "}),
+    "arguments are lost": lambda m: m[8]["choices"][0]["delta"].clear(),
+    "arguments are repeated": lambda m: m[9]["choices"][0].update(
+        delta={"tool_calls": [{"index": 0, "function": {"arguments": "2}2}"}}]}
+    ),
+    "arguments of another call": lambda m: m[9]["choices"][0]["delta"]["tool_calls"][0].update(
+        index=1
+    ),
+    "another name": lambda m: m[10]["choices"][0]["delta"]["tool_calls"][0]["function"].update(
+        name="f2"
+    ),
+    "a call begins twice": lambda m: m[8]["choices"][0].update(piece_of_call(m[7])),
+    "two calls have one id": lambda m: m[10]["choices"][0]["delta"]["tool_calls"][0].update(
+        id="a0"
+    ),
+}
+
+
+def piece_of_call(message: Message) -> Message:
+    return {"delta": copy.deepcopy(message["choices"][0]["delta"])}
+
+
+@pytest.mark.parametrize("name", AGENT_BUGS)
+def test_bugs_in_calls_and_reasoning_are_found(name: str) -> None:
+    broken = agent()
+    AGENT_BUGS[name](broken)
+    assert harms(broken, agent())
+
+
+def vectors(count: int = 3) -> list[Message]:
+    items = [{"index": n, "embedding": [0.1 * n, 1 / 3]} for n in range(count)]
+    return [{"data": items, "usage": {"prompt_tokens": 9, "total_tokens": 9}}]
+
+
+def test_vectors_are_compared() -> None:
+    assert not harms(vectors(), vectors())
+    assert not harms([], vectors(), End.CUT) - {Harm.LOST}, "the cut itself"
+    assert harms(vectors(2), vectors()) >= {Harm.LOST}
+    changed = vectors()
+    changed[0]["data"][1]["embedding"][1] = 0.33333333333333337
+    assert harms(changed, vectors()) == {Harm.MISMATCHED}
+
+
+def test_a_reference_without_its_vectors_or_calls_is_refused() -> None:
+    body: Message = {"input": ["a", "b", "c"]}
+    request = ChaosRequest("embedding-0", "/v1/embeddings", body)
+    assert reference_problems([request], [record(vectors())]) == []
+    assert reference_problems([request], [record(vectors(2))])
+    body = {"tool_choice": "required", "max_tokens": 9, "return_token_ids": True}
+    request = ChaosRequest("chat-tools-0", "/v1/chat/completions", body)
+    assert reference_problems([request], [record(agent())]) == []
+    plain = [delta(n, content="x") for n in range(3)]
+    plain[-1]["choices"][0]["finish_reason"] = "stop"
+    assert reference_problems([request], [record([*plain, usage(3)])])

@@ -92,6 +92,16 @@ def test_body_without_chunks_is_read_too() -> None:
     assert record(head + b"".join(EVENTS)).end is End.DONE
 
 
+def test_an_answer_in_one_piece_is_one_event_and_half_of_it_is_a_break() -> None:
+    request = ChaosRequest("one", "/v1/embeddings", {"input": ["x"]})
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n"
+    half = record(head + b'{"data": [', request=request)
+    assert (half.end, half.events) == (End.CUT, [])
+    whole = record(head + b'{"data": []}', request=request)
+    assert whole.end is End.DONE
+    assert [event.data for event in whole.events] == ['{"data": []}', "[DONE]"]
+
+
 def test_client_leaves_after_the_requested_number_of_events() -> None:
     request = ChaosRequest("one", REQUEST.path, REQUEST.body, disconnect_after=1)
     recording = record(WHOLE, request=request)

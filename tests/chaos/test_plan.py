@@ -19,7 +19,7 @@ from tests.chaos.recording import End, Event, Recording
 from tests.chaos.rounds import RoundResult
 from tests.chaos.stalls import detections_s, stall_s, wait_s
 from tests.chaos.timing import phase_problem
-from tests.chaos.workload import make_requests
+from tests.chaos.workload import FOREIGN_KINDS, KINDS, make_requests
 
 PAIRS = cells(Fault, Phase)
 
@@ -33,12 +33,16 @@ def test_requests_are_a_function_of_the_seed_and_of_every_kind() -> None:
     for plain, request in zip(one, salted, strict=True):
         assert {**plain.body, "cache_salt": "7"} == request.body
     kinds = {request.name.rpartition("-")[0] for request in one}
-    assert kinds == {
-        *("greedy", "seeded", "penalties", "n2", "stop", "logprobs", "chat", "chat-logprobs"),
-        *("long", "grammar", "chat-schema"),
-    }
+    assert kinds == set(KINDS)
+    assert kinds > {"grammar", "schema", "chat-tools", "chat-reasoning", "embedding"}
+    assert kinds > set(FOREIGN_KINDS)
     assert 0 < sum(request.disconnect_after is not None for request in one) < 8
-    assert {request.body["return_token_ids"] for request in one} == {True, False}
+    streams = [request.body for request in one if "stream" in request.body]
+    assert {body["return_token_ids"] for body in streams} == {True, False}
+    few = make_requests(1, 4, "m", kinds=("greedy", "embedding"))
+    assert [request.name for request in few] == [
+        *("greedy-0", "embedding-1", "greedy-2", "embedding-3")
+    ]
 
 
 def test_without_extensions_only_fields_of_openai_remain() -> None:

@@ -63,6 +63,8 @@ ARRIVAL: Values = {
     "salt": ("", "", "salt"),
     "adapter_id": (0, 0, 1),
     "is_blocked": (False, False, False, True),
+    "grammar": (None, None, None, None, "a", "b", "c"),
+    "pooling": (None, None, None, None, None, None, "last", "mean"),
 }
 WHICH = range(6)
 EVENTS: dict[str, tuple[int, Values]] = {
@@ -74,7 +76,8 @@ EVENTS: dict[str, tuple[int, Values]] = {
     "fail": (1, {"which": WHICH}),
     "preempt": (1, {"which": WHICH}),
     "unblock": (1, {"which": WHICH}),
-    "hold": (1, {"which": WHICH}),
+    "hold": (2, {"which": WHICH}),
+    "compile": (2, {"which": WHICH, "error": ("", "", "", "no such rule")}),
     "begin_load": (1, {"which": WHICH, "share": (1.0, 0.5)}),
     "end_load": (1, {"which": WHICH, "share": (1.0, 0.5, 0.0)}),
     "disturb": (
@@ -131,10 +134,13 @@ def sample(req_id: int, position: int) -> int:
 def expected(params: SamplingParams, req_id: int, most: int) -> tuple[list[int], FinishReason]:
     """Return all outputs of an undisturbed request, and its finish reason."""
     tokens: list[int] = []
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    has_grammar = params.grammar is not None
+    ignores_eos = params.ignore_eos and not has_grammar
+    stops = set(params.stop_token_ids) | (set() if ignores_eos else {EOS})
     while True:
         tokens.append(sample(req_id, len(tokens)))
-        if tokens[-1] in stops and len(tokens) >= params.min_tokens:
+        is_complete = has_grammar and tokens[-1] == EOS
+        if tokens[-1] in stops and (is_complete or len(tokens) >= params.min_tokens):
             return tokens, FinishReason.STOP
         if len(tokens) == most:
             return tokens, FinishReason.LENGTH

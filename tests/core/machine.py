@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from core_proc.invariants import check_invariants
+from core_proc.links.grammars import Grammars
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
-from protocol.core_worker import NULL_BLOCK, SchedulerOutput
+from protocol.core_worker import NULL_BLOCK, CompileGrammar, GrammarCompiled, SchedulerOutput
 from protocol.kv_events import AllBlocksCleared, BlocksStored
-from protocol.sampling import FinishReason, SamplingParams
+from protocol.sampling import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Pooling,
+    PoolingType,
+    SamplingParams,
+    pooling_params,
+)
 from tests.core.events import SHARED_HEAD, expected, num_blocks_for, sample
 from tests.core.harness import make_worker
 
@@ -61,9 +70,15 @@ class Machine:
     def __init__(self, options: SchedulerOptions) -> None:
         self.options = options
         self.scheduler = Scheduler(options)
+        self.grammars = Grammars(self.scheduler)
         self.num_steps = 0
         self.num_loads = 0
         """Remote loads begun."""
+        self.num_constrained = 0
+        """Requests with a grammar that were admitted."""
+        self._compiling: list[CompileGrammar] = []
+        self._compiled: set[Grammar] = set()
+        """Those of the present worker."""
         self._worker = make_worker(options, sample)
         self._pipe: deque[SchedulerOutput | Load] = deque()
         self._requests: list[Request] = []
@@ -94,13 +109,17 @@ class Machine:
     def _on_add(self, **drawn: Any) -> None:
         req_id = len(self._requests)
         prompt = self._prompt(drawn["length"], drawn["shared"], drawn["source"], req_id)
+        grammar = drawn["grammar"]
         params = SamplingParams(
             max_tokens=drawn["max_tokens"],
             ignore_eos=drawn["ignore_eos"],
             stop_token_ids=list(drawn["stops"]),
             min_tokens=min(drawn["min_tokens"], drawn["max_tokens"]),
             prompt_logprobs=drawn["prompt_logprobs"],
+            grammar=None if grammar is None else Grammar(GrammarKind.REGEX, grammar),
         )
+        if drawn["pooling"] is not None:
+            params = pooling_params(Pooling(PoolingType(drawn["pooling"])))
         most = min(params.max_tokens, self.options.max_model_len - len(prompt))
         ending = expected(params, req_id, max(most, 1))
         earlier = ending[0][: min(drawn["num_outputs"], len(ending[0]) - 1)]
@@ -135,8 +154,12 @@ class Machine:
         num_blocks = num_blocks_for(num_computed, size, groups)
         can_run = most > 0 and num_blocks < self.options.num_blocks
         blocked = RequestStatus.WAITING_FOR_GRAMMAR if is_blocked else None
+        grammar = request.sampling_params.grammar
         try:
-            self.scheduler.add_request(request, blocked)
+            if grammar is None:
+                self.scheduler.add_request(request, blocked)
+            else:
+                self.grammars.add(request, grammar)
         except ValueError:
             assert not can_run
             return False
@@ -171,11 +194,40 @@ class Machine:
             self._owes_copies = True
 
     def _on_unblock(self, which: int) -> None:
+        """End a trial, or what another request waits for; a grammar takes its own way."""
         blocked = RequestStatus.WAITING_FOR_GRAMMAR, RequestStatus.WAITING_FOR_TRIAL
         request = self._pick(which, *blocked)
-        if request is not None:
+        if request is None:
+            return
+        if request.sampling_params.grammar is not None:
+            was_held = request.status is RequestStatus.WAITING_FOR_TRIAL
+            self.scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_TRIAL)
+            assert (request.status is RequestStatus.WAITING_FOR_GRAMMAR) != was_held
+        else:
             self.scheduler.unblock(request.req_id)
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    def _on_compile(self, which: int, error: str) -> None:
+        """Answer one of the grammars that the worker compiles, in any order."""
+        self._compiling += self.grammars.take_messages()
+        if not self._compiling:
+            return
+        message = self._compiling.pop(which % len(self._compiling))
+        requests = self.scheduler.requests.values()
+        of_it = [r for r in requests if r.sampling_params.grammar == message.grammar]
+        if not error:
+            self._compiled.add(message.grammar)
+        unblocked = self.grammars.compiled(GrammarCompiled(message.grammar_id, error))
+        failures = self.scheduler.take_failures()
+        if error:
+            assert {failure.request for failure in failures} == set(of_it)
+            assert {failure.error for failure in failures} <= {error}
+            self._ended |= dict.fromkeys((r.req_id for r in of_it), FinishReason.ERROR)
+        else:
+            assert failures == []
+            assert set(unblocked) <= set(of_it)
+        blocked = RequestStatus.WAITING_FOR_GRAMMAR
+        assert not any(request.status is blocked for request in of_it)
 
     def _on_hold(self, which: int) -> None:
         request = self._pick(
@@ -277,6 +329,13 @@ class Machine:
         if mode is PauseMode.PAUSED_NEW:
             assert all(i in self._begun or self._delivered[i] for i in admitted)
         self._begun |= admitted
+        for new in message.scheduled_new_reqs:
+            grammar = new.sampling_params.grammar
+            assert grammar is None or grammar in self._compiled, "its grammar is not ready"
+            self.num_constrained += grammar is not None
+            pooling = new.sampling_params.pooling
+            if pooling is not None and pooling.type is PoolingType.MEAN:
+                assert new.num_cached_tokens == new.num_computed_tokens == 0
         counts = message.num_scheduled_tokens.values()
         if not is_elastic and not options.long_prefill_token_threshold_adaptive:
             assert max(counts, default=0) <= (options.long_prefill_token_threshold or budget)
@@ -324,6 +383,9 @@ class Machine:
         """The worker dies with all steps in flight."""
         self._pipe.clear()
         self.scheduler.recompute_all()
+        self.grammars.workers_lost()
+        self._compiling.clear()
+        self._compiled.clear()
         self._owes_copies = False
         for req_id in self._loading:
             self.scheduler.end_remote_load(req_id, 0)  # the loader notices late
@@ -337,6 +399,8 @@ class Machine:
         """Check the scheduler's state in itself, against the tables and against the events."""
         check_invariants(self.scheduler)
         self._check_owners()
+        for request in self.scheduler.requests.values():
+            assert request.sampling_params.pooling is None or request.swapped_out is None
         assert set(self.scheduler.requests) == set(range(len(self._requests))) - set(self._ended)
         if self.options.enable_kv_events:
             self._cache_reader.follow(self.scheduler)
@@ -373,11 +437,15 @@ class Machine:
             pass
         for load in self._arrived:
             self._end_load(load, load.num_tokens)
-        for req_id in self.scheduler.requests:
-            self.scheduler.unblock(req_id)
-        for _ in range(limit):
-            if not self._on_schedule() and not self._on_update():
-                break
+        for request in self.scheduler.requests.values():
+            self.scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_TRIAL)
+            if request.sampling_params.grammar is None:
+                self.scheduler.unblock(request.req_id)
+        self._run_to_rest(limit)  # what waits for a grammar stays
+        self._on_compile(0, "")
+        while self._compiling:
+            self._on_compile(0, "")
+        self._run_to_rest(limit)
         self.check()
         assert self.scheduler.requests == {}, "stuck, or not done within the limit"
         assert set(self._ended) == set(range(len(self._requests)))
@@ -385,3 +453,8 @@ class Machine:
         assert self.scheduler.kv.num_free_blocks == self.options.num_blocks - 1
         assert self.scheduler.swapper.num_free_blocks == self.options.num_host_blocks
         assert self.scheduler.kv.usage == 0.0
+
+    def _run_to_rest(self, limit: int) -> None:
+        for _ in range(limit):
+            if not self._on_schedule() and not self._on_update():
+                break

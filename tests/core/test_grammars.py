@@ -182,6 +182,35 @@ def test_a_suspect_that_waited_for_its_grammar_waits_for_its_trial() -> None:
     assert len(held) == 2
 
 
+def test_a_request_on_hold_waits_for_its_grammar_after_the_next_death() -> None:
+    """Its trial may be over before the second successor has compiled the grammar."""
+    engine = make_engine()
+    for i in range(4):
+        engine.add(CLIENT, constrained(i, prompt=[5, 6, i]))
+    [message] = engine.take_grammars()
+    ready = GrammarCompiled(message.grammar_id)
+    engine.grammar_compiled(ready)
+    engine.update(answer(engine, scheduled(engine)))
+    scheduled(engine)
+    engine.lose_workers()
+    engine.attribute_crash()
+    engine.adopt_workers(FACTS)
+    assert len(engine.take_grammars()) == 1
+    engine.grammar_compiled(ready)
+    scheduled(engine)
+    engine.lose_workers()  # by a signal from outside: the search goes on
+    engine.adopt_workers(FACTS)
+    assert len(engine.take_grammars()) == 1
+    assert {r.status for r in requests(engine)} == {RequestStatus.WAITING_FOR_GRAMMAR}
+    assert engine.schedule() is None
+    engine.grammar_compiled(ready)
+    step = scheduled(engine)
+    assert len(names(step)) == 2, "the same half is on trial"
+    outputs = engine.update(answer(engine, step))
+    rows = [*outputs[CLIENT].outputs, *(row for _, row in run_all(engine))]
+    assert {row.request_id for row in rows if row.finish_reason} == set(range(4))
+
+
 def test_grammars_of_one_step_fit_into_a_frame() -> None:
     engine = make_engine(max_num_seqs=256)
     large = Grammar(GrammarKind.REGEX, "\N{SNOWMAN}" * 200_000)

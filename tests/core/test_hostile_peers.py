@@ -25,7 +25,8 @@ from protocol.transport import channel, multipart
 from protocol.transport.channel import MAX_FRAME_BYTES
 from protocol.transport.frame_sequence import Flag
 from tests.core.loop_bench import CORE_EPOCH, FACTS, Bench, FakeClient, WorkerEnd, all_tokens
-from tests.protocol.wire_corpus import DIRECTIONS, harmed
+from tests.fuzz.mutation import harmed
+from tests.protocol.wire_corpus import DIRECTIONS
 
 MAX_GROWTH_BYTES = 32 * 2**20
 NUM_CONNECTS = 1000

@@ -73,12 +73,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def update(self) -> None:
         self._apply("update")
 
-    @rule(event=st.sampled_from(["preempt", "unblock", "abort", "fail"]), drawn=_event("abort"))
+    @rule(
+        event=st.sampled_from(["preempt", "unblock", "hold", "abort", "fail"]),
+        drawn=_event("abort"),
+    )
     def touch(self, event: str, drawn: dict[str, Any]) -> None:
         self._apply(event, **drawn)
 
     @rule(event=st.sampled_from(["begin_load", "end_load"]), drawn=_event("end_load"))
     def load(self, event: str, drawn: dict[str, Any]) -> None:
+        self._apply(event, **drawn)
+
+    @rule(event=st.just("compile"), drawn=_event("compile"))
+    def compile(self, event: str, drawn: dict[str, Any]) -> None:
         self._apply(event, **drawn)
 
     @rule(drawn=_event("disturb"))

@@ -2,12 +2,20 @@
 
 import random
 
+import msgspec
 import pytest
 
-from protocol.api_core import AddRequest, ErrorCode, RequestOutput
+from protocol.api_core import (
+    PACKED_FROM_TOKENS,
+    AddRequest,
+    ErrorCode,
+    RequestOutput,
+    encode_add,
+)
 from protocol.client.errors import RequestFailed
 from protocol.client.ledger import REPAIR_MESSAGES_MAX, Ledger, check_request
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.message import MAX_TOKEN_IDS
 from protocol.sampling import FinishReason, SamplingParams
 
 
@@ -168,6 +176,26 @@ def test_checked_request_is_the_one_on_the_wire_and_shares_nothing() -> None:
     assert checked == add
     assert checked.prompt_token_ids is not prompt
     assert check_request(checked, FACTS) == (checked, body)
+
+
+def test_a_long_prompt_is_checked_as_a_short_one() -> None:
+    """It is packed first; whatever cannot be packed is an error that names the prompt."""
+    facts = msgspec.structs.replace(FACTS, max_model_len=10**5, num_gpu_blocks=10**5)
+    prompt = [i % 900 for i in range(PACKED_FROM_TOKENS)]
+    add = AddRequest(1, prompt, SamplingParams(max_tokens=1))
+    checked, body = check_request(add, facts)
+    assert checked == add
+    assert checked.prompt_token_ids is not prompt
+    assert body == encode_add(add)
+    for bad in (1000, 2**31, 2**32, -1, 0.5, "1", None):
+        wrong = msgspec.structs.replace(add, prompt_token_ids=[*prompt, bad])
+        with pytest.raises(RequestFailed) as caught:
+            check_request(wrong, facts)
+        assert (caught.value.error.code, caught.value.error.param) == (ErrorCode.INVALID, "prompt")
+    long = AddRequest(1, [1] * (MAX_TOKEN_IDS + 1), SamplingParams(max_tokens=1))
+    with pytest.raises(RequestFailed) as caught:
+        check_request(long, facts)
+    assert caught.value.error.param == "prompt"
 
 
 def test_check_covers_the_model_and_the_fields_of_the_request_itself() -> None:

@@ -158,6 +158,17 @@ def test_word_about_a_death(page: ProgressPage, step_id: int | None) -> None:
     assert page.read_death() == Death(3, DeathCause.OOM, step_id)
 
 
+@pytest.mark.parametrize("cause", [6, 2**63])
+def test_death_of_an_unknown_cause_is_not_read(
+    shared: tuple[ProgressPage, int], cause: int
+) -> None:
+    """A new core that raised an error here could never start."""
+    page, fd = shared
+    page.write_death(Death(3, DeathCause.OOM, 1))
+    os.pwrite(fd, cause.to_bytes(8, sys.byteorder), 17 * 8)
+    assert page.read_death() is None
+
+
 def test_page_cannot_be_taken_from_under_its_readers(shared: tuple[ProgressPage, int]) -> None:
     """A shorter file would kill its reader with SIGBUS."""
     with pytest.raises(PermissionError):

@@ -30,10 +30,13 @@ def supervisor(tmp_path: Path) -> Iterator[RouterChannel]:
     context.term()
 
 
-def answer(supervisor: RouterChannel, until: threading.Event) -> None:
+def answer(supervisor: RouterChannel, until: threading.Event, prefix: bytes = b"") -> None:
+    """Answer every query; with a prefix, after a body that cannot be decoded."""
     while not until.is_set():
         supervisor.socket.poll(5)
         for received in supervisor.drain(10):
+            if prefix:
+                supervisor.send(received.peer, 0, prefix)
             supervisor.send(received.peer, 0, encode(REPLY))
 
 
@@ -64,6 +67,18 @@ def test_threads_that_ask_at_once_are_all_answered(
         assert [waiting.result(60.0) for waiting in asking] == [REPLY] * 40
         is_over.set()
         answering.result(30.0)
+    link.close()
+
+
+def test_an_unreadable_reply_is_ignored(supervisor: RouterChannel, tmp_path: Path) -> None:
+    is_over = threading.Event()
+    link = StatusLink(str(tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(answer, supervisor, is_over, b"\x93\x01\xc1")
+        assert [link.query(60.0) for _ in range(3)] == [REPLY] * 3
+        is_over.set()
+        answering.result(30.0)
+    assert link._channel.num_bad_frames > 0
     link.close()
 
 

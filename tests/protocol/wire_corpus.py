@@ -1,10 +1,6 @@
-"""Messages of every type in every direction, and ways to damage them."""
+"""Messages of every type in every direction; `tests/fuzz/mutation.py` damages them."""
 
-import random
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-
-import msgspec
 
 from protocol import api_core, core_worker, lifecycle, zygote_link
 from protocol.api_core import (
@@ -72,14 +68,16 @@ from protocol.lifecycle import (
     Suspect,
     WorkerDied,
 )
-from protocol.message import Decoder, Message, encode, pack_token_ids
+from protocol.message import Decoder, Message, pack_token_ids
 from protocol.sampling import (
     FinishReason,
     Grammar,
     GrammarKind,
     Pooling,
     PoolingType,
+    RepetitionDetection,
     SamplingParams,
+    ThinkingBudget,
 )
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 
@@ -100,6 +98,16 @@ _PARAMS = SamplingParams(
     logprobs=2,
     prompt_logprobs=1,
     pooling=Pooling(PoolingType.MEAN, 7, False),
+    repetition_detection=RepetitionDetection(20, 3, 5),
+    thinking_budget=ThinkingBudget(100, [7], [8, 9]),
+    return_progress=True,
+)
+_CONFINED = SamplingParams(
+    grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+    allowed_token_ids=[3, 4, 5],
+    bad_words=[[5, 6], [7]],
+    logprobs=3,
+    logprob_token_ids=[5, 6],
 )
 _FACTS = ModelFacts(
     "demo", 1000, 4096, 16, 512, [2, 3], "float32", "cpu", [KVGroup(), KVGroup(64, 5)], 8, True
@@ -127,6 +135,7 @@ DIRECTIONS = [
             Connect(1234),
             AddRequest(1, [5, 6, 7], SamplingParams()),
             AddRequest(2**40, list(range(400)), _PARAMS, [9] * 30, -2, 1.5, "salt", True, "tenant"),
+            AddRequest(3, [], _CONFINED, packed_prompt=pack_token_ids(range(5))),
             AbortRequests([1, 2, 3]),
             Control(4, ControlAction.PAUSE, PauseMode.PAUSED_NEW, True),
             Control(5, ControlAction.PAUSE, PauseMode.PAUSED_ALL, restores=True),
@@ -146,7 +155,11 @@ DIRECTIONS = [
                 [RequestOutput(1, 0, [5], FinishReason.STOP, 5, 16, [_LOGPROBS], [_PROMPT])]
             ),
             StepOutputs(
-                [RequestOutput(1, 0, [], FinishReason.STOP, embedding=b"\0\0\x80\x3f" * 7)]
+                [
+                    RequestOutput(1, 0, [], FinishReason.STOP, embedding=b"\0\0\x80\x3f" * 7),
+                    RequestOutput(1, 0, [], num_cached_tokens=8, num_computed_tokens=16),
+                    RequestOutput(1, 0, [5, 5], FinishReason.REPETITION),
+                ]
             ),
             Refused(None, RequestError(ErrorCode.INVALID, "not this", "prompt"), 3),
             ControlDone(4, True, PauseMode.PAUSED_ALL),
@@ -214,6 +227,7 @@ DIRECTIONS = [
             Drained(),
             StatusQuery(),
             RestartQuery(Role.CORE),
+            RestartQuery(Role.API, 1),
         ],
     ),
     Direction(
@@ -228,7 +242,11 @@ DIRECTIONS = [
             WorkerDied(0, 6, DeathCause.OOM, 99),
             Health(True, 1.5),
             StatusReply(
-                [ProcessStatus(Role.API, 0, 99, 3, ProcessState.READY, 2**30, 1)],
+                [
+                    ProcessStatus(
+                        Role.API, 2, 99, 3, ProcessState.READY, 2**30, 1, "api-0 spare", True
+                    )
+                ],
                 True,
                 "http://127.0.0.1:8000",
             ),
@@ -254,86 +272,3 @@ DIRECTIONS = [
         ],
     ),
 ]
-
-_ODD_VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    2**53,
-    2**63 - 1,
-    2**64 - 1,
-    -(2**63),
-    float("nan"),
-    float("inf"),
-    -0.0,
-    "",
-    "x" * 300,
-    "Connect",
-    "\u0000",
-    b"",
-    b"\xff" * 40,
-    [],
-    {},
-    {1: 2},
-    {"a": []},
-    [[[[[]]]]],
-    [0] * 200,
-    msgspec.msgpack.Ext(5, b"ext"),
-]
-
-
-def harmed(bodies: list[bytes], rng: random.Random) -> Iterator[bytes]:
-    """Yield damaged messages without end, most of them nearly valid."""
-    trees = [msgspec.msgpack.decode(body) for body in bodies]
-    kinds: list[Callable[[], bytes]] = [
-        lambda: _edited(rng.choice(bodies), rng),
-        lambda: _cut(rng.choice(bodies), rng),
-        lambda: _spliced(rng.choice(bodies), rng.choice(bodies), rng),
-        lambda: encode(_regrown(rng.choice(trees), trees, rng)),
-        lambda: encode(_regrown(rng.choice(trees), trees, rng)),
-        lambda: rng.randbytes(rng.randint(0, 60)),
-    ]
-    while True:
-        yield rng.choice(kinds)()
-
-
-def _edited(body: bytes, rng: random.Random) -> bytes:
-    """Change some bytes."""
-    edited = bytearray(body)
-    for _ in range(rng.randint(1, 4)):
-        edited[rng.randrange(len(edited))] = rng.randrange(256)
-    return bytes(edited)
-
-
-def _cut(body: bytes, rng: random.Random) -> bytes:
-    """Cut off the end, or append bytes."""
-    return body[: rng.randrange(len(body))] if rng.random() < 0.7 else body + rng.randbytes(3)
-
-
-def _spliced(one: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Join the head of one message and the tail of another."""
-    return one[: rng.randrange(len(one) + 1)] + other[rng.randrange(len(other) + 1) :]
-
-
-def _regrown(tree: Any, trees: list[Any], rng: random.Random) -> Any:
-    """Change one place of a well-formed message: an odd value, more, less, or another branch."""
-    if isinstance(tree, list) and tree and rng.random() < 0.85:
-        grown = list(tree)
-        place = rng.randrange(len(grown))
-        match rng.randrange(8):
-            case 0:
-                del grown[place]
-            case 1:
-                grown.insert(place, grown[place])
-            case _:
-                grown[place] = _regrown(grown[place], trees, rng)
-        return grown
-    if isinstance(tree, dict) and tree and rng.random() < 0.5:
-        key = rng.choice(list(tree))
-        return {**tree, key: rng.choice(_ODD_VALUES)}
-    if rng.random() < 0.2:
-        branch = rng.choice(trees)
-        return branch[rng.randrange(len(branch))]
-    return rng.choice(_ODD_VALUES)

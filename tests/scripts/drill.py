@@ -51,8 +51,11 @@ class Drill:
         standby: bool = False,
         standby_core: bool = False,
         is_api_alone: bool = False,
+        num_apis: int = 1,
     ):
-        num_ranks = {Role.WORKER: num_workers, Role.CORE: 1, **({Role.API: 1} if api else {})}
+        num_ranks = {Role.WORKER: num_workers, Role.CORE: 1}
+        if api:
+            num_ranks[Role.API] = num_apis
         if standby:
             num_ranks = {Role.ZYGOTE: 1, Role.STANDBY: 1, **num_ranks}
         if standby_core:
@@ -169,16 +172,16 @@ def standing() -> Drill:
     return drill
 
 
-def ask(drill: Drill, role: Role) -> list[Action]:
+def ask(drill: Drill, role: Role, index: int | None = None) -> list[Action]:
     """Ask for a restart that is possible."""
-    refusal, actions = drill.policy.on_restart(role, drill.now)
+    refusal, actions = drill.policy.on_restart(role, drill.now, index)
     assert refusal is None
     return drill.take(actions)
 
 
-def refusal_of(drill: Drill, role: Role) -> str | None:
+def refusal_of(drill: Drill, role: Role, index: int | None = None) -> str | None:
     """Why a restart is not possible."""
-    refusal, actions = drill.policy.on_restart(role, drill.now)
+    refusal, actions = drill.policy.on_restart(role, drill.now, index)
     assert refusal is None or actions == []
     return refusal
 

@@ -3,13 +3,13 @@
 from protocol.lifecycle import DeathCause, Health, ProcessState, Role
 from scripts.supervisor.actions import Send
 from scripts.supervisor.crash_loop import DEATHS_IN_WINDOW, WINDOW_S, CrashLoop
-from scripts.supervisor.process_state import Group
+from scripts.supervisor.process_state import Groups, make_groups
 
 
-def make(give_up_after_s: float | None = None) -> tuple[CrashLoop, dict[Role, Group]]:
+def make(give_up_after_s: float | None = None, num_apis: int = 1) -> tuple[CrashLoop, Groups]:
     """An engine whose core and API serve, and whose worker does not."""
-    groups = {role: Group(role, 1) for role in (Role.WORKER, Role.CORE, Role.API)}
-    for epoch, group in enumerate(groups.values(), 1):
+    groups = make_groups({Role.WORKER: 1, Role.CORE: 1, Role.API: num_apis})
+    for epoch, group in enumerate(groups, 1):
         (process,) = group.processes
         process.begin(epoch, 0.0, 0.0)
         process.state = ProcessState.READY
@@ -41,11 +41,25 @@ def test_five_deaths_within_a_minute_degrade_until_all_is_well() -> None:
     assert loop.report(now) == loop.report(now, is_repeat=True) == []
 
 
-def serve_and_die(loop: CrashLoop, groups: dict[Role, Group], times: int, served_s: float) -> float:
+def test_every_api_process_gets_the_reports() -> None:
+    """Each gets the end, too; one that died meanwhile needs none."""
+    loop, groups = make(num_apis=2)
+    one, other = (group.processes[0] for group in groups.of(Role.API))
+    now = die(loop, DEATHS_IN_WINDOW)
+    assert loop.report(now) == [Send(process.slot, Health(True, 1.0)) for process in (one, other)]
+    other.on_death(is_final=False)
+    other.begin(9, now, 0.0)
+    assert loop.report(now) == [Send(other.slot, Health(True, 1.0))]
+    one.on_death(is_final=False)
+    groups[Role.WORKER].processes[0].state = ProcessState.READY
+    assert loop.report(now) == [Send(other.slot, Health(False))]
+
+
+def serve_and_die(loop: CrashLoop, groups: Groups, times: int, served_s: float) -> float:
     """Let the worker load for a minute, serve and die; return the time of the last death."""
     now = 0.0
     for _ in range(times):
-        for group in groups.values():
+        for group in groups:
             group.processes[0].ready_at = now + 60.0
         now += 60.0 + served_s
         loop.death(Role.WORKER, DeathCause.EXCEPTION, now)
@@ -88,7 +102,7 @@ def test_it_is_given_up_only_where_that_was_asked_for() -> None:
 def test_a_quiet_time_begins_the_count_anew() -> None:
     loop, groups = make(10.0)
     die(loop, 5)
-    for group in groups.values():
+    for group in groups:
         group.processes[0].ready_at = 5.0
     now = die(loop, 5, 5.0 + WINDOW_S + 1.0, step=0.1)
     assert not loop.is_over(now)
@@ -109,6 +123,6 @@ def test_time_served_before_a_planned_restart_counts() -> None:
         assert not loop.is_over(now)
 
 
-def serve(groups: dict[Role, Group], since: float) -> None:
-    for group in groups.values():
+def serve(groups: Groups, since: float) -> None:
+    for group in groups:
         group.processes[0].ready_at = since

@@ -2,16 +2,17 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import zmq
 
+from protocol.config import EngineConfig
 from protocol.config.settings import configure
 from protocol.lifecycle import Role, Stop
 from protocol.process.child_handle import ChildHandle
 from protocol.transport.channel import RouterChannel
-from scripts.supervisor.actions import Origin, Slot, Start
+from scripts.supervisor.actions import Origin, Slot, Start, api_slot
 from scripts.supervisor.process_table import ProcessTable
 from scripts.supervisor.system import System
 
@@ -122,3 +123,22 @@ def test_helpers_are_reaped_first(bench: Bench) -> None:
     """A dead standby must not be promoted."""
     dead = bench.table.dead({3, 4})
     assert [bench.table.slot_of(child) for child in dead] == [STANDBY_CORE, CORE]
+
+
+def test_successor_of_an_api_process_has_its_index() -> None:
+    """So it takes over the journal, and owns the same requests."""
+    ranks: list[int] = []
+
+    def start_child(module: str, config: EngineConfig, **options: Any) -> FakeChild:
+        ranks.append(options["rank"])
+        return FakeChild(options["epoch"], options["epoch"] + 2)
+
+    slots = [api_slot(index, 2, is_spare=spare) for spare in (False, True) for index in range(2)]
+    config = configure(model="null", api_server_count=2)
+    system = System(start_child=cast(Any, start_child))
+    link = cast(RouterChannel, FakeLink())
+    table = ProcessTable(config, slots, None, link, zmq.Poller(), system=system)
+    with contextlib.closing(table):
+        for epoch, slot in enumerate(slots, 1):
+            table.start(Start(slot, epoch))
+    assert ranks == [0, 1, 0, 1]

@@ -17,8 +17,12 @@ Row = tuple[int, int, ProcessState]
 class FakeLink:
     """Answers with one table after the other, and repeats the last one."""
 
-    def __init__(self, tables: list[list[Row]], refusal: str = "", num_lost: int = 0) -> None:
+    def __init__(
+        self, tables: list[list[Row]], refusal: str = "", num_lost: int = 0, count: int = 1
+    ) -> None:
         self._tables = tables
+        self._count = count
+        """Number of API processes; others are successors or predecessors."""
         self._refusal = refusal
         self._num_lost = num_lost
         """Number of lost answers by kind of query."""
@@ -33,12 +37,16 @@ class FakeLink:
             return None
         rows = self._tables.pop(0) if len(self._tables) > 1 else self._tables[0]
         processes = [
-            ProcessStatus(Role.API, rank, 100 + epoch, epoch, state, 0, 0)
+            ProcessStatus(
+                Role.API, rank, 100 + epoch, epoch, state, 0, 0, "api", rank >= self._count
+            )
             for rank, epoch, state in rows
         ]
         return StatusReply(processes, ready=True, url=None)
 
-    def restart(self, role: Role, timeout_s: float) -> RestartReply | None:
+    def restart(
+        self, role: Role, timeout_s: float, index: int | None = None
+    ) -> RestartReply | None:
         if self._is_lost("restart"):
             return None
         return RestartReply(not self._refusal, self._refusal)
@@ -99,3 +107,24 @@ def test_a_supervisor_that_never_answers_is_reported() -> None:
     link = FakeLink([[(0, 1, READY)]], num_lost=1000)
     with pytest.raises(RestartFailed, match="the supervisor does not answer"):
         restart(cast(StatusLink, link), Role.API, 10.0)
+
+
+def test_several_are_replaced_one_after_the_other() -> None:
+    """The command ends with the last one; between two there may be no second process."""
+    both: list[Row] = [(0, 1, READY), (1, 2, READY)]
+    tables = [
+        both,
+        [*both, (2, 3, STARTING)],
+        [(0, 3, READY), (1, 2, READY), (2, 1, ProcessState.DRAINING)],
+        [(0, 3, READY), (1, 2, READY), (3, 4, STARTING)],
+        [(0, 3, READY), (1, 4, READY)],
+    ]
+    link = FakeLink([*tables], count=2)
+    text = restart(cast(StatusLink, link), Role.API, 10.0)
+    assert text.endswith(" s: pid 101, 102 by 103, 104")
+    link = FakeLink([*tables], count=2)
+    assert restart(cast(StatusLink, link), Role.API, 10.0, 1).endswith(" s: pid 102 by 104")
+    with pytest.raises(RestartFailed, match="the api stays: its successor has died"):
+        restart(cast(StatusLink, FakeLink([*tables[:2], both], count=2)), Role.API, 10.0)
+    with pytest.raises(RestartFailed, match="this engine has no api 2"):
+        restart(cast(StatusLink, FakeLink([both], count=2)), Role.API, 10.0, 2)

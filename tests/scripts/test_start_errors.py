@@ -32,7 +32,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("nothing", "model {}/nothing does not exist; give a checkpoint directory, 'demo' or "),
+        ("nothing", "model {}/nothing does not exist; give a checkpoint directory, 'demo', "),
         ("Qwen3-0.6b", "model {0}/Qwen3-0.6b does not exist; did you mean {0}/Qwen3-0.6B?"),
         ("empty", "model {}/empty has no config.json; give a directory in Hugging Face format"),
         ("weights.bin", "model {}/weights.bin is a file; give the directory that holds config"),
@@ -134,8 +134,8 @@ def test_program_ends_with_the_sentence_and_no_traceback() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == (
-        "troika: model /nothing/here does not exist; give a checkpoint directory, 'demo' or "
-        "'null'\n"
+        "troika: model /nothing/here does not exist; give a checkpoint directory, 'demo', "
+        "'demo-chat' or 'null'\n"
     )
 
 
@@ -163,6 +163,18 @@ def test_a_file_of_keys_that_others_can_read_is_named(tmp_path: Path) -> None:
     file.chmod(0o644)
     assert list(startup.warnings([], config)) == [
         f"every user of this machine can read {file}: chmod 600"
+    ]
+
+
+def test_journals_that_no_process_reads_are_named(tmp_path: Path) -> None:
+    """After a start with fewer API processes."""
+    for name in ("api-1", "api-2", "api-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0000000000000001.journal").touch()
+    settings = {"model": "null", "journal_dir": str(tmp_path)}
+    assert not list(startup.warnings([], configure(**settings, api_server_count=3)))
+    assert list(startup.warnings([], configure(**settings, api_server_count=2))) == [
+        f"requests in api-2 of {tmp_path} are not resumed: api_server_count is only 2"
     ]
 
 

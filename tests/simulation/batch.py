@@ -102,12 +102,14 @@ def silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Disable automatic garbage collection: the caller collects the cycles of a run."""
+    """Disable automatic garbage collection: the caller collects what a run has left."""
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -10,14 +10,18 @@ from protocol.api_core import StepOutputs
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from tests.simulation.child import Incarnation, SimulatedChild
+from tests.simulation.grammars import SimulatedCompiler, SimulatedGrammarService
 from tests.simulation.model import SimulatedModel
 from tests.simulation.patched_os import SimulatedPoller, SimulatedProcesses
 from tests.simulation.sockets import SimulatedSocket
 from tests.simulation.wire import Wire
 from tests.simulation.world import SECOND, Process, SimulatedClock, Violation
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.service import GrammarService
 from worker_proc.loop import WorkerLoop
 
 Loop = CoreLoop | WorkerLoop
+EMBEDDING_SIZE = 8
 
 
 class EngineProcess(Process):
@@ -148,8 +152,15 @@ class CheckedModel(SimulatedModel):
         step_s: float,
         read_epoch: Callable[[], int],
         clock: SimulatedClock,
+        grammars: SimulatedCompiler,
     ) -> None:
-        super().__init__(facts, step_s, token_delay_s=step_s / 8, clock=clock)
+        super().__init__(
+            facts,
+            step_s,
+            token_delay_s=step_s / 8,
+            clock=clock,
+            grammars=cast(GrammarCompiler, grammars),
+        )
         self._read_epoch = read_epoch
         self._epoch = -1
 
@@ -182,12 +193,17 @@ class WorkerProcess(EngineProcess):
         super().__init__(wire, life, start_s, is_standby=is_standby)
 
     def begin(self) -> tuple[Loop, list[Sized]]:
-        model = CheckedModel(self._facts, self._step_s, self._last_epoch_read, self.world.clock)
+        grammars = SimulatedCompiler(self._facts, may_compile_late=self.child.rank > 0)
+        model = CheckedModel(
+            self._facts, self._step_s, self._last_epoch_read, self.world.clock, grammars
+        )
+        service = SimulatedGrammarService(self, grammars)
         loop = WorkerLoop(
             self.child,
             model,
             clock=self.world.clock,
             poller=SimulatedPoller(self.world),
+            make_grammars=lambda compiler: cast(GrammarService, service),
         )
         self._socket = cast(SimulatedSocket, loop._core.socket)
         return loop, [self._socket.inbox, self.child.inbox]
@@ -208,4 +224,5 @@ def facts_of(config: EngineConfig, vocab_size: int, num_host_blocks: int) -> Mod
         num_gpu_blocks=config.cache.num_gpu_blocks_override,
         eos_token_ids=[2],
         num_host_blocks=num_host_blocks,
+        embedding_size=EMBEDDING_SIZE,
     )

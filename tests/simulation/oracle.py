@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocol.api_core import RequestError, RequestOutput
+from protocol.api_core import ErrorCode, RequestError, RequestOutput
 from protocol.core_worker import ModelFacts
 from protocol.sampling import FinishReason
-from tests.simulation.model import expected_stream
+from tests.simulation.grammars import WRONG
+from tests.simulation.model import expected_stream, expected_vector
 from tests.simulation.plan import RequestPlan
 from tests.simulation.world import SECOND, START_TIME, Violation, World
 
@@ -36,6 +37,8 @@ class Stream:
     finish_reason: FinishReason
     """Expected reason of the end."""
     oracle: "Oracle"
+    vector: bytes | None = None
+    """Expected instead of tokens."""
     received: list[int] = field(default_factory=list)
     next_prompt_position: int = 1
     is_open: bool = True
@@ -51,6 +54,11 @@ class Stream:
         self.oracle.world.trace(f"{self.name} {output.first_index} {output.token_ids}")
         if not self.is_open:
             self._wrong("duplicated", "an output came after the end")
+        if self.must_fail:
+            self._wrong("mismatched", "an output came, though its grammar is wrong")
+        if output.embedding != self.vector:
+            self._wrong("mismatched", f"got the vector {output.embedding!r}")
+        self.oracle.world.counts["vector"] += self.vector is not None
         if output.first_index != len(self.received):
             kind = "duplicated" if output.first_index < len(self.received) else "lost"
             self._wrong(kind, f"output {output.first_index} came after {len(self.received)}")
@@ -92,8 +100,17 @@ class Stream:
                 self._wrong("mismatched", "prompt logprobs of other tokens")
             self.next_prompt_position = end
 
+    @property
+    def must_fail(self) -> bool:
+        """Whether no worker can compile its grammar."""
+        return self.plan.params.grammar == WRONG
+
     def failed(self, error: RequestError) -> None:
-        """Fail the run: an accepted request must not fail."""
+        """Fail the run: an accepted request must not fail, except for a wrong grammar."""
+        if self.must_fail and (error.code, error.param) == (ErrorCode.INVALID, "grammar"):
+            self.oracle.world.counts["grammar wrong"] += 1
+            self._close()
+            return
         kind = "mismatched" if "came again" in error.message else "lost"
         text = f"{kind}: {self.name}: failed: {error.code} {error.message}"
         self.oracle.world.fail(Violation(text))
@@ -136,10 +153,15 @@ class Oracle:
 
     def accepted(self, client: str, plan: RequestPlan) -> Stream:
         """Record a request that a client has accepted."""
-        token_ids, reason = expected_stream(plan.prompt, plan.params, self._facts)
+        params, vector = plan.params, None
+        token_ids, reason = [], FinishReason.ERROR
+        if params.grammar != WRONG:
+            token_ids, reason = expected_stream(plan.prompt, params, self._facts)
+        if params.pooling is not None:
+            vector = expected_vector(plan.prompt, params, self._facts)
         name = f"{client}/{plan.number}"
         self.world.trace(f"accept {name}")
-        stream = Stream(name, plan, token_ids, reason, self)
+        stream = Stream(name, plan, token_ids, reason, self, vector)
         self.streams.append(stream)
         self.num_open += 1
         return stream

@@ -50,11 +50,13 @@ class SimulatedPoller:
             self._sockets.remove(socket)
 
     def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
-        """Return the pidfds of dead processes and the sockets with an unread message."""
+        """Return the pidfds of dead processes, sockets with an unread message, and the like."""
         ready: list[tuple[Any, int]] = [
             (socket, _READABLE) for socket in self._sockets if socket.inbox
         ]
         dead = self._pidfds & self._world.dead_pidfds
+        if self._world.readable_fds:
+            dead |= self._pidfds & self._world.readable_fds
         return [*((fd, _READABLE) for fd in sorted(dead)), *ready] if dead else ready
 
 

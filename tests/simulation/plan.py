@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol.config import (
     ApiConfig,
     CacheConfig,
@@ -13,9 +15,9 @@ from protocol.config import (
     RunConfig,
     SchedulerConfig,
 )
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_params
 from tests.simulation.disk import DISK_FAULTS
-from tests.simulation.model import FIRST_TOKEN_ID
+from tests.simulation.grammars import FIRST_TOKEN_ID, WRONG, make_grammar
 from tests.simulation.wire import FRAME_FAULTS
 
 PROCESS_FAULTS = ("kill", "stop", "restart", "reset", "partition")
@@ -34,6 +36,8 @@ JOURNAL_DIR = "journal"
 """The journal's directory in the configuration; the disk of the run replaces it."""
 _RESUME_WINDOW_S = 4.0
 _FRAME_RATES = (0.01, 0.01, 0.03, 0.1)
+_FEATURES_RATE = 0.4
+"""Share of seeds in which some requests have a grammar, or return a vector."""
 
 
 @dataclass
@@ -142,6 +146,7 @@ def make_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
         heal_at_s=duration_s + rng.choice((0.2, 1.0, 2.0)),
         journal=JournalPlan() if has_journal else None,
     )
+    _draw_features(random.Random(f"{seed} {mode}"), plan)
     _draw_faults(rng, plan, mode, kinds)
     plan.heal_at_s = max([plan.heal_at_s, *(fault.time_s for fault in plan.faults)])
     if rng.random() < _EARLY_END_RATE and not has_journal and not _breaks_connections(plan):
@@ -226,6 +231,27 @@ def _requests(
         )
         rng.choice(clients).append(plan)
     return clients
+
+
+def _draw_features(rng: random.Random, plan: Plan) -> None:
+    """Give some requests a grammar, and let others return a vector.
+
+    What a journal holds has no vectors, and clients over HTTP send no wrong grammar again.
+    """
+    if rng.random() >= _FEATURES_RATE:
+        return
+    grammars = [make_grammar(rng.randrange(2), rng.randrange(1, 16)) for _ in range(3)]
+    for number, requests in enumerate(plan.requests):
+        is_over_http = plan.journal is not None and number == 0
+        for request in requests:
+            kind = rng.random()
+            if kind < 0.5:
+                is_wrong = kind < 0.05 and not is_over_http
+                grammar = WRONG if is_wrong else rng.choice(grammars)
+                request.params = msgspec.structs.replace(request.params, grammar=grammar)
+            elif kind < 0.75 and not is_over_http:
+                pooling = Pooling(rng.choice(list(PoolingType)), rng.choice((None, None, 3)))
+                request.params = pooling_params(pooling)
 
 
 def _draw_faults(rng: random.Random, plan: Plan, mode: str, kinds: frozenset[str]) -> None:

@@ -12,6 +12,9 @@ import msgspec
 
 from api_proc.resumption import session_log, sessions
 from api_proc.resumption.history import History
+from core_proc import running_engine
+from core_proc.links import owners
+from core_proc.links.grammars import Grammars
 from core_proc.links.worker_link import WorkerLink
 from core_proc.loop import CoreLoop
 from core_proc.pausing import Pausing
@@ -21,6 +24,7 @@ from protocol.client.request_stream import RequestStream
 from protocol.core_worker import CoreToWorker, NewRequestData, WorkerToCore
 from protocol.process.child_runtime import ChildProcess
 from tests.simulation.model import FIRST_TOKEN_ID, SimulatedModel
+from worker_proc.grammar.state import GrammarState
 from worker_proc.mirror import Mirror, MirroredRequest
 from worker_proc.shim import WorkerShim
 
@@ -121,6 +125,40 @@ def _promote_old_epoch() -> list[Place]:
     return [(ChildProcess, "wait_for_promotion", keep_epoch)]
 
 
+def _forget_grammars() -> list[Place]:
+    """The core takes a new worker's grammars for compiled."""
+    return [(Grammars, "workers_lost", lambda grammars: None)]
+
+
+def _grammar_from_start() -> list[Place]:
+    """A request that comes back begins its grammar again."""
+    make = GrammarState.__init__
+
+    def begin_again(state: GrammarState, matcher: Any, num_prompt: int, error: str = "") -> None:
+        make(state, matcher, 10**9, error)
+
+    advance = GrammarState.advance
+
+    def follow(state: GrammarState, token_ids: list[int]) -> None:
+        if state._position == 10**9:  # the outputs so far
+            state._position = len(token_ids)
+        advance(state, token_ids)
+
+    return [(GrammarState, "__init__", begin_again), (GrammarState, "advance", follow)]
+
+
+def _swap_vectors() -> list[Place]:
+    """The core sends the first vector of a step to all requests that get one."""
+    row = owners.output_row
+
+    def other(result: Any, owner: Any, output: Any) -> RequestOutput:
+        found = row(result, owner, output)
+        vectors = list(output.pooled.values())
+        return found if found.embedding is None else _with(found, embedding=vectors[0])
+
+    return [(running_engine, "output_row", other)]
+
+
 def _drain_at_once() -> list[Place]:
     """A core that is restarted during the shutdown does not wait for its clients."""
     return [(CoreLoop, "_are_all_back", lambda loop, now: True)]
@@ -137,6 +175,8 @@ def _resume_other_seed() -> list[Place]:
     return [(sessions, "resumed", reseeded)]
 
 
+_with = msgspec.structs.replace
+
 PLANTS: dict[str, Callable[[], list[Place]]] = {
     "drop-token": _drop_token,
     "repeat-token": _repeat_token,
@@ -147,6 +187,9 @@ PLANTS: dict[str, Callable[[], list[Place]]] = {
     "promote-old-epoch": _promote_old_epoch,
     "resume-other-seed": _resume_other_seed,
     "drain-at-once": _drain_at_once,
+    "forget-grammars": _forget_grammars,
+    "grammar-from-start": _grammar_from_start,
+    "swap-vectors": _swap_vectors,
 }
 
 

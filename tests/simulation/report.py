@@ -35,11 +35,10 @@ def table(tallies: Mapping[str, Tally], wall_s: float) -> str:
     counts_by_kind: Counter[str] = Counter()
     for tally in tallies.values():
         counts_by_kind += tally.counts
-    for title, selects in (("kills", True), ("other faults", False)):
-        chosen = [
-            f"{kind.removeprefix('kill ')} {count:,}"
-            for kind, count in sorted(counts_by_kind.items())
-            if kind.startswith("kill") is selects
-        ]
-        lines.append(f"{title}: {', '.join(chosen) or 'none'}")
+    by_title: dict[str, list[str]] = {"kills": [], "other faults": [], "requests": []}
+    for kind, count in sorted(counts_by_kind.items()):
+        is_kill, is_feature = kind.startswith("kill"), kind.startswith(("grammar", "vector"))
+        title = "kills" if is_kill else "requests" if is_feature else "other faults"
+        by_title[title].append(f"{kind.removeprefix('kill ')} {count:,}")
+    lines += [f"{title}: {', '.join(found) or 'none'}" for title, found in by_title.items()]
     return "\n".join(lines)

@@ -40,6 +40,7 @@ RARE = {
     "promote-old-epoch": frozenset({"kill"}),
     "resume-other-seed": frozenset({"kill", "disconnect"}),
     "drain-at-once": frozenset({"kill"}),
+    "forget-grammars": frozenset({"kill"}),
 }
 """Faults under which a bug shows often that is rare under all of them."""
 ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once"}
@@ -68,6 +69,10 @@ def test_no_violation_under_any_fault(mode: str) -> None:
         "restart core",
         "reset",
         "partition",
+        "grammar",
+        "grammar late",
+        "grammar wrong",
+        "vector",
         *FRAME_FAULTS,
     }
     assert kinds <= set(tally.counts), "a kind of fault did not happen"
@@ -157,8 +162,21 @@ def test_the_table_names_the_kind_of_a_bug(plant: str, name: str) -> None:
 def test_every_stream_ends_without_faults() -> None:
     tally = run_chunk(Batch("progress", 0, 20, frozenset()))
     assert tally.violations == []
-    assert set(tally.counts) == {"end", "end at rest"}
-    assert tally.counts.total() == 20
+    ends = {"end", "end at rest"}
+    assert set(tally.counts) == {"grammar", "grammar late", "grammar wrong", "vector", *ends}
+    assert sum(tally.counts[kind] for kind in ends) == 20
+
+
+def test_grammars_and_vectors_survive_deaths() -> None:
+    """Compiled again by each worker, late or never; a vector comes once."""
+    kinds = frozenset({"kill", "failpoint"})
+    plans = {seed: make_plan(seed, "progress", kinds) for seed in range(200)}
+    params = {s: [r.params for c in p.requests for r in c] for s, p in plans.items()}
+    seeds = [s for s, found in params.items() if any(p.grammar or p.pooling for p in found)]
+    tally = run_seeds("progress", seeds[:40], kinds)
+    assert tally.violations == []
+    for kind in ("grammar late", "grammar wrong", "vector", "kill worker", "kill core"):
+        assert tally.counts[kind] > 0, kind
 
 
 @pytest.mark.parametrize("kind", FRAME_FAULTS)

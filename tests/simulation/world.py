@@ -75,6 +75,8 @@ class World:
         self._pidfds: dict[int, Process] = {}
         self.dead_pidfds: set[int] = set()
         """The pidfds of dead processes."""
+        self.readable_fds: set[int] = set()
+        """Other descriptors that a poller returns."""
 
     def at(self, time: int, action: Callable[..., None], *arguments: Any) -> None:
         """Schedule an event at `time`."""

@@ -25,7 +25,7 @@ from tests.soak.requests import (
 REQUEST_TIMEOUT_S = 60.0
 _METRICS_TIMEOUT_S = 10.0
 _GAUGE = re.compile(
-    rb"^troika:(ledger_requests|http_requests_open|http_request_bytes|sessions)"
+    rb"^troika_(ledger_requests|http_requests_open|http_request_bytes|sessions)"
     rb"(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
 )

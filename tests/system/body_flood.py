@@ -1,11 +1,15 @@
 """Many large bodies at once, and what they do to the API: latency of /livez, memory, deaths.
 
-`python -m tests.system.body_flood` prints the figures of each mix.
+`python -m tests.system.body_flood` prints the figures of each mix, with a short context, in which
+long texts are refused, and with a long one and a real tokenizer. Names of bodies as arguments
+choose some of them.
 """
 
 import contextlib
+import itertools
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +20,16 @@ from urllib.parse import urlsplit
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZE = 4 * 2**20 - 300
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "short": ("--max-model-len", "8192"),
+    "long": (
+        *("--max-model-len", "1048576", "--num-gpu-blocks-override", "262144"),
+        *("--tokenizer", str(ROOT / "scripts" / "demo_model"), "--tool-call-parser", "hermes"),
+    ),
+}
+"""Flags of engines with the null model, by the length of their context."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PROBE_S = 0.005
 _TIMEOUT_S = 120.0
@@ -25,6 +38,19 @@ _TIMEOUT_S = 120.0
 def _chat(**fields: object) -> bytes:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}
     return json.dumps(body).encode()
+
+
+def _calls(count: int, num_chars: int) -> dict[str, object]:
+    arguments = json.dumps({"text": "x" * num_chars, "list": [1, 2]})
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "c", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call] * count}
+
+
+def _tool(number: int, num_properties: int) -> dict[str, object]:
+    properties = {f"property_{i}": {"type": "string"} for i in range(num_properties)}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
 
 
 def _with_kwargs(inner: bytes) -> bytes:
@@ -50,6 +76,25 @@ BODIES: Mapping[str, tuple[str, bytes]] = {
     "escapes": (COMPLETIONS, b'{"prompt":"%b"}' % (b"\\n" * (SIZE // 2))),
     "prompts": (COMPLETIONS, _prompts(2048, 1980)),
     "messages": (CHAT, _chat(messages=[{"role": "user", "content": "x" * 900}] * 4096)),
+    "ids of a large vocabulary": (
+        COMPLETIONS,
+        b'{"prompt":[%b3]}' % b"".join(b"%d," % (256 + i % 3800) for i in range(SIZE // 5)),
+    ),
+    "prose": (
+        COMPLETIONS,
+        b'{"prompt":"%b","max_tokens":1}' % (b"The quick brown fox jumps. " * (SIZE // 27 - 2)),
+    ),
+    "literal": (
+        COMPLETIONS,
+        b'{"prompt":"%b","parse_special":false}' % (b"<|endoftext|>" * (SIZE // 13 - 4)),
+    ),
+    "chat": (CHAT, _chat(messages=[{"role": "user", "content": "<|endoftext|> a" * (SIZE // 15)}])),
+    "calls": (CHAT, _chat(messages=[{"role": "user", "content": "x"}, _calls(1024, 3900)])),
+    "tools": (CHAT, _chat(tools=[_tool(i, 200) for i in range(60)])),
+    "template": (
+        "/apply-template",
+        _chat(messages=[{"role": "user", "content": "é" * (SIZE // 6 - 20)}]),
+    ),
     "tokenize": ("/tokenize", b'{"prompt":"%b"}' % (b"a b " * 250_000)),
 }
 
@@ -135,13 +180,15 @@ def memory_mib(pid: int, field: str) -> float:
 
 
 def main() -> None:
-    mixes = [[name] for name in BODIES] + [list(BODIES)]
-    for count in (1, 12, 62):
+    chosen = sys.argv[1:]
+    mixes = [[name] for name in chosen or BODIES] + ([] if chosen else [list(BODIES)])
+    for context, count in itertools.product(ENGINES, (1, 12, 62)):
         for names in mixes:
             with EngineFactory() as start:
-                engine = start("--max-model-len", "8192")
+                engine = start(*ENGINES[context])
+                engine.readiness()
                 pids = {role: engine.pid(role) for role in (Role.API, Role.CORE, Role.WORKER)}
-                label = f"{count:3d} x {'all' if len(names) > 1 else names[0]:14s}"
+                label = f"{context:5s} {count:3d} x {'all' if len(names) > 1 else names[0]:25s}"
                 try:
                     found = flood(engine, names, count)
                 except OSError as error:

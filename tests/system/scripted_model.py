@@ -32,7 +32,7 @@ def write_scripted_model(
     added_tokens: list[str],
 ) -> None:
     """Write a checkpoint that answers `messages` with `text`; each byte is a token."""
-    _write_tokenizer(directory, template, [EOS, *added_tokens])
+    write_tokenizer(directory, template, [EOS, *added_tokens])
     processor = TextProcessor.load(configure(model=str(directory)).model)
     assert processor.template is not None
     prompt = processor.template.render(messages, tools=tools)
@@ -65,7 +65,7 @@ def write_scripted_model(
     _write_json(directory / "config.json", config)
 
 
-def _write_tokenizer(directory: Path, template: str, special_tokens: list[str]) -> None:
+def write_tokenizer(directory: Path, template: str, special_tokens: list[str]) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

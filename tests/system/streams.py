@@ -147,6 +147,6 @@ def metric(engine: Engine, name: str) -> float:
     """Return one value of /metrics."""
     with urllib.request.urlopen(engine.url() + "/metrics", timeout=TIMEOUT_S) as response:
         text = response.read().decode()
-    found = re.search(rf"^troika:{name}(?:_total)?{{[^}}]*}} ([0-9.e+-]+)$", text, re.MULTILINE)
+    found = re.search(rf"^troika[:_]{name}(?:_total)?{{[^}}]*}} ([0-9.e+-]+)$", text, re.MULTILINE)
     assert found is not None, name
     return float(found[1])

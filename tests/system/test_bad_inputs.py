@@ -7,10 +7,13 @@ numbers are those of the rows in the table of bad inputs; `tests/api/test_bad_in
 
 import contextlib
 import json
+import math
 import socket
+import statistics
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -19,7 +22,9 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually
-from tests.api.test_bad_input import RAW_ROWS, ROWS, completion
+from tests.api.test_bad_input import RAW_ROWS, ROWS, chat, completion
+from tests.system.streams import Stream
+from tests.timing import within
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-canary"
@@ -148,6 +153,88 @@ def test_bodies(canary: Canary) -> None:
     canary.check()
 
 
+MUTUAL = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+GRAMMARS: list[tuple[dict[str, Any], str | None]] = [
+    # 22: matching takes linear time, so that these are legal.
+    ({"guided_regex": "(a+)+b"}, None),
+    ({"guided_regex": "(a|aa){1,9999}"}, None),
+    ({"guided_regex": "a{1,100000}"}, None),
+    ({"guided_regex": "((a{1,100}){1,100}){1,100}"}, None),
+    ({"guided_regex": "(?<=a)b"}, "guided_regex"),
+    ({"guided_regex": "(a)\\1"}, "guided_regex"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"structured_outputs": {"regex": "[z-a]"}}, "structured_outputs"),
+    # 23: schemas; nothing is fetched.
+    ({"guided_json": {"$ref": "#"}}, "guided_json"),
+    ({"guided_json": MUTUAL}, "guided_json"),
+    ({"guided_json": {"$ref": "http://169.254.169.254/schema"}}, "guided_json"),
+    ({"guided_json": {"$ref": "file:///etc/passwd"}}, "guided_json"),
+    ({"guided_json": {"$ref": "#/$defs/nowhere"}}, "guided_json"),
+    ({"guided_json": '{"items":' * 10_000 + "true" + "}" * 10_000}, "guided_json"),
+    ({"guided_json": '{"items":' * 500 + "true" + "}" * 500}, "guided_json"),
+    ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json"),
+    ({"guided_json": {"type": "foo"}}, "guided_json"),
+    ({"guided_json": {"enum": []}}, "guided_json"),
+    ({"guided_json": {"enum": [f"{i:050}" for i in range(5000)]}}, "guided_json"),
+    ({"guided_json": {"enum": [f"{i:050}" for i in range(4000)]}}, None),
+    ({"guided_json": {"type": "string", "minLength": 10**9}}, None),
+    # 24
+    ({"guided_grammar": ""}, "guided_grammar"),
+    ({"guided_grammar": "start: start"}, "guided_grammar"),
+    ({"guided_grammar": "start: nowhere"}, "guided_grammar"),
+    ({"grammar": "root ::= root"}, "grammar"),
+    ({"grammar": "root ::= ((("}, "grammar"),
+    ({"grammar": 'root ::= root "a" | "b"'}, None),
+    ({"guided_grammar": '%llguidance {}\nstart: "a"'}, None),
+    ({"guided_decoding_backend": "nonsense"}, None),
+]
+
+
+def function(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+PLACE = "tools[0].function"
+TOOLS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [function(parameters="x")]}, f"{PLACE}.parameters"),
+    ({"tools": [function(parameters={"type": "array"})]}, f"{PLACE}.parameters.type"),
+    ({"tools": [function(parameters={"properties": 5})]}, f"{PLACE}.parameters.properties"),
+    (
+        {
+            "tools": [function(parameters={"properties": {"a": {"type": "foo"}}})],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    ({"tools": [function("x" * 257)]}, f"{PLACE}.name"),
+    ({"tools": [function("a b")]}, f"{PLACE}.name"),
+    ({"tools": [function()] * 1025}, "tools"),
+    ({"tools": [function()], "tool_choice": "sometimes"}, "tool_choice"),
+]
+
+
+def test_grammars_and_tools(canary: Canary) -> None:
+    """22 to 25."""
+    warm = json.dumps(completion(max_tokens=2, guided_regex="[ab]+")).encode()
+    assert canary.send(post(warm)).status == 200, "the process that compiles grammars runs"
+    rows = [(COMPLETIONS, completion(max_tokens=2, **fields), param) for fields, param in GRAMMARS]
+    rows += [(CHAT, chat(max_tokens=2, **fields), param) for fields, param in TOOLS]
+    for path, body, param in rows:
+        raw = json.dumps(body).encode()
+        response = timed(lambda raw=raw, path=path: canary.send(post(raw, path)))  # type: ignore[misc]
+        if param is None:
+            assert response.status == 200, (raw[:100], response.body)
+        else:
+            found = (response.status, response.error["param"], response.error["code"])
+            assert found == (400, param, "invalid_value"), (raw[:100], response.body)
+        canary.check_tokens()
+    huge = json.dumps(chat(tools=[function("x" * 2**20)])).encode()
+    assert timed(lambda: canary.send(post(huge, CHAT))).status == 413
+    many = json.dumps(chat(tools=[function()] * 10_000)).encode()
+    assert timed(lambda: canary.send(post(many, CHAT))).status == 413
+    canary.check()
+
+
 def test_text_of_any_kind_is_answered(canary: Canary) -> None:
     """9: one character, many emoji, special tokens; 16: logprobs of a long prompt."""
     for text in ("a" * 299_000, "".join(chr(0x1F300 + i % 700) for i in range(20_000)), "<s>" * 90):
@@ -211,6 +298,24 @@ def test_heads(canary: Canary) -> None:
         canary.check()
 
 
+@pytest.mark.slow  # it takes ten seconds
+def test_a_head_that_dribbles_is_rejected_and_delays_no_other(canary: Canary) -> None:
+    """31: a byte a second."""
+    with canary.connect() as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: ")
+        connection.settimeout(1.0)
+        began, received = time.monotonic(), b""
+        while not received:
+            assert time.monotonic() - began < 20.0
+            connection.sendall(b"x")
+            timed(lambda: canary.send(post(GOLDEN)))
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv(1000)
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert 9.0 < time.monotonic() - began < 13.0
+    canary.check()
+
+
 def test_chunks(canary: Canary) -> None:
     """32: a million small chunks, overflowing sizes, and two lengths; 2: a body without length."""
     head = post(b"", headers=AUTH + b"Transfer-Encoding: chunked\r\n")
@@ -256,6 +361,31 @@ def test_keys(canary: Canary) -> None:
     assert canary.send(get("/v1/models", AUTH * 2)).status == 401
     long = get("/v1/models", b"Authorization: Bearer " + b"x" * 2**20 + b"\r\n")
     assert timed(lambda: canary.send(long)).status == 431
+    canary.check()
+
+
+@pytest.mark.parametrize("count", [250, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_the_time_of_a_rejection_does_not_show_how_much_of_a_key_is_right(
+    canary: Canary, count: int
+) -> None:
+    """34: a key that differs in its first character, and one that differs in its last."""
+    keys = ("x" + KEY[1:], KEY[:-1] + "x")
+    requests = [get("/v1/models", f"Authorization: Bearer {key}\r\n".encode()) for key in keys]
+
+    def measure() -> dict[str, float]:
+        times: list[list[float]] = [[], []]
+        for number in range(2 * count):
+            with canary.connect() as connection:
+                began = time.perf_counter()
+                connection.sendall(requests[number % 2])
+                assert response_of(connection).status == 401
+                times[number % 2].append(time.perf_counter() - began)
+        quiet = [sorted(samples)[: count * 8 // 10] for samples in times]  # without interruptions
+        means = [statistics.fmean(samples) for samples in quiet]
+        variances = [statistics.variance(samples) / len(samples) for samples in quiet]
+        return {"deviations": abs(means[0] - means[1]) / math.sqrt(sum(variances))}
+
+    within(5, measure, deviations=4.0)
     canary.check()
 
 
@@ -311,3 +441,44 @@ def test_clients_that_close_at_any_moment(canary: Canary) -> None:
 def metric(canary: Canary, name: str) -> float:
     lines = canary.send(get("/metrics")).body.decode().splitlines()
     return float(next(line for line in lines if line.startswith(name + "{")).split()[-1])
+
+
+FULL = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_flood_of_requests_past_the_limit(start_engine: EngineFactory, count: int) -> None:
+    """39: each is refused at once, and the accepted ones go on."""
+    num_connections = 8
+    engine = start_engine("--null-step-ms", "20", "--max-open-requests", "2")
+    url = engine.url()
+    streams = [Stream(url, {**FULL, "seed": seed}) for seed in range(2)]
+    assert all(stream.next() is not None for stream in streams), "both places are taken"
+    pids = [engine.pid(role) for role in ROLES]
+    address = urlsplit(url).hostname, urlsplit(url).port
+    refused = post(GOLDEN, headers=b"")
+
+    def flood(latencies: list[float]) -> None:
+        with socket.create_connection(address, timeout=20) as connection:
+            for _ in range(count // num_connections):
+                began = time.monotonic()
+                connection.sendall(refused)
+                response = response_of(connection)
+                latencies.append(time.monotonic() - began)
+                assert (response.status, response.error["code"]) == (429, "overloaded")
+                assert b"\r\nretry-after: " in response.head
+
+    def measure() -> dict[str, float]:
+        latencies: list[float] = []
+        with ThreadPoolExecutor(num_connections) as pool:
+            list(pool.map(lambda _: flood(latencies), range(num_connections)))
+        assert len(latencies) == count
+        return {"refusal_s": sorted(latencies)[count * 99 // 100]}
+
+    within(5, measure, refusal_s=0.05)
+    for stream in streams:
+        assert stream.next() is not None
+        stream.close()
+    eventually(lambda: engine.get("/load")["server_load"] == 0, "both are aborted")
+    assert engine.post(COMPLETIONS, **json.loads(GOLDEN))["choices"]
+    assert [engine.pid(role) for role in ROLES] == pids

@@ -116,6 +116,7 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
     engine.kill(Role.CORE)
     engine.post("/v1/completions", **{**PROMPT, "guided_regex": "[a-z]+"})
     engine.post("/v1/completions", **{**PROMPT, "prompt": [POISON_TOKEN_ID, 5]})
+    engine.post("/tokenize", prompt="word " * 5000)
     eventually(lambda: reached() == set(FAILPOINTS), f"all but {set(FAILPOINTS) - reached()}")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import EngineFactory
-from tests.system.body_flood import BODIES, flood
+from tests.system.body_flood import BODIES, ENGINES, flood
 
 GROWTH_MAX_MIB = 300
 LIVEZ_P99_S = 0.05
@@ -12,9 +12,19 @@ LIVEZ_P99_S = 0.05
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", [["objects"], ["prompts"], list(BODIES)], ids=str)
-def test_flood(start_engine: EngineFactory, names: list[str]) -> None:
-    engine = start_engine("--max-model-len", "8192")
+@pytest.mark.parametrize(
+    ("context", "names"),
+    [
+        ("short", ["objects"]),
+        ("short", ["prompts"]),
+        ("short", list(BODIES)),
+        ("long", ["literal", "chat"]),
+        ("long", list(BODIES)),
+    ],
+    ids=str,
+)
+def test_flood(start_engine: EngineFactory, context: str, names: list[str]) -> None:
+    engine = start_engine(*ENGINES[context])
     engine.readiness()
     pids = {role: engine.pid(role) for role in (Role.API, Role.CORE, Role.WORKER)}
     found = flood(engine, names, 62)

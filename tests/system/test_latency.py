@@ -67,7 +67,7 @@ def slow_iterations(engine: Engine, bound_s: float) -> int:
     counts = {
         float(le): float(count)
         for le, count in re.findall(
-            r'troika:core_loop_seconds_bucket\{.*?le="(.*?)".*?\} (\S+)', text
+            r'troika_core_loop_seconds_bucket\{.*?le="(.*?)".*?\} (\S+)', text
         )
     }
     assert bound_s in counts

@@ -19,9 +19,11 @@ import pytest
 from api_proc.llm import (
     LLM,
     AsyncLLM,
+    BeamSearchParams,
     Pooling,
     PoolingType,
     PromptsFailed,
+    RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -234,6 +236,75 @@ def test_vectors_are_in_the_order_of_the_prompts(llm: LLM) -> None:
         llm.embed("hi", use_tqdm=False, pooling_params=pooling)
 
 
+def test_beam_search_finds_the_same_beams_in_processes_and_in_this_one(llm: LLM) -> None:
+    """Kills do not change them: tests/system/test_sequence_options.py."""
+    params = BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=0.5)
+    prompts = PROMPTS[:5]
+    outputs = llm.beam_search(prompts, params)
+    inproc = LLM(engine=InprocEngine(configure(model="null")))
+    try:
+        assert inproc.beam_search(prompts, params) == outputs
+    finally:
+        inproc.close()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        scores = []
+        for sequence in output.sequences:
+            tokens = sequence.tokens[len(prompt) :]
+            assert sequence.tokens[: len(prompt)] == prompt
+            rows = sequence.logprobs
+            sampled = [row[i].logprob for row, i in zip(rows, tokens, strict=True)]
+            assert sequence.cum_logprob == pytest.approx(sum(sampled))
+            has_ended = sequence.finish_reason == "stop"
+            assert has_ended or len(tokens) == 12
+            scores.append(sequence.cum_logprob / max(1, len(tokens) - has_ended) ** 0.5)
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(sequence.tokens) for sequence in output.sequences}) == 3
+    [one] = llm.beam_search("hi", BeamSearchParams(beam_width=1, max_tokens=3, ignore_eos=True))
+    [greedy] = llm.generate("hi", SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert one.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
+    assert one.sequences[0].text == "hi" + greedy.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 11}, "beam_width"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"length_penalty": 11.0}, "length_penalty"),
+        ({"temperature": 0.5}, "temperature"),
+    ],
+)
+def test_bounds_of_beam_search(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        BeamSearchParams(**({"beam_width": 2, "max_tokens": 5} | fields))
+
+
+def test_what_concerns_the_prompt_is_asked_for_once(llm: LLM) -> None:
+    params = SamplingParams(n=3, prompt_logprobs=2)
+    facts, tokenizer = null_facts(configure(model="null")), ByteTokenizer()
+    asked = [
+        resolved(params, facts, tokenizer, 5, seed=1, index=index).prompt_logprobs
+        for index in range(3)
+    ]
+    assert asked == [2, None, None]
+
+
+def test_repetitions_and_thinking_budgets(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"^repetition_detection\.min_count: "):
+        SamplingParams(repetition_detection=RepetitionDetectionParams(max_pattern_size=2))
+    with pytest.raises(ValueError, match=r"^thinking_token_budget: "):
+        SamplingParams(thinking_token_budget=-2)
+    regex = StructuredOutputsParams(regex="(ab){30}")
+    detection = RepetitionDetectionParams(max_pattern_size=2, min_count=9)
+    params = SamplingParams(max_tokens=80, structured_outputs=regex, repetition_detection=detection)
+    [output] = llm.generate("hi", params, use_tqdm=False)
+    assert output.outputs[0].text == "ab" * 9
+    assert output.outputs[0].finish_reason == "repetition"
+    with pytest.raises(InvalidRequest, match="thinking_token_budget"):
+        llm.generate("hi", SamplingParams(thinking_token_budget=3), use_tqdm=False)
+
+
 def test_stop_strings_and_stop_tokens_end_a_sequence(llm: LLM) -> None:
     [[*ids]] = token_ids(llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False))
     text = [f"<{token_id}>" for token_id in ids]
@@ -396,6 +467,26 @@ async def stream_all(llm: AsyncLLM) -> None:
 LONG = SamplingParams(temperature=0, max_tokens=6000)
 
 
+async def embed(llm: AsyncLLM) -> None:
+    """Vectors are the same one by one and at once; a cancelled task leaves no request."""
+    vectors = await asyncio.gather(*(llm.embed(prompt) for prompt in PROMPTS[:8]))
+    assert [output.prompt_token_ids for output in vectors] == PROMPTS[:8]
+    assert (await llm.embed(PROMPTS[3])).outputs == vectors[3].outputs
+    short = await llm.embed("hi", Pooling(PoolingType.MEAN, dimensions=3), priority=1)
+    assert len(short.outputs.embedding) == 3
+    with pytest.raises(InvalidRequest, match="dimensions 9999 is more than the 16"):
+        await llm.embed("hi", Pooling(dimensions=9999))
+    client = llm._processes._client
+    assert client is not None
+    task = asyncio.create_task(llm.embed([5] * 4000))
+    while not client.num_open_requests:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert client.num_open_requests == 0
+
+
 async def leave_early(llm: AsyncLLM) -> None:
     """Leaving, cancelling and aborting end a request in the engine."""
     async with aclosing(llm.generate([5], LONG)) as outputs:
@@ -434,6 +525,7 @@ def test_async_llm_streams_and_aborts_and_leaves_the_host_as_it_was() -> None:
         async with AsyncLLM("null", **SETTINGS) as llm:
             await stream_all(llm)
             await leave_early(llm)
+            await embed(llm)
             reading = asyncio.create_task(anext(llm.generate([8], LONG)))
             await reading
             open_end = llm.generate([9], LONG)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import resource
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -343,3 +344,36 @@ def test_a_full_disk_costs_the_journal_and_nothing_else(shared: Engine) -> None:
     rest = Stream(engine.url(), fields, headers=headers).events()
     whole = Stream(engine.url(), fields).events()
     assert content([event for event in events if event] + rest) == content(whole)
+
+
+def test_a_deadline_outlives_the_api(shared: Engine) -> None:
+    """The time that a client allows counts from its request on, whatever happens meanwhile."""
+    for timeout_s in (1.5, 5.0, 20.0):
+        began = time.monotonic()
+        error = deadline_after_a_kill(shared, timeout_s)
+        if error is not None:
+            break
+    assert time.monotonic() - began >= timeout_s
+    assert error is not None
+    assert (error["code"], error["param"]) == ("deadline_exceeded", "timeout")
+
+
+def deadline_after_a_kill(engine: Engine, timeout_s: float) -> dict[str, Any] | None:
+    """Return the error of a client that comes back after the API's death; None: it was too late."""
+    fields = body(max_tokens=4000, timeout=timeout_s)
+    named = {"X-Request-Id": f"within {timeout_s:g}".replace(" ", "-")}
+    stream = Stream(engine.url(), fields, headers=named)
+    first = stream.next()
+    assert first is not None
+    if first.id is None or '"error"' in first.data:
+        return None
+    engine.kill(Role.API)
+    stream.close()
+    again = Stream(engine.url(), fields, headers=named | {"Last-Event-ID": first.id})
+    status = again.read_head()
+    if status != 200:  # it was over before the kill, or before the API served again
+        assert status in (404, 504)
+        return json.loads(again.body())["error"] if status == 504 else None
+    [*_, last, done] = again.events()
+    assert done.data == "[DONE]"
+    return dict(json.loads(last.data)["error"])

@@ -1,5 +1,6 @@
 """Structured output over HTTP: every form, errors before the answer begins, and kill -9."""
 
+import asyncio
 import json
 import re
 import urllib.error
@@ -13,6 +14,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
+from tests.system.constrained_gaps import measure
 from tests.system.test_resume import STREAM_TIMEOUT_S, finish, kill_in_turn, start
 
 PROMPT = "# the numbers\nvalues = "
@@ -153,3 +155,13 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine, roles: tuple[Role
         got = streams[name]
         assert got.choices == want.choices, name
         assert got.usage == want.usage, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_constrained_requests_widen_the_gaps_of_others_by_a_tenth_at_most() -> None:
+    """16 of each kind in one batch, against 32 without constraints; a timing, measured again."""
+    growths: list[float] = []
+    while not growths or (growths[-1] > 1.1 and len(growths) < 3):
+        growths.append(asyncio.run(measure(16, num_rounds=5)).p99)
+    assert growths[-1] <= 1.1, growths

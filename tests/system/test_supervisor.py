@@ -211,7 +211,10 @@ def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
     assert set(rows) == {"supervisor", "worker", "core", "standby_core", "api"}
     del rows["standby_core"]  # it may still be starting
     for role, row in rows.items():
-        assert set(row) == {"role", "rank", "pid", "epoch", "state", "rss_bytes", "num_restarts"}
+        assert set(row) == {
+            *("name", "role", "rank", "is_spare", "pid", "epoch", "state"),
+            *("rss_bytes", "num_restarts"),
+        }
         assert row["pid"] == engine.pid(Role(role))
         assert row["state"] == "ready"
         assert 5 * 2**20 < row["rss_bytes"] < 500 * 2**20

@@ -9,23 +9,29 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from msgspec import inspect
 
+from api_proc.anthropic.bodies import MessagesBody, PromptBody
 from api_proc.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from api_proc.responses.body import ResponsesBody
 from api_proc.unknown_fields import FOREIGN, WITHOUT_EFFECT
 
 STRUCTS: Mapping[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": PromptBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 ONLY = {
-    "best_of": "only equal to `n`",
-    "use_beam_search": "only false",
-    "length_penalty": "only 1",
+    "background": "only false",
     "modalities": 'only `["text"]`',
 }
 """Fields of which one value is accepted, because it is the server's default."""
+ACCEPTED = dict.fromkeys(
+    ("cache_control", "context_management", "service_tier"), "accepted without effect"
+) | {"speed": 'only `"standard"`'}
 
 _HEAD = """\
 # Parameters
@@ -45,11 +51,32 @@ _NOTES = """\
   output: as written, or after a space. `logprob_token_ids` are the candidates whose
   log-probabilities are returned, instead of the most likely ones; they need `logprobs`.
 - `timeout` is in seconds. When it is over, the request ends with the code `deadline_exceeded`: the
-  status 504, or an error event in a stream.
+  status 504, or an error event in a stream. With `--journal-dir`, a lost connection and a restart
+  of the API do not change it.
 - `stream_interval` is the number of tokens in one event of a stream; the first token is sent at
   once.
+- `best_of` sequences are generated for each prompt, and the `n` with the highest mean
+  log-probability are returned, best first; `usage` counts all of them. It cannot be streamed.
+- `use_beam_search` searches with `n` beams, at most 10, and returns all of them, best first. A beam
+  is compared by the sum of its log-probabilities divided by its length to the power of
+  `length_penalty` (1). `early_stopping` ends the search at `n` beams that have ended; else it goes
+  on until no beam can get better. Log-probabilities are those of the model: parameters that change
+  what is sampled, confine the answer or end it at a text are refused beside it, as is `stream`.
+- `repetition_detection` ends an output whose last tokens are `min_count` times the same pattern, of
+  `min_pattern_size` (1) to `max_pattern_size` tokens. Its `finish_reason` is "repetition", and its
+  `stop_reason` "repetition_detected". `max_pattern_size` may be 64, and its product with
+  `min_count` 1,024.
+- `thinking_token_budget` ends reasoning after this number of tokens: the end marker of the model's
+  format is forced. -1: no bound ([tools.md](tools.md#reasoning)).
+- `return_progress` adds events with `prompt_progress` to a stream, before the first text: `total`
+  tokens of the prompt, those that the `cache` held, those `processed` so far, cache included, and
+  `time_ms` since the request arrived. The prompts of a body report them one by one.
 - `parse_special: false` keeps special tokens in a prompt's text. In chats, special tokens count
   only where the chat template writes them.
+- `/v1/messages` refuses the names of chats that it lacks, such as `seed` and `stop`. Its own fields
+  are described in [messages.md](messages.md).
+- In `/v1/responses` a parameter that only another route has is refused, because it would constrain
+  the output there ([responses.md](responses.md)).
 - A body may have at most 65,536 names and values, besides arrays of token ids, in at most 128
   levels.
 """
@@ -106,7 +133,7 @@ def support(name: str, field: inspect.Field | None) -> str:
     """Return what one route does with a parameter."""
     if field is None:
         return ""
-    return "refused" if is_refused(field) else ONLY.get(name, "honoured")
+    return "refused" if is_refused(field) else (ONLY | ACCEPTED).get(name, "honoured")
 
 
 def page() -> Iterator[str]:

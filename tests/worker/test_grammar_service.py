@@ -53,14 +53,16 @@ def test_good_and_bad_grammars_are_answered_in_order(service: GrammarService) ->
         Grammar(GrammarKind.EBNF, 'root ::= "x" [0-9]+'),
         Grammar(GrammarKind.EBNF, 'start: "x" /[0-9]+/'),
         Grammar(GrammarKind.EBNF, "root ::= (((("),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
     ]
     for i, grammar in enumerate(grammars):
         assert service.compile(CompileGrammar(i, grammar)) is None
     answers = wait(service, len(grammars))
     assert [answer.grammar_id for answer in answers] == list(range(len(grammars)))
-    assert [bool(answer.error) for answer in answers] == [0, 1, 1, 1, 1, 0, 0, 1]
+    assert [bool(answer.error) for answer in answers] == [0, 1, 1, 1, 1, 0, 0, 1, 1]
     assert "unclosed" in answers[1].error
     assert "uniqueItems" in answers[3].error
+    assert "refers to itself" in answers[8].error
     assert service.compile(CompileGrammar(9, grammars[0])) == GrammarCompiled(9), "at once"
 
 
@@ -95,6 +97,23 @@ def test_a_prover_that_dies_fails_its_grammar_alone(
     first, second = wait(service, 2)
     assert "MiB of memory" in first.error
     assert second == GrammarCompiled(2)
+
+
+def test_a_prover_that_sends_something_else_is_replaced(
+    service: GrammarService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it sends next would be taken for the proof of another grammar."""
+    service.compile(CompileGrammar(1, regex("one")))
+    wait(service, 1)
+    before = service._quick._prover
+    with monkeypatch.context() as patched:
+        patched.setattr(service_module._Prover, "_receive", lambda self, limit: b"\x93\x01\xc1")
+        service.compile(CompileGrammar(2, regex("two")))
+        [answer] = wait(service, 1)
+    assert "no proof" in answer.error
+    assert service._quick._prover is not before
+    service.compile(CompileGrammar(3, regex("two")))
+    assert wait(service, 1) == [GrammarCompiled(3)]
 
 
 def test_what_another_core_has_sent_is_neither_compiled_nor_answered(

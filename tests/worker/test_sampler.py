@@ -46,6 +46,10 @@ class Row:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def edits_scores(self) -> bool:
+        return self.sampling_params.edits_scores
+
 
 def _row(
     params: SamplingParams, prompt: Sequence[int] = (1, 2), outputs: Sequence[int] = ()

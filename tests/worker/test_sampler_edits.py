@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, ThinkingBudget
 from worker_proc.sampling.logit_edits import edit_scores
 from worker_proc.sampling.sampler import Sampler
 
@@ -29,6 +29,10 @@ class Row:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def edits_scores(self) -> bool:
+        return self.sampling_params.edits_scores
 
 
 def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:
@@ -54,6 +58,15 @@ def _edit(scores: list[float], row: Row) -> list[float]:
 
 
 SCORES = [1.0, -1.0, 2.0, -2.0, 0.0, 4.0, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_budget_forces_only_what_a_grammar_allows(is_allowed: bool) -> None:
+    row = _row(outputs=[3, 3], thinking_budget=ThinkingBudget(2, [], [7]))
+    scores, allowed = torch.tensor([SCORES]), torch.ones(1, len(SCORES), dtype=torch.bool)
+    allowed[0, 7] = is_allowed
+    edit_scores(scores, [row], EOS, allowed)
+    assert scores.isfinite().sum().item() == (1 if is_allowed else len(SCORES))
 
 
 def test_rows_without_edits_are_untouched() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import LlamaConfig
 
 from protocol.config.settings import configure
 from protocol.core_worker import NewRequestData
 from protocol.message import pack_token_ids
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
+from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.json_schemas import schemas, validate
 from tests.worker.test_mirror import step
@@ -36,9 +39,23 @@ def demo(num_speculative_tokens: int = 0) -> ModelRunner:
     return load_model_runner(config, lambda *_: None)
 
 
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """A model with random weights, and the tokens of the demo model."""
+    directory = tmp_path_factory.mktemp("random")
+    shape = json.loads((DEMO / "config.json").read_text())
+    shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    build_checkpoint(directory, LlamaConfig(**shape))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / name, directory)
+    torch.set_num_threads(1)
+    config = configure(model=str(directory), num_gpu_blocks_override=2500, num_threads=1)
+    return load_model_runner(config, lambda *_: None)
+
+
 @cache
 def tokenizer() -> Tokenizer:
-
     return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
@@ -93,6 +110,34 @@ def test_a_thousand_outputs_follow_their_schemas() -> None:
     params = [params_of(json_schema(schema), seed) for seed, schema in enumerate(chosen)]
     prompts = [prompt(number) for number in range(len(chosen))]
     check_outputs(list(chosen), drive(demo(), prompts, params).output_token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_thousand_outputs_of_random_weights_follow_their_schemas(
+    random_model: ModelRunner,
+) -> None:
+    """Among as many requests without constraints. A cut output is the beginning of a valid one."""
+    chosen = schemas() * 10
+    each = enumerate(chosen)
+    params = [params_of(json_schema(schema), seed, max_tokens=500) for seed, schema in each]
+    free = [params_of(None, seed, max_tokens=30, ignore_eos=True) for seed in range(len(chosen))]
+    mixed = [param for pair in zip(params, free, strict=True) for param in pair]
+    prompts = [prompt(number) for number in range(len(mixed))]
+    outputs = drive(random_model, prompts, mixed).output_token_ids
+    alone = drive(random_model, prompts[1:40:2], free[:20]).output_token_ids
+    assert outputs[1:40:2] == alone
+    assert random_model.grammars is not None
+    num_ended = 0
+    for schema, token_ids in zip(chosen, outputs[::2], strict=True):
+        if token_ids[-1] == EOS:
+            num_ended += 1
+            validate(json.loads(text_of(token_ids)), schema)
+        else:
+            assert len(token_ids) == 500
+            matcher = random_model.grammars.matcher(json_schema(schema))
+            assert matcher.try_consume_tokens(token_ids) == len(token_ids)
+    assert num_ended >= 0.6 * len(chosen)
 
 
 def test_drafts_and_preemptions_change_no_token() -> None:

@@ -69,6 +69,13 @@ def define(grammar: Grammar) -> str:
         raise GrammarError(f"{error}"[:MAX_TEXT]) from error
 
 
+def _in_words(error: str) -> str:
+    """Explain what llguidance only names."""
+    if error.startswith("NoExtensionBias"):
+        return "nothing matches the grammar: it is empty, or refers to itself without an end"
+    return error
+
+
 class _ByteTokens:
     """The tokens of the null model, in the form that llguidance reads."""
 
@@ -150,7 +157,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._tokens, definition.text, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the clones share what this finds out
         if matcher.is_error():
-            raise GrammarError(matcher.get_error()[:MAX_TEXT])
+            raise GrammarError(_in_words(matcher.get_error())[:MAX_TEXT])
         num_bytes = max(
             definition.num_bytes, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
         )

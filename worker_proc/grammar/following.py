@@ -21,7 +21,9 @@ def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None)
         except GrammarError as error:
             request.grammar_state = GrammarState(None, request.num_prompt_tokens, str(error))
         else:
-            request.grammar_state = GrammarState(matcher, request.num_prompt_tokens)
+            request.grammar_state = GrammarState(
+                matcher, request.num_prompt_tokens, num_tokens=grammars.num_tokens
+            )
             request.grammar_state.advance(request.token_ids)
     return request.grammar_state
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import msgspec
 
 from protocol.core_worker import CompileGrammar, GrammarCompiled
-from protocol.message import MAX_TEXT
+from protocol.message import MAX_TEXT, Decoder, ProtocolError
+from protocol.process.cpu_clock import cpu_seconds
 from protocol.sampling import Grammar
 from worker_proc.grammar.compiler import Definition, GrammarCompiler, GrammarError
 from worker_proc.grammar.prover import LENGTH_BYTES, MAX_MEMORY_BYTES, Proof
@@ -35,6 +36,8 @@ START_S = 30.0
 _CHECK_S = 0.1
 _NICENESS = 10
 _MAX_PROOF_BYTES = 16 * 2**20
+
+_decode_proof: Decoder[Proof] = Decoder(Proof)
 
 log = logging.getLogger("troika.worker")
 
@@ -179,9 +182,14 @@ class _Prover:
     def prove(self, grammar: Grammar, limit_s: float) -> Definition:
         """Compile a grammar there; a GrammarError if it cannot be, an OSError past the limits."""
         pid = self._process.pid
-        limit = _Limit(time.monotonic() + _longest_wait_s(limit_s), pid, _cpu_s(pid) + limit_s)
+        limit = _Limit(time.monotonic() + _longest_wait_s(limit_s), pid, cpu_seconds(pid) + limit_s)
         self._send(msgspec.msgpack.encode(grammar), limit)
-        proof = msgspec.msgpack.decode(self._receive(limit), type=Proof)
+        try:
+            proof = _decode_proof(self._receive(limit))
+        except ProtocolError as error:
+            raise OSError(
+                f"the process that compiles grammars has sent no proof: {error}"
+            ) from error
         if proof.error:
             raise GrammarError(proof.error)
         return proof.definition
@@ -233,19 +241,10 @@ class _Limit(NamedTuple):
         poller = select.poll()
         poller.register(fd, event)
         while not poller.poll(_CHECK_S * 1000):
-            if time.monotonic() >= self.deadline or _cpu_s(self.pid) >= self.cpu_s:
+            if time.monotonic() >= self.deadline or cpu_seconds(self.pid) >= self.cpu_s:
                 raise TimeoutError
 
 
 def _longest_wait_s(limit_s: float) -> float:
     """Return the time for a prover that shares its processor with others."""
     return 1.0 + 2 * limit_s
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the processor time that a process has used; 0 if it is gone."""
-    process_clock = ~pid << 3 | 2  # see clock_getcpuclockid(3)
-    try:
-        return time.clock_gettime(process_clock)
-    except OSError:
-        return 0.0

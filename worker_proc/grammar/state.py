@@ -4,6 +4,7 @@ It is rebuilt from the output ids whenever the worker gets to know the request, 
 to survive a preemption or a death.
 """
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,13 +14,22 @@ if TYPE_CHECKING:
 class GrammarState:
     """Follows the outputs of one request. What fails here concerns this request alone."""
 
-    __slots__ = ("_position", "error", "matcher")
+    __slots__ = ("_num_tokens", "_position", "error", "matcher")
 
     def __init__(
-        self, matcher: "llguidance.LLMatcher | None", num_prompt_tokens: int, error: str = ""
+        self,
+        matcher: "llguidance.LLMatcher | None",
+        num_prompt_tokens: int,
+        error: str = "",
+        *,
+        num_tokens: int = 2**31,
     ) -> None:
-        """Take a matcher at the beginning of the grammar, or the error why there is none."""
+        """Take a matcher at the beginning of the grammar, or the error why there is none.
+
+        `num_tokens` are the matcher's; a model may have more.
+        """
         self.matcher = matcher
+        self._num_tokens = num_tokens
         self.error = error
         """Why the request cannot continue; empty: nothing has failed."""
         self._position = num_prompt_tokens
@@ -72,6 +82,10 @@ class GrammarState:
             return []
         try:
             forced = matcher.compute_ff_tokens()[:max_tokens]
-            return forced or proposed[: matcher.validate_tokens(proposed)]
+            if forced:
+                return forced
+            # A token that it does not have would make the matcher fail.
+            known = list(takewhile(lambda token_id: token_id < self._num_tokens, proposed))
+            return known[: matcher.validate_tokens(known)]
         except BaseException:  # the next mask shows what is wrong
             return []

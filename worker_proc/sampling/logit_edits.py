@@ -1,4 +1,4 @@
-"""Changes a row's scores before a token is chosen: min_tokens, logit_bias, penalties.
+"""Changes a row's scores before a token is chosen: min_tokens, logit_bias, penalties and others.
 
 All of this is computed from the row's ids at every step, so no state has to survive a preemption.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
+from worker_proc.sampling.thinking import forced_token
 
 
 class SamplingRow(Protocol):
@@ -18,6 +19,8 @@ class SamplingRow(Protocol):
 
     sampling_params: SamplingParams
     num_prompt_tokens: int
+    edits_scores: bool
+    """`sampling_params.edits_scores`, computed once."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -28,27 +31,19 @@ class SamplingRow(Protocol):
         """Length of `token_ids`, which is read more often than the ids."""
 
 
-def has_edits(row: SamplingRow) -> bool:
-    """Whether `edit_scores` may change this row's scores."""
-    params = row.sampling_params
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or params.min_tokens
-        or params.bad_words
-        or params.allowed_token_ids
-    )
-
-
-def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
-    """Apply min_tokens, bad_words, logit_bias, the penalties and allowed_token_ids, in place.
+def edit_scores(
+    scores: Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: Sequence[int],
+    allowed: Tensor | None = None,
+) -> None:
+    """Apply min_tokens, bad_words, logit_bias, penalties, allowed_token_ids, a thinking budget.
 
     While a row has fewer outputs than min_tokens, the EOS ids and its stop_token_ids are banned
     (-inf); the EOS ids also under ignore_eos. Ids outside the vocabulary are ignored. A score
-    that a penalty pushes over the largest float becomes the largest float. `scores` are float32
-    [n, vocab], without NaN or +inf.
+    that a penalty pushes over the largest float becomes the largest float. A token that a thinking
+    budget forces is the only one left, unless it is not among those that grammars allow: `allowed`,
+    bool [n, vocab]. `scores` are float32 [n, vocab], without NaN or +inf, and are changed in place.
     """
     _ban_stops(scores, rows, eos_token_ids)
     _ban_words(scores, rows)
@@ -56,6 +51,7 @@ def edit_scores(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequ
     _penalize_repetition(scores, rows)
     _penalize_outputs(scores, rows)
     _allow_only(scores, rows)
+    _end_reasoning(scores, rows, allowed)
 
 
 def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
@@ -97,6 +93,20 @@ def _allow_only(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
                 kept[0] = 0.0
             scores[i] = -math.inf
             scores[i, ids] = kept
+
+
+def _end_reasoning(scores: Tensor, rows: Sequence[SamplingRow], allowed: Tensor | None) -> None:
+    """Ban all tokens but the one that a thinking budget forces."""
+    for i, row in enumerate(rows):
+        budget = row.sampling_params.thinking_budget
+        if budget is None:
+            continue
+        token_id = forced_token(row.token_ids, row.num_prompt_tokens, budget)
+        if token_id is None or token_id >= scores.shape[1]:
+            continue
+        if allowed is None or allowed[i, token_id]:
+            scores[i] = -math.inf
+            scores[i, token_id] = 0.0
 
 
 def _add_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> None:

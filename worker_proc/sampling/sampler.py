@@ -1,9 +1,9 @@
 """Chooses the next token of each row: a pure function of logits, parameters, seed and ids.
 
-Stages, in order: raw logprobs if asked for; min_tokens, bad_words, logit_bias, penalties and
-allowed_token_ids (`logit_edits`); greedy rows take the most likely token; the others go through
-temperature, min_p, top_k, top_p and one draw (`inverse_cdf`). A row goes only through the stages
-that its parameters ask for, and its token never depends on the other rows.
+Stages, in order: raw logprobs if asked for; min_tokens, bad_words, logit_bias, penalties,
+allowed_token_ids and thinking budget (`logit_edits`); greedy rows take the most likely token; the
+others go through temperature, min_p, top_k, top_p and one draw (`inverse_cdf`). A row goes only
+through the stages that its parameters ask for, and its token never depends on the other rows.
 """
 
 import enum
@@ -17,7 +17,7 @@ from torch import Tensor
 from protocol.core_worker import TokenLogprobs
 from worker_proc.grammar.masks import RowMasks
 from worker_proc.sampling.inverse_cdf import MAX_VOCAB_SIZE, Filters, sample_full, sample_top_k
-from worker_proc.sampling.logit_edits import SamplingRow, edit_scores, has_edits
+from worker_proc.sampling.logit_edits import SamplingRow, edit_scores
 from worker_proc.sampling.philox import draw
 from worker_proc.sampling.ranking import token_logprobs
 
@@ -115,9 +115,12 @@ class Sampler:
                 part = members[start : start + self._chunk_rows]
                 index = torch.tensor(part, device=logits.device)
                 part_rows = [rows[i] for i in part]
-                scores = self._edited(logits.index_select(0, index), part_rows)
+                allowed = None
                 if is_masked and masks is not None:
-                    is_lost = _confine(scores, masks.allowed(part, logits.device))
+                    allowed = masks.allowed(part, logits.device)
+                scores = self._edited(logits.index_select(0, index), part_rows, allowed)
+                if allowed is not None:
+                    is_lost = _confine(scores, allowed)
                 else:
                     is_lost = scores.amax(dim=-1).isneginf()
                 if is_lost.any():
@@ -128,17 +131,19 @@ class Sampler:
     def _path(self, row: SamplingRow) -> _Path:
         params = row.sampling_params
         if params.greedy:
-            return _Path.EDITED_MAX if has_edits(row) else _Path.RAW_MAX
+            return _Path.EDITED_MAX if row.edits_scores else _Path.RAW_MAX
         if 0 < params.top_k < self._vocab_size:
             return _Path.SMALL_TOP_K if params.top_k <= _SMALL_TOP_K else _Path.LARGE_TOP_K
         return _Path.TOP_P if params.top_p < 1.0 else _Path.FULL
 
-    def _edited(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    def _edited(
+        self, logits: Tensor, rows: Sequence[SamplingRow], allowed: Tensor | None
+    ) -> Tensor:
         """Return float32 scores without NaN or +inf. Overwrites float32 logits."""
         largest = torch.finfo(torch.float32).max
         scores = logits.float().nan_to_num_(nan=-math.inf, posinf=largest, neginf=-math.inf)
-        if any(has_edits(row) for row in rows):
-            edit_scores(scores, rows, self._eos_token_ids)
+        if any(row.edits_scores for row in rows):
+            edit_scores(scores, rows, self._eos_token_ids, allowed)
         return scores
 
     def _logprobs(

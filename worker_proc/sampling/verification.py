@@ -19,6 +19,7 @@ class DraftedRow:
         self._num_drafts = num_drafts
         self.req_id = request.req_id
         self.sampling_params = request.sampling_params
+        self.edits_scores = request.edits_scores
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = request.num_tokens + num_drafts
 

@@ -93,7 +93,8 @@ export class History {
   }
 }
 
-export function nameOf({ role, rank }) {
+export function nameOf({ role, rank, name: given = "" }) {
+  if (given && role === "api") return given;
   const name = role.replaceAll("_", " ");
   return rank > 0 ? `${name} ${rank}` : name;
 }

@@ -1,7 +1,7 @@
 // Rates, gaps and replaced processes, from a sequence of views.
 import assert from "node:assert/strict";
 import test from "node:test";
-import { History, WINDOW_S } from "../../../api_proc/page/static/history.mjs";
+import { History, WINDOW_S, nameOf } from "../../../api_proc/page/static/history.mjs";
 import { roundUp } from "../../../api_proc/page/static/chart.mjs";
 
 const load = (generation_tokens, queries = 0, hits = 0) => ({
@@ -56,6 +56,12 @@ test("a replaced process is an event; in the charts it is marked if it serves", 
   const supervisor = [row("supervisor", 1, 0, "starting"), row("supervisor", 1, 0)];
   supervisor.forEach((own) => history.add(view(3, load(0), [own, row("worker", 11, 4)]), 3, "c"));
   assert.equal(history.events.length, 3);
+});
+
+test("several API processes have the supervisor's names", () => {
+  assert.equal(nameOf({ ...row("api", 7, 3, "ready", 1), name: "api-1" }), "api-1");
+  assert.equal(nameOf(row("api", 7, 3, "ready", 1)), "api 1");
+  assert.equal(nameOf({ ...row("standby_core", 7, 3), name: "standby_core" }), "standby core");
 });
 
 test("everything is bounded", () => {

@@ -8,6 +8,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of the whole request; each prompt counts once for any `n`."""
 
@@ -15,6 +19,19 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """In chats with a model that may reason."""
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed, in tokens, as llama.cpp's server reports it."""
+
+    total: int
+    cache: int
+    processed: int
+    """Those of the cache included."""
+    time_ms: int
+    """Since the request has arrived."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -59,6 +76,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
@@ -168,6 +186,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 encode = msgspec.json.Encoder().encode

@@ -1,0 +1,32 @@
+"""Routes about one request, which the API process that owns the request has to answer."""
+
+from api_proc.http.connection import Connection
+from api_proc.peers.peers import HEAD_TIMEOUT_S
+from api_proc.state import ApiState
+
+
+async def forward_to_owner(
+    state: ApiState,
+    connection: Connection,
+    request_id: str,
+    body: bytes = b"",
+    *,
+    timeout_s: float | None = HEAD_TIMEOUT_S,
+) -> bool:
+    """Let the process that owns `request_id` answer, as `Peers.forward`; False: this one has to.
+
+    The id has no prefix, and the body was read.
+    """
+    if state.peers is None:
+        return False
+    return await state.peers.forward(connection, request_id, body, timeout_s=timeout_s)
+
+
+async def forward_session(state: ApiState, connection: Connection, raw: bytes) -> bool:
+    """Forward a generation that may be in a journal: its client has named it.
+
+    An id that this process has just drawn is its own.
+    """
+    if state.sessions is None or not connection.has_client_id:
+        return False
+    return await forward_to_owner(state, connection, connection.request_id, raw, timeout_s=None)

@@ -1,0 +1,122 @@
+"""The response object and its output items, in OpenAI's shape."""
+
+from typing import Any
+
+import msgspec
+
+from api_proc.openai.objects import ChatTokenLogprob
+
+RESPONSE_PREFIX = "resp_"
+"""Of ids of responses."""
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+ContentPart = OutputText | ReasoningText
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """The model's reasoning as text; no summary is made of it."""
+
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[Any] = []
+    encrypted_content: None = None
+
+
+OutputItem = OutputMessage | FunctionCall | ReasoningItem
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    code: str | None
+    message: str
+    param: str | None = None
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class ReasoningSettings(msgspec.Struct, frozen=True):
+    effort: str | None
+    summary: str | None
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """Response of POST and GET /v1/responses."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    """It is in_progress, completed, incomplete, failed or cancelled."""
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningSettings
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    """Response of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True

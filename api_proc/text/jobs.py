@@ -1,0 +1,104 @@
+"""Work on text, as values: it is done in the server, or in a process of the pool.
+
+A job crosses the pipe as JSON, which has integers of any length, and its result as msgpack.
+"""
+
+from typing import Any
+
+import msgspec
+
+from api_proc.text.tokenizer import EncodeOptions
+
+LENGTH_BYTES = 4
+"""Of a frame between the API and a helper."""
+MAX_MEMORY_BYTES = 1 * 2**30
+"""That a job may take in a helper, besides the tokenizer."""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """What a chat template renders."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    extra: dict[str, Any] | None
+    tools: list[dict[str, Any]] | None
+    continue_final_message: bool
+
+
+class Render(msgspec.Struct, frozen=True, tag=True):
+    """Return the text of a chat's prompt as `Pieces`."""
+
+    chat: Chat
+
+
+class EncodeChat(msgspec.Struct, frozen=True, tag=True):
+    """Return the ids of a chat's prompt."""
+
+    chat: Chat
+    options: EncodeOptions
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    """Return the ids of texts, each in the pieces of a `LiteralText`."""
+
+    texts: list[list[str]]
+    options: EncodeOptions
+    is_literal: bool = False
+    """Special tokens in the pieces stay text, too."""
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Return the text of ids, with special tokens, as one of `Pieces`."""
+
+    token_ids: list[int]
+
+
+Job = Render | EncodeChat | Encode | Decode
+
+
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """A `LiteralText`."""
+
+    pieces: list[str]
+
+
+class TokenIdLists(msgspec.Struct, frozen=True, tag=True):
+    """The ids of each text."""
+
+    lists: list[list[int]]
+
+
+class PackedTokenIds(msgspec.Struct, frozen=True, tag=True):
+    """The same in four bytes per id."""
+
+    lists: list[bytes]
+
+
+class TooLong(msgspec.Struct, frozen=True, tag=True):
+    """A text has more tokens than it may have."""
+
+    num_tokens: int
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """The template rejects the chat."""
+
+    message: str
+
+
+class OutOfMemory(msgspec.Struct, frozen=True, tag=True):
+    """The job needs more memory than a process of the pool may take."""
+
+
+Result = Pieces | TokenIdLists
+"""In the process that does the job; it raises its errors."""
+Answer = Pieces | PackedTokenIds | TooLong | Rejected | OutOfMemory
+"""Of a process of the pool."""
+
+
+class TextLimitReached(Exception):
+    """A job needs more time or memory than it may take; the text is for the client."""
+
+
+class TextPoolUnavailable(Exception):
+    """The pool cannot do a job now."""

@@ -1,0 +1,31 @@
+"""The budget of a prompt's reasoning, as the engine takes it: with the markers as token ids."""
+
+from api_proc.errors import invalid
+from api_proc.text.processor import TextProcessor
+from api_proc.text.tokenizer import ByteTokenizer, EncodeOptions
+from protocol.sampling import MAX_MARKER_TOKENS, ThinkingBudget
+
+_MARKER = EncodeOptions(add_special_tokens=False, max_tokens=MAX_MARKER_TOKENS)
+
+
+def thinking_budget(
+    text: TextProcessor, prompt_token_ids: list[int], max_tokens: int | None
+) -> ThinkingBudget | None:
+    """Return the budget of a request; None or -1 tokens: there is none.
+
+    A 400 if the model has no format of reasoning, or one whose end is not a token of its own: the
+    ids of such an end depend on the text around it.
+    """
+    if max_tokens is None or max_tokens == -1:
+        return None
+    param, form = "thinking_token_budget", text.dialect.reasoning_markers
+    if form is None:
+        message = "the model has no known format of reasoning; --reasoning-parser names one"
+        raise invalid(param, message)
+    tokenizer = text.tokenizer
+    # The byte tokenizer has one way to write each text.
+    if tokenizer.added_token_id(form.end) is None and not isinstance(tokenizer, ByteTokenizer):
+        raise invalid(param, f"the end of the model's reasoning, {form.end!r}, is not one token")
+    is_open = text.is_reasoning_open(prompt_token_ids)
+    begin = [] if is_open else tokenizer.encode(form.begin, _MARKER)
+    return ThinkingBudget(max_tokens, begin, tokenizer.encode(form.end, _MARKER))

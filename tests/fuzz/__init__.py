@@ -1,0 +1,1 @@
+"""Random and damaged input for every decoder, and for the HTTP server of a real engine."""

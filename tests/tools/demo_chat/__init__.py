@@ -1,0 +1,1 @@
+"""Synthetic chats with tools, from templates and random values, that train the demo-chat model."""
