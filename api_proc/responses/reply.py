@@ -97,8 +97,10 @@ class ResponseReply:
         else:
             details = ResponseError(error.code, error.message, error.param)
             response = self._close("failed", details)
+        opening = self._render(self._opening(), 0)
+        self._number += self._num_known  # a client that has come back knows these events
         self._num_known = 0
-        return b"".join(self._render([*self._opening(), Failed(response=response)], 0))
+        return b"".join([*opening, *self._render([Failed(response=response)], 0)])
 
     async def keep(self) -> None:
         if self._stored is not None:
