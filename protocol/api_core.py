@@ -347,7 +347,9 @@ def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestErr
 
 def _marker_ids(params: SamplingParams) -> list[int]:
     budget = params.thinking_budget
-    return [] if budget is None else budget.begin_token_ids + budget.end_token_ids
+    if budget is None:
+        return []
+    return budget.begin_token_ids + budget.end_token_ids + budget.call_token_ids
 
 
 def _validate_detection(detection: RepetitionDetection) -> RequestError | None:

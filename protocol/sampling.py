@@ -100,6 +100,8 @@ class ThinkingBudget(Record):
     begin_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_MARKER_TOKENS)]
     """Empty if the prompt ends within reasoning."""
     end_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_MARKER_TOKENS)]
+    call_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_MARKER_TOKENS)] = []
+    """Tokens that begin a tool call, and so end reasoning too."""
 
 
 class PoolingType(enum.StrEnum):

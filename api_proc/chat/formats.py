@@ -72,6 +72,13 @@ class Dialect:
         return self.reasoning if self.messages is None else ReasoningFormat(ANALYSIS, END)
 
     @property
+    def call_markers(self) -> tuple[str, ...]:
+        """The markers of calls that end reasoning without its own end marker."""
+        if self.tools is None or not self.tools.ends_reasoning:
+            return ()
+        return self.tools.markers + self.tools.opens
+
+    @property
     def markers(self) -> frozenset[str]:
         """The possible special tokens in all that a parser looks for; they must not be hidden."""
         found: tuple[str, ...] = ()

@@ -57,10 +57,7 @@ class OutputParser:
     @property
     def _call_markers(self) -> tuple[str, ...]:
         """Markers of calls that end reasoning."""
-        tools = self._dialect.tools
-        if tools is None or not tools.ends_reasoning or not self._has_tools:
-            return ()
-        return tools.markers + tools.opens
+        return self._dialect.call_markers if self._has_tools else ()
 
     def push(self, text: str, *, is_last: bool = False) -> list[Event]:
         """Add the next piece of text; return the events that are certain now."""

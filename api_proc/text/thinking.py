@@ -28,4 +28,6 @@ def thinking_budget(
         raise invalid(param, f"the end of the model's reasoning, {form.end!r}, is not one token")
     is_open = text.is_reasoning_open(prompt_token_ids)
     begin = [] if is_open else tokenizer.encode(form.begin, _MARKER)
-    return ThinkingBudget(max_tokens, begin, tokenizer.encode(form.end, _MARKER))
+    end = tokenizer.encode(form.end, _MARKER)
+    ids = map(tokenizer.added_token_id, text.dialect.call_markers)
+    return ThinkingBudget(max_tokens, begin, end, [i for i in ids if i is not None])

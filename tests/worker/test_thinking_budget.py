@@ -132,6 +132,14 @@ def test_outputs_are_the_same_with_drafts_and_after_preemptions(kind: str) -> No
     assert guessed.num_accepted_drafts > 0
 
 
+def test_a_call_ends_reasoning_without_its_marker() -> None:
+    """The end marker is not written into the arguments of a call."""
+    budget = ThinkingBudget(3, [], [8, 9], [7])
+    assert forced_token([1, 5, 5, 5], 1, budget) == 8
+    assert forced_token([1, 5, 7, 5], 1, budget) is None
+    assert forced_token([7, 5, 5, 5], 1, budget) == 8
+
+
 def test_a_grammar_comes_before_the_budget() -> None:
     """What it does not allow is not forced; what it allows is. Drafts change nothing."""
     ids = [3 + byte for byte in b"</t>"]

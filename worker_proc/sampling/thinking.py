@@ -24,6 +24,8 @@ def forced_token(
     starts = (place for place, token_id in enumerate(reasoning) if token_id == end[0])
     if any(reasoning[place : place + len(end)] == end for place in starts):
         return None
+    if not set(budget.call_token_ids).isdisjoint(reasoning):
+        return None
     # The model may have begun the marker itself.
     lengths = range(min(len(end) - 1, len(reasoning)), 0, -1)
     num_known = next((n for n in lengths if reasoning[-n:] == end[:n]), 0)
