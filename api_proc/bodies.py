@@ -69,14 +69,11 @@ class RequestOptions(TypedDict):
     tenant: str
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
-    """The fields that completions and chat share. None: the server's default."""
+class CommonBody(msgspec.Struct, kw_only=True):
+    """The fields that completions, chats and responses share. None: the server's default."""
 
     model: str | None = None
-    n: sampling.NumSequences | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: sampling.MaxTokens | None = None
     temperature: sampling.Temperature | None = None
     top_p: sampling.TopP | None = None
     top_k: sampling.TopK | None = None
@@ -92,15 +89,29 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: sampling.MinTokens | None = None
     skip_special_tokens: bool | None = None
+    priority: sampling.Priority | None = None
+    cache_salt: sampling.CacheSalt | None = None
+    user: Tenant | None = None
+    structured_outputs: structured.StructuredOutputs | None = None
+    allowed_token_ids: sampling.AllowedTokenIds | None = None
+    bad_words: sampling.BadWords | None = None
+    timeout: Timeout | None = None
+    """Seconds after which the request ends with an error."""
+    stream_interval: StreamInterval | None = None
+    """Tokens of a sequence in one event of a stream."""
+
+
+class SamplingBody(CommonBody, kw_only=True):
+    """The fields that completions and chats share."""
+
+    n: sampling.NumSequences | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: sampling.MaxTokens | None = None
     prompt_logprobs: sampling.NumLogprobs | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
     add_special_tokens: bool | None = None
-    priority: sampling.Priority | None = None
-    cache_salt: sampling.CacheSalt | None = None
-    user: Tenant | None = None
     response_format: structured.ResponseFormat | None = None
-    structured_outputs: structured.StructuredOutputs | None = None
     guided_json: structured.Schema | None = None
     guided_regex: str | None = None
     guided_choice: structured.Choices | None = None
@@ -108,8 +119,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     guided_whitespace_pattern: str | None = None
     json_schema: structured.Schema | None = None
     grammar: str | None = None
-    allowed_token_ids: sampling.AllowedTokenIds | None = None
-    bad_words: sampling.BadWords | None = None
     logprob_token_ids: sampling.LogprobTokenIds | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: ThinkingTokenBudget | None = None
@@ -118,10 +127,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     """Sequences of which the `n` with the highest mean log-probability are returned."""
     return_progress: bool | None = None
     """Events of a stream report how much of the prompt is computed."""
-    timeout: Timeout | None = None
-    """Seconds after which the request ends with an error."""
-    stream_interval: StreamInterval | None = None
-    """Tokens of a sequence in one event of a stream."""
     max_completion_tokens: sampling.MaxTokens | None = None
     logits_processors: Unsupported = UNSET
     prompt_embeds: Unsupported = UNSET

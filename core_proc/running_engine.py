@@ -57,7 +57,7 @@ class RunningEngine:
         self.facts = facts
         self.scheduler = Scheduler(SchedulerOptions.combine(config, facts, swap_cost_tokens))
         self.grammars = Grammars(self.scheduler)
-        self.progress = PromptProgress()
+        self.progress = PromptProgress(self.scheduler.requests)
         self.pausing = Pausing(self.scheduler, owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID)
 
@@ -108,8 +108,7 @@ class RunningEngine:
         except ValueError as problem:
             return Refused(add.request_id, RequestError(ErrorCode.INVALID, str(problem)))
         self._owners.enter(client, add.request_id, req_id)  # first: if the next fails, it is ended
-        if add.sampling_params.return_progress:
-            self.progress.added(request)
+        self.progress.added(request)
         self.quarantine.added(request)
         return None
 
@@ -167,8 +166,7 @@ class RunningEngine:
         if step is not None:
             self._num_steps += 1
             self.quarantine.dispatched(step)
-            if self.progress:
-                self.progress.dispatched(step)
+            self.progress.dispatched(step)
         self._refuse_failures()
         self._check_invariants()
         return step
@@ -190,9 +188,8 @@ class RunningEngine:
                 continue
             if new_rows:
                 rows.setdefault(owner_of(request).client, []).extend(new_rows)
-        if self.progress:
-            for request, row in self.progress.computed(output.step_id):
-                rows.setdefault(owner_of(request).client, []).append(row)
+        for request, row in self.progress.computed(output.step_id):
+            rows.setdefault(owner_of(request).client, []).append(row)
         for req_id, error in output.request_errors.items():
             if req_id != CANARY_ID:
                 self.scheduler.fail_request(req_id, error, ErrorCode.COMPUTATION_FAILED)

@@ -113,7 +113,8 @@ class AddRequest(Message):
     """Seconds since the Unix epoch, for the client's own journal; the core does not read it."""
     cache_salt: CacheSalt = ""
     resent: bool = False
-    """It was accepted before, so it is not refused for a full queue or draining."""
+    """It was accepted before, or is part of a request that was: it is not refused for a full queue
+    or draining."""
     tenant: Tenant = ""
     age_s: Annotated[float, Meta(ge=0.0, le=2.0**32)] = 0.0
     """Seconds from its acceptance to this message; they keep the order of arrival in a new core."""

@@ -174,9 +174,14 @@ NAMES = {
 }
 
 
+LONGEST = ("tests/system/", "tests/worker/", "tests/simulation/")
+"""They come first, so that no process is left with a long file at the end."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks before pytest selects by them."""
+    """Add the marks before pytest selects by them, and sort by directories."""
     for item in items:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: [not item.nodeid.startswith(path) for path in LONGEST])

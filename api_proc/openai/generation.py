@@ -242,7 +242,9 @@ class Generation:
         check_request(AddRequest(0, prompt_token_ids, params), client.facts)
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
-            return client.submit(token_ids, step_params, **self._body.request_options)
+            is_first = len(token_ids) == len(prompt_token_ids)
+            options = self._body.request_options
+            return client.submit(token_ids, step_params, **options, resent=not is_first)
 
         options = search_options(self._body, params.max_tokens, client.facts.eos_token_ids)
         for stream in BeamSearch(submit, prompt_token_ids, options).streams:

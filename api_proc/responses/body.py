@@ -13,9 +13,8 @@ from msgspec import UNSET, Meta
 
 from api_proc.bodies import (
     ChatBody,
+    CommonBody,
     CompletionBody,
-    StreamInterval,
-    Timeout,
     Unsupported,
     reject_unsupported,
 )
@@ -32,10 +31,9 @@ from api_proc.chat.tools import (
 )
 from api_proc.errors import ApiError, invalid, unsupported
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from api_proc.openai.structured import JsonSchema, ResponseFormat
 from api_proc.responses.items import InputItems, check_items, normalized
 from protocol import sampling
-from protocol.api_core import Tenant
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
@@ -97,15 +95,13 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses. None: the server's default."""
+class ResponsesBody(CommonBody, kw_only=True):
+    """Body of POST /v1/responses."""
 
     input: str | InputItems | None = None
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     background: bool | None = None
     metadata: Metadata | None = None
@@ -124,32 +120,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     context_management: Unsupported = UNSET
     moderation: Unsupported = UNSET
     # As in chats.
-    temperature: sampling.Temperature | None = None
-    top_p: sampling.TopP | None = None
-    top_k: sampling.TopK | None = None
-    min_p: sampling.MinP | None = None
-    seed: sampling.Seed | None = None
-    presence_penalty: sampling.Penalty | None = None
-    frequency_penalty: sampling.Penalty | None = None
-    repetition_penalty: sampling.RepetitionPenalty | None = None
-    logit_bias: sampling.LogitBias | None = None
-    stop: sampling.StopString | sampling.StopStrings | None = None
-    stop_token_ids: sampling.StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: sampling.MinTokens | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: sampling.AllowedTokenIds | None = None
-    bad_words: sampling.BadWords | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool | None = None
-    priority: sampling.Priority | None = None
-    cache_salt: sampling.CacheSalt | None = None
-    user: Tenant | None = None
-    timeout: Timeout | None = None
-    stream_interval: StreamInterval | None = None
 
     @property
     def is_stored(self) -> bool:

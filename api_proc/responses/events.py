@@ -4,8 +4,7 @@ from functools import cache
 
 import msgspec
 
-from api_proc.openai.objects import ChatTokenLogprob
-from api_proc.responses.objects import ContentPart, OutputItem, Response
+from api_proc.responses.objects import ContentPart, EncodedLogprob, OutputItem, Response
 
 
 class Event(msgspec.Struct, kw_only=True, tag_field="type"):
@@ -61,13 +60,13 @@ class PartDone(_OfItem, kw_only=True, tag="response.content_part.done"):
 class TextDelta(_OfItem, kw_only=True, tag="response.output_text.delta"):
     content_index: int = 0
     delta: str
-    logprobs: list[ChatTokenLogprob] = []
+    logprobs: list[EncodedLogprob] = []
 
 
 class TextDone(_OfItem, kw_only=True, tag="response.output_text.done"):
     content_index: int = 0
     text: str
-    logprobs: list[ChatTokenLogprob] = []
+    logprobs: list[EncodedLogprob] = []
 
 
 class ReasoningTextDelta(_OfItem, kw_only=True, tag="response.reasoning_text.delta"):

@@ -18,7 +18,7 @@ PEER_PATH = "/peer/responses/"
 _SMALL_BYTES = 64 * 1024
 _ID = re.compile(r"[\w-]+", re.ASCII)
 
-_decode_items = msgspec.json.Decoder(list[InputItem]).decode
+decode_items = msgspec.json.Decoder(list[InputItem]).decode
 
 
 class _Turn(msgspec.Struct):
@@ -35,7 +35,7 @@ async def find_response(state: ApiState, response_id: str) -> StoredResponse:
 
     The 404 names the possible reasons.
     """
-    stored = await state.stored_responses.get(response_id)
+    stored = state.stored_responses.get(response_id)
     if stored is None:
         stored = await _from_owner(state, response_id)
     if stored is None:
@@ -101,7 +101,7 @@ async def items_of(turns: list[StoredResponse]) -> list[InputItem]:
     """Return the items that these turns consist of: each input, then the output."""
     items: list[InputItem] = []
     for turn in turns:
-        items += _decode_items(turn.items) + _decode_turn(turn.response).output
+        items += decode_items(turn.items) + _decode_turn(turn.response).output
         await asyncio.sleep(0)  # let other requests run between the turns
     return items
 

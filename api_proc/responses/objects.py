@@ -1,19 +1,23 @@
 """The response object and its output items, in OpenAI's shape."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from api_proc.openai.objects import ChatTokenLogprob
-
 RESPONSE_PREFIX = "resp_"
 """Of ids of responses."""
+
+EncodedLogprob = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(extra_json_schema={"$ref": "#/components/schemas/ChatTokenLogprob"}),
+]
+"""JSON of one token's logprobs. Five objects at the end of a stream contain all of them."""
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[ChatTokenLogprob] = []
+    logprobs: list[EncodedLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):

@@ -14,7 +14,7 @@ from api_proc.chat.events import (
     merged,
 )
 from api_proc.chat.events import Event as ChatEvent
-from api_proc.openai.objects import ChatTokenLogprob, encode
+from api_proc.openai.objects import encode
 from api_proc.responses.events import (
     CallArgumentsDelta,
     CallArgumentsDone,
@@ -30,6 +30,7 @@ from api_proc.responses.events import (
     type_of,
 )
 from api_proc.responses.objects import (
+    EncodedLogprob,
     FunctionCall,
     OutputItem,
     OutputMessage,
@@ -51,7 +52,7 @@ class _OpenItem:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+    logprobs: list[EncodedLogprob] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -91,13 +92,13 @@ class ResponseOutput:
         self._name = name
         self._items: list[OutputItem] = []
         self._open: _OpenItem | None = None
-        self._logprobs: list[ChatTokenLogprob] = []
+        self._logprobs: list[EncodedLogprob] = []
         """Of tokens whose text is held back."""
 
     def push(
         self,
         chat_events: list[ChatEvent],
-        logprobs: list[ChatTokenLogprob],
+        logprobs: list[EncodedLogprob],
         *,
         is_cut: bool = False,
     ) -> list[Event]:

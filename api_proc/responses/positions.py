@@ -1,9 +1,9 @@
 """The ids of a response's events: where a stream continues, for a client that reconnects.
 
-`REQUEST.7-2-31` is the second event of the step that follows the seventh token, and its
-`sequence_number` is 31. The last event of a step has the number of its tokens, and 0 in the second
-place. The number of events cannot be derived from the tokens: it depends on the steps in which they
-have arrived.
+After the event `REQUEST.7-12-31`, whose `sequence_number` is 31, seven tokens have been sent, and
+events of the next step with 12 characters in all. An event without a delta counts as one character.
+The last event of a step has the number of its tokens, and 0 in the second place. The number of
+events cannot be derived from the tokens: it depends on the steps in which they have arrived.
 """
 
 import re
@@ -18,8 +18,8 @@ class EventPosition(NamedTuple):
     """The last event that a client has received."""
 
     num_tokens: int
-    num_events: int
-    """Events of the step after these tokens."""
+    offset: int
+    """What it has of the events after these tokens."""
     sequence_number: int
 
     def id_line(self, request_id: str) -> bytes:

@@ -11,20 +11,24 @@ from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
 from api_proc.openai.generation import Generation
 from api_proc.openai.logprobs import chat_logprobs
-from api_proc.openai.objects import ChatTokenLogprob, encode
+from api_proc.openai.objects import encode
 from api_proc.responses.body import ResponsesBody, ResponsesChat, renamed
 from api_proc.responses.events import (
+    CallArgumentsDelta,
     Completed,
     Created,
     Event,
     Failed,
     Incomplete,
     InProgress,
+    ReasoningTextDelta,
+    TextDelta,
     type_of,
 )
 from api_proc.responses.items import with_ids
 from api_proc.responses.objects import (
     RESPONSE_PREFIX,
+    EncodedLogprob,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -40,6 +44,8 @@ from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence
 from protocol.api_core import ErrorCode
 from protocol.sampling import FinishReason
+
+_DELTAS = (TextDelta, ReasoningTextDelta, CallArgumentsDelta)
 
 
 class ResponseReply:
@@ -62,10 +68,11 @@ class ResponseReply:
             position = parse_position(connection.last_event_id, connection.request_id) or START
         self._has_begun = position.num_tokens > 0
         self._num_tokens = position.num_tokens
-        self._num_events = 0
-        # The step after these tokens is rendered again, without the events that the client has.
-        self._num_known = position.num_events
-        self._number = position.sequence_number + 1 - position.num_events
+        self._offset = 0
+        """Of the last event in its step."""
+        self._num_known = position.offset
+        """Characters of the next events that the client has."""
+        self._number = position.sequence_number + 1
         generation.response = self
 
     # The interface of an answer -----------------------------------------------------------------
@@ -98,7 +105,6 @@ class ResponseReply:
             details = ResponseError(error.code, error.message, error.param)
             response = self._close("failed", details)
         opening = self._render(self._opening(), 0)
-        self._number += self._num_known  # a client that has come back knows these events
         self._num_known = 0
         return b"".join([*opening, *self._render([Failed(response=response)], 0)])
 
@@ -142,7 +148,7 @@ class ResponseReply:
         if parts is None:
             return None
         self._num_tokens += len(delta.token_ids)
-        self._num_events = 0
+        self._offset = 0
         start, middle, end = parts
         number, text = self._number, encode(event.text)
         self._number += 1
@@ -161,30 +167,40 @@ class ResponseReply:
             events += self._output.finish(is_cut=is_cut)
         return events
 
-    def _logprobs(self, delta: Delta) -> list[ChatTokenLogprob]:
+    def _logprobs(self, delta: Delta) -> list[EncodedLogprob]:
         num_top = self._body.num_logprobs
         if num_top is None or delta.logprobs is None:
             return []
-        return chat_logprobs(self._tokenizer, delta.logprobs, num_top).content
+        entries = chat_logprobs(self._tokenizer, delta.logprobs, num_top).content
+        return [msgspec.Raw(encode(entry)) for entry in entries]
 
     def _render(self, events: list[Event], num_tokens: int) -> list[bytes]:
         """Return the frames of a step's events; the last one contains its tokens."""
         frames = []
         for left, event in zip(reversed(range(len(events))), events, strict=True):
-            self._num_events += 1
+            if not self._is_new(event):
+                continue
             event.sequence_number = self._number
             self._number += 1
-            if self._num_known:
-                self._num_known -= 1
-                continue
-            position = EventPosition(self._num_tokens, self._num_events, event.sequence_number)
+            position = EventPosition(self._num_tokens, self._offset, event.sequence_number)
             if num_tokens and not left:
                 position = EventPosition(self._num_tokens + num_tokens, 0, event.sequence_number)
             frames.append(self._frame(event, position))
         if num_tokens:
             self._num_tokens += num_tokens
-            self._num_events = 0
+            self._offset = 0
         return frames
+
+    def _is_new(self, event: Event) -> bool:
+        """Count an event, and remove the text that the client has; False: it has all of it."""
+        delta = event if isinstance(event, _DELTAS) else None
+        size = 1 if delta is None else len(delta.delta)
+        self._offset += size
+        num_known = min(size, self._num_known)
+        self._num_known -= num_known
+        if delta is not None:
+            delta.delta = delta.delta[num_known:]
+        return num_known < size
 
     def _frame(self, event: Event, position: EventPosition) -> bytes:
         name, id_line = type_of(type(event)), self._id_line(position)

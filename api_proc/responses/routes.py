@@ -11,7 +11,13 @@ from api_proc.http.connection import Connection
 from api_proc.openai.objects import encode
 from api_proc.peers.forwarding import forward_to_owner
 from api_proc.peers.sums import PeerRoute
-from api_proc.responses.history import PEER_PATH, find_response, for_later, response_not_found
+from api_proc.responses.history import (
+    PEER_PATH,
+    decode_items,
+    find_response,
+    for_later,
+    response_not_found,
+)
 from api_proc.responses.items import InputItem
 from api_proc.responses.objects import RESPONSE_PREFIX, Deleted
 from api_proc.responses.store import pack
@@ -21,7 +27,6 @@ MAX_LISTED = 100
 _LISTED = 20
 """Items in a list by default."""
 
-_decode_items = msgspec.json.Decoder(list[InputItem]).decode
 _decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -92,7 +97,7 @@ async def list_input_items(state: ApiState, connection: Connection) -> None:
     if order not in ("asc", "desc"):
         raise invalid("order", "must be asc or desc")
     stored = await find_response(state, _id(connection))
-    items = _decode_items(stored.items)
+    items = decode_items(stored.items)
     if order == "desc":
         items.reverse()
     if "after" in query:

@@ -52,7 +52,7 @@ class ResponseStore:
         """Whether the responses of a predecessor are known."""
         return self.journaling is None or self.journaling.is_recovered
 
-    async def get(self, response_id: str) -> StoredResponse | None:
+    def get(self, response_id: str) -> StoredResponse | None:
         stored = self._values.get(response_id)
         if stored is not None:
             self._values.move_to_end(response_id)

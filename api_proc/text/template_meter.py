@@ -62,6 +62,10 @@ _FILTERS = (
     | _ITERATING_FILTERS
     | _words("capitalize dictsort e escape items lower replace string title tojson trim upper")
 )
+_SEARCHING_TESTS = _words("in")
+"""Their time depends on the size of an argument."""
+_TEST_PLACES = {"select": 0, "reject": 0, "selectattr": 1, "rejectattr": 1}
+"""Filters that apply a test, and the place of its name among their arguments."""
 _MAPPED_FILTERS = _words("first int items last length list lower string title trim upper")
 _METHODS = _words(
     "capitalize count endswith find get index isalpha isdigit items join keys lower lstrip "
@@ -131,30 +135,48 @@ def meter(tree: nodes.Template) -> bool:
     if not all(_is_simple(node, functions) for node in found):
         return False
     for node in found:
-        if isinstance(node, nodes.For):
+        if isinstance(node, nodes.Stmt):
+            _meter_statement(node)
+        else:
+            _meter_expression(node)
+    return True
+
+
+def _meter_statement(node: nodes.Node) -> None:
+    match node:
+        case nodes.For():
             node.iter = _checked(node.iter)
             if node.test is not None:
                 node.test = nodes.And(_steps(node.test), node.test)
             node.body.insert(0, nodes.ExprStmt(_steps(*node.body)))
-        elif isinstance(node, nodes.Macro):
+        case nodes.Macro():
             node.defaults = [_checked(item) for item in node.defaults]
             node.body.insert(0, nodes.ExprStmt(_steps(*node.body)))
-        elif isinstance(node, nodes.Assign):
+        case nodes.Assign():
             node.node = _checked(node.node)
             if isinstance(node.target, nodes.NSRef):
                 node.node = _filter(node.node, "_unnested")
-        elif isinstance(node, nodes.AssignBlock):
+        case nodes.AssignBlock():
             node.filter = _filter(node.filter, "_bounded")
-        elif isinstance(node, nodes.Call):
+
+
+def _meter_expression(node: nodes.Node) -> None:
+    match node:
+        case nodes.Call():
             node.args = [_checked(item) for item in node.args]
             for keyword in node.kwargs:
                 keyword.value = _filter(_checked(keyword.value), "_unnested")
             if isinstance(node.node, nodes.Getattr):
                 node.node.node = _filter(node.node.node, "_receiver")
-        elif isinstance(node, nodes.Filter) and node.name not in _QUICK_FILTERS:
+        case nodes.Filter() if node.name not in _QUICK_FILTERS:
             charge = "_iterated" if node.name in _ITERATING_FILTERS else "_operand"
             node.node = _filter(node.node, charge)
-    return True
+        case nodes.Add():
+            node.left, node.right = _filter(node.left, "_operand"), _filter(node.right, "_operand")
+        case nodes.Concat():
+            node.nodes = [_filter(item, "_operand") for item in node.nodes]
+        case nodes.Operand() if node.op in ("in", "notin"):
+            node.expr = _filter(node.expr, "_receiver")
 
 
 def _is_simple(node: nodes.Node, functions: Iterable[str]) -> bool:
@@ -169,6 +191,8 @@ def _is_simple(node: nodes.Node, functions: Iterable[str]) -> bool:
             return node.ctx == "load" or node.name not in functions
         case nodes.Filter():
             return node.name in _FILTERS and _is_simple_filter(node)
+        case nodes.Test():
+            return node.name not in _SEARCHING_TESTS
         case nodes.Call():
             return _is_simple_call(node, functions)
     return True
@@ -180,6 +204,12 @@ def _is_simple_filter(node: nodes.Filter) -> bool:
     if node.name == "map" and node.args:
         name = node.args[0]
         return isinstance(name, nodes.Const) and name.value in _MAPPED_FILTERS
+    if node.name in _TEST_PLACES:
+        place = _TEST_PLACES[node.name]
+        return all(
+            isinstance(test, nodes.Const) and test.value not in _SEARCHING_TESTS
+            for test in node.args[place : place + 1]
+        )
     if node.name in ("join", "replace", "tojson", "map"):
         return _are_short([*node.args, *(keyword.value for keyword in node.kwargs)])
     return True
@@ -252,7 +282,7 @@ def _charge_operand(_: Context, value: Any) -> Any:
 
 @pass_context
 def _charge_receiver(_: Context, value: Any) -> Any:
-    """Methods of lists and dicts do not look into the items."""
+    """Methods of lists and dicts do not look into the items; nor does a search for a value."""
     if isinstance(value, str | list) and len(value) >= _SHORT_CHARS:
         _meter.charge(len(value) // _CHARS_PER_STEP)
     return value

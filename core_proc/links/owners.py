@@ -22,6 +22,8 @@ class Owner:
     request_id: int
     sent_cached: bool = False
     next_prompt_position: int = 0
+    num_reported_tokens: int = 0
+    """Of the prompt, as computed; for requests that ask for it."""
 
 
 def owner_of(request: Request) -> Owner:

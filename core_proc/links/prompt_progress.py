@@ -1,6 +1,7 @@
 """How much of their prompts is computed, for requests that ask for it."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from core_proc.links.owners import owner_of
@@ -15,31 +16,35 @@ class _Progress(NamedTuple):
 
 
 class PromptProgress:
-    """Follows requests from their arrival to the step that ends their prompts."""
+    """Reports each part of a prompt but the last, which the first token follows.
 
-    def __init__(self) -> None:
-        self._num_reported: dict[Request, int] = {}
+    A step costs no more than the requests that it computes: those that wait are not visited.
+    """
+
+    def __init__(self, requests: Mapping[int, Request]) -> None:
+        """`requests` are all open requests, by their ids."""
+        self._requests = requests
+        self._is_used = False
+        """Whether any request has asked so far."""
         self._in_flight: deque[tuple[int, list[_Progress]]] = deque()
         """By step: what its output shows to be computed."""
 
-    def __bool__(self) -> bool:
-        return bool(self._num_reported or self._in_flight)
-
     def added(self, request: Request) -> None:
-        if not request.num_output_tokens:
-            self._num_reported[request] = 0
+        self._is_used = self._is_used or request.sampling_params.return_progress
 
     def dispatched(self, step: SchedulerOutput) -> None:
         """Note the parts of prompts that a step computes."""
-        if not step.num_scheduled_tokens:
-            return  # one token for each request
+        if not self._is_used:
+            return
         parts = []
-        for request, num_reported in list(self._num_reported.items()):
-            num_computed = request.num_computed_tokens
-            if request.is_finished or num_computed >= request.num_prompt_tokens:
-                del self._num_reported[request]  # the first token follows
-            elif num_computed > num_reported:
-                self._num_reported[request] = num_computed
+        for req_id in step.num_scheduled_tokens:
+            request = self._requests[req_id]
+            if not request.sampling_params.return_progress or request.num_output_tokens:
+                continue
+            owner, num_computed = owner_of(request), request.num_computed_tokens
+            # After a preemption a part is computed again.
+            if owner.num_reported_tokens < num_computed < request.num_prompt_tokens:
+                owner.num_reported_tokens = num_computed
                 parts.append(_Progress(request, num_computed))
         if parts:
             self._in_flight.append((step.step_id, parts))

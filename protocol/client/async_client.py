@@ -226,7 +226,7 @@ class AsyncEngineClient:
             raise failure_of(RequestError(ErrorCode.OVERLOADED, "the engine is starting"))
         if self._stalled_s > self._stall_timeout_s:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
-        if self.status.state is EngineState.DRAINING:
+        if self.status.state is EngineState.DRAINING and not options.get("resent"):
             raise failure_of(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
         request_id, now = self._open.ledger.next_request_id(), self._clock.time()
         add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)

@@ -56,6 +56,9 @@ class RequestOptions(TypedDict, total=False):
     """Requests share cached prefixes only with requests of the same salt."""
     tenant: str
     """The account of the request: the fair policy shares the engine among tenants."""
+    resent: bool
+    """It is part of a request that was accepted, so it is not refused for a full queue or draining.
+    """
 
 
 def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:

@@ -14,7 +14,7 @@ from protocol.config import RecoveryConfig
 from protocol.lifecycle import Drain, ProcessState, Role, Stop
 from scripts.supervisor.actions import Action, Note, Swap
 from scripts.supervisor.failover import STANDBY_OF
-from scripts.supervisor.process_state import Group, Groups
+from scripts.supervisor.process_state import Group, Groups, Process
 
 RESTARTABLE = (Role.WORKER, Role.CORE, Role.API)
 LEAVE_GRACE_S = 5.0
@@ -105,8 +105,9 @@ class PlannedRestarts:
     def _drop_replaced(self) -> None:
         """Remove the first API process from the queue if its successor serves."""
         group = self._apis[0] if self._is_begun else None
-        is_coming = group is not None and group.spare is not None and group.spare.is_coming
-        if group is not None and group.serves and not is_coming:
+        if group is None or not group.serves:
+            return
+        if group.spare is None or not _is_successor(group.spare, group):
             self._apis.popleft()
             self._is_begun = False
 
@@ -149,9 +150,10 @@ class PlannedRestarts:
     def on_spare_death(self, group: Group) -> list[Action]:
         """Remove a predecessor that has ended, or a successor that has died."""
         spare = group.remove_spare()
-        if spare.is_doomed or spare.epoch < group.processes[0].epoch:
+        was_replaced = spare.is_doomed and not spare.is_overdue
+        if was_replaced or not _is_successor(spare, group):
             return []
-        self._give_up_apis()  # successors of the others would die in the same way
+        self._give_up_apis()  # successors of the others would fail in the same way
         return [Note(logging.ERROR, f"the {group.name} stays: its successor has died")]
 
     def _give_up_apis(self) -> None:
@@ -160,3 +162,8 @@ class PlannedRestarts:
 
     def _drain_deadline(self, now: float) -> float:
         return now + self._recovery.shutdown_timeout_s + LEAVE_GRACE_S
+
+
+def _is_successor(spare: Process, group: Group) -> bool:
+    """Whether the spare process is to replace the present one, and is not its predecessor."""
+    return spare.epoch > group.processes[0].epoch

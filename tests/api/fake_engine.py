@@ -142,6 +142,7 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        resent: bool = False,
     ) -> RequestStream:
         stream = RequestStream(len(self.requests) + 1, self.cancel)
         self.submit_to(
@@ -151,6 +152,7 @@ class FakeClient:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            resent=resent,
         )
         return stream
 
@@ -163,6 +165,7 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        resent: bool = False,
     ) -> AddRequest:
         add = AddRequest(
             len(self.requests) + 1,
@@ -171,12 +174,13 @@ class FakeClient:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            resent=resent,
         )
         assert self.facts is not None
         error = validate_request(add, self.facts)
         if error is not None:
             raise RequestFailed(error)
-        if self.refusal is not None:
+        if self.refusal is not None and not resent:
             raise self.refusal
         self._begin(add, receiver)
         return add

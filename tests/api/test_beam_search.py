@@ -18,7 +18,7 @@ from api_proc.text.beam_search import (
     beam_search,
 )
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
-from protocol.client.errors import InvalidRequest, RequestFailed
+from protocol.client.errors import InvalidRequest, Overloaded, RequestFailed
 from protocol.core_worker import TokenLogprobs
 from protocol.sampling import FinishReason, SamplingParams
 from tests.api.conftest import MakeServer
@@ -268,6 +268,20 @@ def test_completions_and_chats_return_all_beams(live: LiveServer) -> None:
     chat = httpx.post(live.url + "/v1/chat/completions", json=body | {"messages": messages}).json()
     assert len(chat["choices"]) == 3
     assert live.client.num_open_requests == 0
+
+
+def test_a_search_that_has_begun_is_not_refused(live: LiveServer) -> None:
+    """The queue is full after its first step, for all other requests."""
+
+    def fill(add: AddRequest) -> Iterator[RequestOutput]:
+        live.client.refusal = Overloaded(RequestError(ErrorCode.OVERLOADED, "the queue is full"))
+        yield from counting(add)
+
+    live.client.script = fill
+    body = {"prompt": "a", "use_beam_search": True, "n": 2, "max_tokens": 4}
+    assert httpx.post(live.url + COMPLETIONS, json=body).status_code == 200
+    assert [add.resent for add in live.client.requests[:3]] == [False, True, True]
+    assert httpx.post(live.url + COMPLETIONS, json=body).status_code == 429
 
 
 def test_a_client_that_leaves_and_a_deadline_end_the_search(live: LiveServer) -> None:

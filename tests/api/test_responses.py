@@ -14,11 +14,9 @@ import pydantic
 import pytest
 
 from api_proc.bodies import ChatBody, ChatMessage, CompletionBody
-from api_proc.errors import ApiError
 from api_proc.responses.body import ResponseDecoder, ResponsesBody
 from api_proc.responses.items import InputItem, messages_of
 from api_proc.responses.reply import ResponseReply
-from api_proc.resumption.event_ids import StreamPosition
 from api_proc.text.output_sequence import Delta
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed
@@ -659,31 +657,6 @@ def test_a_timeout_ends_the_response(make_server: MakeServer, stream_it: bool) -
 
 def message(**part: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": [part]}]}
-
-
-@pytest.mark.parametrize("position", [(0, 1, 0), (0, 2, 1), (0, 4, 3), (7, 0, 9), (7, 2, 11)])
-def test_a_failure_of_a_resumed_stream_continues_its_numbers(
-    live: LiveServer, position: tuple[int, int, int]
-) -> None:
-    """The client has the events up to this position, and none of them is sent again."""
-    counts = {"num_prompt_tokens": 1, "num_output_tokens": 0, "num_cached_tokens": 0}
-    sequence = SimpleNamespace(**counts, finish_reason=None, reasoning=None)
-    generation: Any = SimpleNamespace(
-        **{"secret": None, "created": 1, "request_id": "r", "is_resumable": True},
-        position=StreamPosition([position[0]]),
-        sequences=[sequence],
-    )
-    connection: Any = SimpleNamespace(
-        last_event_id=f"r.{position[0]}-{position[1]}-{position[2]}", request_id="r"
-    )
-    reply = ResponseReply(live.state, connection, ResponseDecoder()(b'{"input": "x"}'), generation)
-    frames = reply.failure(ApiError(500, "broken", code="internal")).decode()
-    events = [json.loads(line[6:]) for line in frames.splitlines() if line.startswith("data: ")]
-    first = position[2] + 1
-    types = ["response.in_progress"] * (first == 1) + ["response.failed"]
-    assert [event["type"] for event in events] == types
-    numbers = [event["sequence_number"] for event in events]
-    assert numbers == list(range(first, first + len(types)))
 
 
 def test_many_instructions_take_a_time_in_proportion_to_their_length() -> None:

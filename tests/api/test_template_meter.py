@@ -14,7 +14,7 @@ from protocol.config import ConfigError
 from tests.api.conftest import CHAT_TEMPLATE
 from tests.timing import within
 
-USER = {"role": "user", "content": "x" * 2000}
+USER = {"role": "user", "content": "x" * 15_000}
 SIMPLE = {
     "chat": CHAT_TEMPLATE,
     "last query": (
@@ -119,6 +119,16 @@ ENDLESS = {
     "a wide indent": "{{ messages | tojson(indent=1000000000) }}",
     "a product": f"{{{{ {CHARS}.replace('', {CHARS}) }}}}{{{{ {CHARS} | replace('', {CHARS}) }}}}",
     "lipsum": "{{ lipsum(n=10**6) }}",
+    "a sum without a name": f"{{% for a in {CHARS} %}}"
+    f"{{% if ({' + '.join([CHARS] * 80)}) | length == 1 %}}{{% endif %}}{{% endfor %}}",
+    "a concatenation without a name": f"{{% for a in {CHARS} %}}"
+    f"{{% if ({' ~ '.join([CHARS] * 200)}) | length == 1 %}}{{% endif %}}{{% endfor %}}",
+    "searches": f"{{% set s = {CHARS} | list %}}{{% for a in {CHARS} %}}{{% for b in {CHARS} %}}"
+    f"{{% if {' or '.join(['a ~ b in s'] * 30)} %}}{{% endif %}}{{% endfor %}}{{% endfor %}}",
+    "searches by a test": f"{{% set s = {CHARS} | list %}}{{% for a in {CHARS} %}}"
+    f"{{% if {' or '.join(['(a ~ a) is in s'] * 30)} %}}{{% endif %}}{{% endfor %}}",
+    "searches by a filter": f"{{% set s = {CHARS} | list %}}"
+    + "{{ s | reject('in', s) | list }}{{ s | select('in', s[1:]) | list }}" * 9,
 }
 
 

@@ -68,4 +68,4 @@ def test_a_lost_worker_and_an_abort_leave_nothing_behind() -> None:
     bench.run()
     assert progress(bench.rows[3]) == [32, 64, 96]
     assert bench.core.running is not None
-    assert not bench.core.running.progress
+    assert not bench.core.running.progress._in_flight

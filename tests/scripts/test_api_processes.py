@@ -2,7 +2,7 @@
 
 from protocol.lifecycle import Drain, Drained, ProcessState, Ready, Role, Stop
 from scripts.supervisor.actions import Kill, Origin, Send, api_slot
-from tests.scripts.drill import CORE, WORKER, Drill, ask, refusal_of, starts
+from tests.scripts.drill import CORE, RECOVERY, WORKER, Drill, ask, refusal_of, starts
 
 FIRST, SECOND = api_slot(0, 2), api_slot(1, 2)
 NEXT_FIRST, NEXT_SECOND = api_slot(0, 2, is_spare=True), api_slot(1, 2, is_spare=True)
@@ -73,6 +73,27 @@ def test_a_successor_that_dies_ends_the_series() -> None:
     assert drill.take(drill.policy.tick(drill.now)) == []
     assert drill.policy.is_ready
     assert starts(ask(drill, Role.API, 1)) == [(NEXT_SECOND, Origin.STARTED)]
+
+
+def test_a_successor_that_does_not_get_ready_ends_the_series() -> None:
+    """It is killed at its deadline; the others would not get ready either."""
+    drill = two()
+    ask(drill, Role.API)
+    assert drill.wait(RECOVERY.startup_timeout_s) == [Kill(NEXT_FIRST)]
+    assert starts(drill.take(drill.policy.tick(drill.now))) == []
+    drill.die(NEXT_FIRST)
+    assert starts(drill.take(drill.policy.tick(drill.now))) == []
+    assert drill.policy.is_ready
+
+
+def test_one_whose_predecessor_dies_does_not_end_the_series() -> None:
+    """Its successor is killed, as another one replaces both."""
+    drill = two()
+    ask(drill, Role.API)
+    drill.die(FIRST)
+    drill.die(NEXT_FIRST)
+    drill.receive(FIRST, Ready())
+    assert starts(drill.take(drill.policy.tick(drill.now))) == [(NEXT_SECOND, Origin.STARTED)]
 
 
 def test_one_that_dies_in_the_series_does_not_stop_it() -> None:
