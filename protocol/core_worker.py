@@ -65,6 +65,8 @@ class ModelFacts(Record):
     exact_resume_reason: Text = ""
     embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
     """Numbers in the vector of a prompt; 0: the worker returns none."""
+    decoder: Text = ""
+    """What computes the layers, "native" or "modules": results of the two differ in their bits."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue; only `exact_resume` may differ."""

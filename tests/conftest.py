@@ -130,8 +130,9 @@ VARIANTS = {
     },
     "worker/test_bitwise.py": {
         "test_logits_are_the_same_bits_in_every_schedule": (
-            "llama_wide_vocab_tied-float32 llama_mlp_bias-float32 llama_mlp_bias-bfloat16 "
-            "gpt2_gelu_tanh-float32 gpt2-float32 gemma3-float32"
+            "llama_wide_vocab_tied-auto-float32 llama_mlp_bias-auto-float32 "
+            "llama_mlp_bias-auto-bfloat16 gpt2_gelu_tanh-auto-float32 gpt2-auto-float32 "
+            "gemma3-auto-float32 llama-off-bfloat16"
         ),
     },
     "worker/test_hybrid_kv.py": {
@@ -152,7 +153,7 @@ VARIANTS = {
         "test_outputs_equal_generate_in_every_mode": (
             "sdpa-llama_tied sdpa-qwen2 sdpa-qwen3 sdpa-gemma2 sdpa-phi3 "
             "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe sdpa-deepseek_v3 sdpa-mistral_window "
-            "sdpa-granite4_dense"
+            "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4"
         ),
     },
     "worker/test_speculation.py": {

@@ -32,7 +32,8 @@ SUBPACKAGES = {
     ],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
-        *("native", "kv", "attention", "grammar", "sampling", "loading", "calibration", "startup"),
+        *("native", "kv", "attention", "grammar", "sampling", "loading", "calibration"),
+        *("decoder", "startup"),
     ],
     "scripts": ["supervisor", "bench", "batch"],
 }

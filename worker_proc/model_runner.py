@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.config import EngineConfig
+from protocol.config import EngineConfig, NativeDecoder
 from protocol.core_worker import (
     ModelFacts,
     ModelRunnerOutput,
@@ -22,8 +22,13 @@ from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.calibration.exactness import Exactness, check_exactness
 from worker_proc.calibration.memory import available_cache_bytes
-from worker_proc.calibration.self_check import check_forward, num_blocks_needed
+from worker_proc.calibration.self_check import (
+    check_forward,
+    compute_stepwise,
+    num_blocks_needed,
+)
 from worker_proc.calibration.swap_cost import measure_swap_cost
+from worker_proc.decoder.install import decoding, find_rotations, install, uninstall
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
@@ -37,9 +42,10 @@ from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import can_pack, pack_linears
+from worker_proc.loading.prepared import PreparedModel
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
-from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.native.kernels import NativeLibrary, Rotation, load_library
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.drafter import NgramIndex
 from worker_proc.sampling.pooling import captured_hidden_states, pool
@@ -218,20 +224,14 @@ class ModelRunner:
         return found
 
 
-class PreparedModel(NamedTuple):
-    """A model with fused and packed modules, and the native kernels, if any."""
-
-    loaded: LoadedModel
-    kernels: NativeLibrary | None
-    grammars: GrammarCompiler | None = None
-
-
 class Calibration(NamedTuple):
     """What computing a few texts has shown. It holds for as many threads as it was taken with."""
 
     exactness: Exactness
     swap_cost_tokens: float
     embedding_size: int = 0
+    rotations: list[Rotation] = []
+    """For each layer, as the native decoder computes it; empty: the modules compute them."""
 
 
 def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
@@ -286,12 +286,19 @@ def calibrate(
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))
+    uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, backend, layout)
-    exactness = check_exactness(loaded, backend, layout, stepwise)
-    can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
-    cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    return Calibration(exactness, cost, hidden.size)
+    rotations: list[Rotation] = []
+    if config.worker.native_decoder is NativeDecoder.AUTO:
+        rotations = find_rotations(prepared, backend, layout, stepwise)
+    with decoding(prepared, rotations):
+        if rotations:
+            stepwise = compute_stepwise(loaded, backend, layout)
+        exactness = check_exactness(loaded, backend, layout, stepwise)
+        can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
+        cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
+    return Calibration(exactness, cost, hidden.size, rotations)
 
 
 def build_runner(
@@ -335,8 +342,10 @@ def build_runner(
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
         embedding_size=calibration.embedding_size,
+        decoder="native" if calibration.rotations else "modules",
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
+    install(prepared, calibration.rotations)
     progress("allocate_cache", 1, 1)
     return ModelRunner(
         loaded,

@@ -53,6 +53,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     journal: str
     exact_resume: bool | None
     exact_resume_reason: str | None
+    decoder: str | None
+    """What computes the layers: native or modules."""
     api_servers: int
     """API processes that were to run."""
     api_servers_ready: int
@@ -131,6 +133,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         journal=journal,
         exact_resume=None if facts is None else facts.exact_resume,
         exact_resume_reason=None if facts is None else facts.exact_resume_reason,
+        decoder=(facts and facts.decoder) or None,
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
     )

@@ -41,6 +41,11 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+class NativeDecoder(enum.StrEnum):
+    AUTO = "auto"
+    OFF = "off"
+
+
 class AccessLog(enum.StrEnum):
     OFF = "off"
     SAMPLED = "sampled"
@@ -180,6 +185,9 @@ class WorkerConfig(Section):
 
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads. Default: the cores that affinity and cgroup allow."""
+    native_decoder: NativeDecoder = NativeDecoder.AUTO
+    """Compute the decoder's layers by one native call where it is proven to give the results of
+    the model's own modules; off: by these modules."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
     """Time a step of the null worker takes."""
 

@@ -69,6 +69,7 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "journal": "off",
         "exact_resume": None,
         "exact_resume_reason": None,
+        "decoder": None,
         "api_servers": 1,
         "api_servers_ready": 0,
     }

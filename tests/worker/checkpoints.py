@@ -11,11 +11,14 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Glm4Config,
     GPT2Config,
+    GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -23,6 +26,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -121,6 +125,19 @@ ARCHITECTURES = (
             logits_scaling=3.0,
         ),
     ),
+    Architecture(
+        "granite",
+        lambda: GraniteConfig(
+            **_without("head_dim"),
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.1,
+            logits_scaling=3.0,
+        ),
+    ),
+    Architecture("olmo2", lambda: Olmo2Config(**_without("head_dim"))),
+    Architecture("smollm3", lambda: SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0])),
+    Architecture("glm4", lambda: Glm4Config(**_SHAPE)),
     Architecture("phi3", lambda: Phi3Config(**_without("head_dim"))),
     Architecture(
         "gpt2",

@@ -22,6 +22,7 @@ FACTS = ModelFacts(
     dtype="bfloat16",
     device="cpu",
     exact_resume=True,
+    decoder="native",
 )
 COST = (
     "attention is slower, and an interrupted request may continue with other tokens"
@@ -34,7 +35,7 @@ def test_capacity_is_that_of_requests_of_full_length() -> None:
     lines = list(announcement(FACTS, "native kernel"))
     assert lines == [
         "context 2,049 tokens; KV cache 10,245 tokens (5.0 requests of full length)",
-        "attention: native kernel, bfloat16 on the CPU",
+        "layers: native decoder; attention: native kernel, bfloat16 on the CPU",
     ]
 
 
@@ -60,7 +61,7 @@ def test_a_missing_kernel_is_named_with_its_cost(
     monkeypatch.setattr(module, "compiler", lambda: found)
     inexact = msgspec.structs.replace(FACTS, exact_resume=False, exact_resume_reason="x")
     lines = list(announcement(inexact, PORTABLE_ATTENTION))
-    assert lines[1] == "attention: PyTorch (portable), bfloat16 on the CPU"
+    assert lines[1].endswith("; attention: PyTorch (portable), bfloat16 on the CPU")
     assert lines[2:] == [sentence]
 
 

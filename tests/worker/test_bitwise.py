@@ -19,6 +19,7 @@ from protocol.config import (
     Dtype,
     EngineConfig,
     ModelConfig,
+    NativeDecoder,
     SchedulerConfig,
     WorkerConfig,
 )
@@ -185,13 +186,18 @@ class Schedule:
         return NewRequestData(req_id, packed, len(token_ids), params, mine, start, start)
 
 
-def load(directory: Path, dtype: str, num_threads: int = 2) -> ModelRunner:
+def load(
+    directory: Path,
+    dtype: str,
+    num_threads: int = 2,
+    native_decoder: NativeDecoder = NativeDecoder.AUTO,
+) -> ModelRunner:
     """Load a checkpoint with a pool in which every schedule fits."""
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_batched_tokens=1024),
-        worker=WorkerConfig(num_threads=num_threads),
+        worker=WorkerConfig(num_threads=num_threads, native_decoder=native_decoder),
     )
     return load_model_runner(config, lambda phase, done, total: None)
 
@@ -212,13 +218,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "decoder"),
+    [*((name, NativeDecoder.AUTO) for name in CONFIGS), ("llama", NativeDecoder.OFF)],
+)
 def test_logits_are_the_same_bits_in_every_schedule(
-    name: str, dtype: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    decoder: NativeDecoder,
+    dtype: str,
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also on another number of threads."""
     build()
-    runners = [load(checkpoints[name], dtype, num_threads) for num_threads in NUM_THREADS]
+    runners = [load(checkpoints[name], dtype, num_threads, decoder) for num_threads in NUM_THREADS]
     assert all(runner.facts.exact_resume for runner in runners)
     assert not any(runner.facts.exact_resume_reason for runner in runners)
     compare(runners, monkeypatch)

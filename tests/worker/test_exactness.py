@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_bitwise import CONFIGS, load
@@ -52,11 +53,17 @@ def test_plain_products_are_declared(llama: Path, tmp_path: Path) -> None:
 def test_module_whose_bits_depend_on_the_place_is_found_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's gelu computes the end of a tensor in a different way than its beginning."""
+    """Its MLP gives other results among many rows than among few."""
     config = CONFIGS["gemma3"]
     assert isinstance(config, Gemma3TextConfig)
     build_checkpoint(tmp_path, config)
     assert load(tmp_path, "float32").facts.exact_resume
+    plain = Gemma3MLP.forward
+
+    def forward(self: Gemma3MLP, hidden: torch.Tensor) -> torch.Tensor:
+        return plain(self, hidden) * (1 + hidden.shape[1] // 17)
+
+    monkeypatch.setattr(Gemma3MLP, "forward", forward)
     monkeypatch.setattr(fused, "_activation_of", lambda *args: None)
     assert "layers.0.mlp (Gemma3MLP) gives rows other bits" in reason_of(load(tmp_path, "float32"))
 

@@ -9,8 +9,8 @@ from transformers.pytorch_utils import Conv1D
 
 from worker_proc.loading.packed_linear import (
     WIDE_OUT_FEATURES,
-    PackedLinear,
     can_pack,
+    make_linear,
     pack_linears,
 )
 from worker_proc.native.kernels import load_library
@@ -30,7 +30,7 @@ LIBRARY = load_library()
 def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     linear = nn.Linear(*shape, bias=bias).to(dtype)
-    packed = PackedLinear(linear.weight, linear.bias, LIBRARY)
+    packed = make_linear(linear.weight, linear.bias, LIBRARY)
     for leading in ((0,), (1,), (2,), (1, 33), (3, 11), (65,)):
         hidden = torch.randn(*leading, shape[0]).to(dtype)
         want, got = linear(hidden), packed(hidden)
@@ -44,7 +44,7 @@ def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
     rng = random.Random(2)
-    packed = PackedLinear(torch.randn(shape[1], shape[0], dtype=dtype), None, LIBRARY)
+    packed = make_linear(torch.randn(shape[1], shape[0], dtype=dtype), None, LIBRARY)
     rows = torch.randn(MAX_ROWS, shape[0], dtype=dtype)
     alone = packed(rows[:1])[0]
     for num_rows in (2, 3, 4, 8, 15, 16, 17, 32, 33, 34, 64, 65, 97, MAX_ROWS):
@@ -62,7 +62,7 @@ def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[
     torch.manual_seed(3)
     num_inputs, num_outputs = shape
     half = torch.randn(num_outputs, num_inputs // 2)
-    packed = PackedLinear(torch.cat([half, half], 1).to(dtype), None, LIBRARY)
+    packed = make_linear(torch.cat([half, half], 1).to(dtype), None, LIBRARY)
     left = torch.randn(600, num_inputs // 2).to(dtype).float()
     right = left * (2**-6 * torch.randn(left.shape) - 1)
     rows = torch.cat([left, right], 1).to(dtype)

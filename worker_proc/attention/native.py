@@ -50,7 +50,8 @@ class NativeBackend:
         self._is_bf16 = dtype == torch.bfloat16
         self._windows = windows
         self._layers: dict[PagedLayer, LayerArgs] = {}
-        self._steps: list[StepArgs] = []
+        self.steps: list[StepArgs] = []
+        """The present step, for each KV group."""
         self._arrays: list[torch.Tensor] = []
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
@@ -72,12 +73,12 @@ class NativeBackend:
         starts = self._pointer([part.start for part in parts])
         segments = self._pointer([segment for segment, _ in items])
         tokens = self._pointer([token for _, token in items])
-        self._steps = []
+        self.steps = []
         for group, slots in enumerate(inputs.slot_mappings):
             offsets, tables = map(self._pointer, self._tables(parts, group))
             self._arrays.append(slots)
             columns = (slots.data_ptr(), rows, counts, starts, offsets, tables, segments, tokens)
-            self._steps.append(StepArgs(len(slots), len(items), ITEM_TOKENS, *columns))
+            self.steps.append(StepArgs(len(slots), len(items), ITEM_TOKENS, *columns))
 
     def _pointer(self, column: list[int]) -> int:
         """Return the address of the values as int32, valid until the next step begins."""
@@ -100,13 +101,17 @@ class NativeBackend:
         return offsets, tables
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
-        if layer not in self._layers:
-            self._layers[layer] = self._describe(layer)
-        spec, step = layer.spec, self._steps[layer.group]
+        spec, step = layer.spec, self.steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
         numbers = (scoring.scale, scoring.softcap or 0.0)
-        self._library.attend(self._layers[layer], step, Rows(*map(_dense, rows)), numbers, out)
+        self._library.attend(self.layer_args(layer), step, Rows(*map(_dense, rows)), numbers, out)
         return out
+
+    def layer_args(self, layer: PagedLayer) -> LayerArgs:
+        """Return a layer as the kernel takes it, at an address that stays."""
+        if layer not in self._layers:
+            self._layers[layer] = self._describe(layer)
+        return self._layers[layer]
 
     def _describe(self, layer: PagedLayer) -> LayerArgs:
         spec, kv = layer.spec, layer.kv

@@ -39,23 +39,32 @@ def check_forward(
     """Check in the first blocks; returns logits, `[1 + NUM_DECODED, vocab_size]` for each text."""
     texts = check_texts(loaded.vocab_size)
     try:
-        paged = _paged_logits(loaded, backend, layout, texts)
+        paged = compute_stepwise(loaded, backend, layout)
         expected = [_expected_logits(loaded, text) for text in texts]
     except (TypeError, AttributeError, RuntimeError) as error:
         kind = loaded.model.config.model_type
         raise UnsupportedModel(f"{kind}: its forward fails over packed rows: {error}") from error
-    errors = [
-        float((got - want).norm() / want.norm().clamp_min(1e-6))
-        for got_rows, want_rows in zip(paged, expected, strict=True)
-        for got, want in zip(got_rows.float(), want_rows.float(), strict=True)
-    ]
-    limit = MAX_ERROR.get(loaded.dtype, MAX_ERROR_OF_HALF)
-    if not statistics.median(errors) <= limit:
+    difference = median_error(paged, expected)
+    if not difference <= max_error(loaded.dtype):
         raise UnsupportedModel(
             f"{loaded.model.config.model_type}: its logits over packed rows differ from its logits"
-            f" over a row of its own (relative error {statistics.median(errors):.3g})"
+            f" over a row of its own (relative error {difference:.3g})"
         )
     return paged
+
+
+def max_error(dtype: torch.dtype) -> float:
+    """Return how much logits may differ that are computed in two ways."""
+    return MAX_ERROR.get(dtype, MAX_ERROR_OF_HALF)
+
+
+def median_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the relative error of the rows of logits."""
+    return statistics.median(
+        float((got - want).norm() / want.norm().clamp_min(1e-6))
+        for got_rows, want_rows in zip(found, expected, strict=True)
+        for got, want in zip(got_rows.float(), want_rows.float(), strict=True)
+    )
 
 
 def compute_whole(
@@ -80,11 +89,11 @@ def check_texts(vocab_size: int) -> list[list[int]]:
     return texts
 
 
-def _paged_logits(
-    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
+def compute_stepwise(
+    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
 ) -> list[torch.Tensor]:
-    """The last rows of each text: `[1 + NUM_DECODED, vocab_size]`, of its prompt's and after."""
-    requests = trial_requests(layout, texts)
+    """Return the last rows of each text, computed in steps: the rows of `check_forward`."""
+    requests = trial_requests(layout, check_texts(loaded.vocab_size))
     steps = []
     for back in range(NUM_DECODED, -1, -1):
         parts = []

@@ -14,8 +14,14 @@ from itertools import chain
 import torch
 from torch import nn
 
-from worker_proc.loading.packed_linear import PackedLinear
-from worker_proc.native.kernels import NATIVE_DTYPES, Activation, NativeLibrary
+from worker_proc.loading.packed_linear import make_linear
+from worker_proc.native.kernels import (
+    NATIVE_DTYPES,
+    Activation,
+    Epilogue,
+    NativeLibrary,
+    projection,
+)
 
 NUM_TRIAL_ROWS = 5
 NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
@@ -25,7 +31,8 @@ TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)  # of the random rows
 TRIAL_RANGE = 9.0
 """Where activations bend; past it they should be 0 or their argument, which is tried too."""
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
-_MLP_CHILDREN = {"gate_proj", "up_proj", "down_proj"}
+_MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+_ACTIVATIONS = {"act_fn", "activation_fn"}
 
 
 class FusedRMSNorm(nn.Module):
@@ -36,12 +43,12 @@ class FusedRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = weight.detach().float().contiguous()
+        self.epsilon = epsilon
+        self.round_first = round_first
         self._library = library
-        self._epsilon = epsilon
-        self._round_first = round_first
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._library.rms_norm(hidden, self.weight, self._epsilon, self._round_first)
+        return self._library.rms_norm(hidden, self.weight, self.epsilon, self.round_first)
 
 
 class FusedActivation(nn.Module):
@@ -63,21 +70,25 @@ class FusedMLP(nn.Module):
         self,
         library: NativeLibrary,
         activation: Activation,
-        gate: nn.Linear,
-        up: nn.Linear,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
         down: nn.Linear,
     ) -> None:
+        """`weight`, `[2 * size, in_features]`: first the gates, then the factors."""
         super().__init__()
-        bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-        self.gate_up_proj = PackedLinear(torch.cat([gate.weight, up.weight]), bias, library)
-        self.down_proj = PackedLinear(down.weight, down.bias, library)
+        self.gate_up = library.pack(weight.detach(), bias, gates=True)
+        self.down_proj = make_linear(down.weight, down.bias, library)
+        self.activation = activation
+        self.size = len(weight) // 2
         self._library = library
-        self._activation = activation
+        self._instruction = projection(
+            self.gate_up, epilogue=Epilogue.ACTIVATE, activation=activation
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up_proj(hidden)
-        product = self._library.activate(gate_up, self._activation, multiplies=True)
-        out: torch.Tensor = self.down_proj(product)
+        width = self.gate_up.num_outputs // 2
+        product = self._library.project(self._instruction, hidden, width)[:, : self.size]
+        out: torch.Tensor = self.down_proj(product.view(*hidden.shape[:-1], self.size))
         return out
 
 
@@ -102,7 +113,7 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
     if dtype not in NATIVE_DTYPES:
         return None
     names = {name for name, _ in module.named_children()}
-    if _MLP_CHILDREN <= names <= _MLP_CHILDREN | {"act_fn"}:
+    if names - _ACTIVATIONS in _MLP_CHILDREN:
         return _fused_mlp(module, library)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
         activation = _activation_of(module, library)
@@ -118,22 +129,35 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
         module,
         len(weight),
         lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
+        lambda: FusedRMSNorm(library, weight, epsilon, round_first=False),
         lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
     )
 
 
 def _fused_mlp(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
-    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if not (
-        isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
-    ):
+    parts = dict(module.named_children())
+    activation = _activation_of(parts.get("act_fn", parts.get("activation_fn")), library)
+    gates, down = _gates_of(parts), parts["down_proj"]
+    if activation is None or gates is None or not isinstance(down, nn.Linear):
         return None
-    activation = _activation_of(getattr(module, "act_fn", None), library)
-    if activation is None:
-        return None
+    weight, bias = gates
     return _agreeing(
-        module, gate.in_features, lambda: FusedMLP(library, activation, gate, up, down)
+        module, weight.shape[1], lambda: FusedMLP(library, activation, weight, bias, down)
     )
+
+
+def _gates_of(parts: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return weight and bias of the gates and, below them, of the factors."""
+    whole = parts.get("gate_up_proj")
+    if isinstance(whole, nn.Linear):
+        return whole.weight, whole.bias
+    gate, up = parts.get("gate_proj"), parts.get("up_proj")
+    if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
+        return None
+    if gate.weight.shape != up.weight.shape or (gate.bias is None) != (up.bias is None):
+        return None
+    bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+    return torch.cat([gate.weight, up.weight]), bias
 
 
 def _activation_of(function: object, library: NativeLibrary) -> Activation | None:
@@ -159,7 +183,7 @@ def _activation_of(function: object, library: NativeLibrary) -> Activation | Non
 def _agreeing(
     module: nn.Module, size: int, *candidates: Callable[[], nn.Module]
 ) -> nn.Module | None:
-    """Return the first candidate that computes what `module` does, on rows of every scale."""
+    """Return the candidate that is closest to what `module` does, if it agrees at every scale."""
     dtype = next(module.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     # Off zero, so that a norm that subtracts the mean does not pass.
@@ -169,11 +193,13 @@ def _agreeing(
         expected = [module(trial).float() for trial in trials]
     except (TypeError, RuntimeError):
         return None  # a module of another interface
+    best, least = None, MAX_ERROR[dtype]
     for make in candidates:
         candidate = make()
-        if all(
-            (candidate(trial).float() - want).abs().max() <= MAX_ERROR[dtype] * want.abs().max()
+        error = max(
+            float((candidate(trial).float() - want).abs().max() / want.abs().max())
             for trial, want in zip(trials, expected, strict=True)
-        ):
-            return candidate
-    return None
+        )
+        if error <= least:
+            best, least = candidate, error
+    return best

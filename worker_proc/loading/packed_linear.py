@@ -1,55 +1,72 @@
 """Linear layers over packed weights: the fast path of the CPU.
 
-A row has the same bits beside any other rows. In bfloat16 on a CPU with AMX the own kernel of
-linear.cpp computes them, because oneDNN sums in another order there for many rows. Elsewhere oneDNN
-computes them, two to four times as fast as `torch.nn.functional.linear` for few rows, with two
-exceptions that are worked around: a single row runs as two, and very wide outputs in bfloat16 run
-in slices of rows.
+A row has the same bits beside any other rows. The own kernel of products.h computes them where it
+is compiled. Elsewhere oneDNN does, with two exceptions that are worked around: a single row runs
+as two, and very wide outputs in bfloat16 run in slices of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NativeLibrary, PackedWeight, projection
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
 SLICE_ROWS = 32
 PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
+MERGED = (("q_proj", "k_proj", "v_proj"),)
+"""Children of one module that take the same rows: their weights lie side by side."""
+_PANEL_OUTPUTS = 32
 
 
 class PackedLinear(nn.Module):
     """Replaces `nn.Linear` (or GPT-2's transposed `Conv1D`) for inference on the CPU."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, library: NativeLibrary | None
-    ) -> None:
-        """Pack `weight`, `[out_features, in_features]`."""
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = out_features, in_features
         # Models read the dtype of their weights, and do not compute with them.
-        self.weight = weight.new_empty(weight.shape, device="meta")
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device="meta")
+        self.bias: torch.Tensor | None = None
+
+
+class NativeLinear(PackedLinear):
+    """A linear layer that the own kernel computes."""
+
+    def __init__(
+        self, library: NativeLibrary, packed: PackedWeight, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape[0], shape[1], dtype)
+        self.packed = packed
+        self._library = library
+        self._instruction = projection(packed)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
+        width = self.packed.num_pairs * _PANEL_OUTPUTS
+        out = self._library.project(self._instruction, hidden, width)
+        return out[:, : self.out_features].view(*hidden.shape[:-1], self.out_features)
+
+
+class OneDnnLinear(PackedLinear):
+    """A linear layer that oneDNN computes."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], weight.dtype)
         self.bias = None if bias is None else bias.detach()
-        self._library = _library_for(weight.dtype, library)
-        if self._library is not None:
-            self._packed = self._library.pack_weight(weight.detach())
-            self.bias = None if self.bias is None else self.bias.float()
-        else:
-            weight = weight.detach().contiguous()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
+        weight = weight.detach().contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_ROWS)
         is_wide = self.out_features >= WIDE_OUT_FEATURES
         self._slice_rows = SLICE_ROWS if is_wide and weight.dtype == torch.bfloat16 else 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
         rows = hidden.reshape(-1, self.in_features)
-        if self._library is not None:
-            out = self._library.linear(rows, self._packed, self.bias, self.out_features)
-        elif len(rows) == 1:
+        if len(rows) == 1:
             out = self._linear(rows.expand(2, -1).contiguous())[:1]
         elif self._slice_rows and len(rows) > self._slice_rows:
             out = self._sliced(rows)
@@ -75,10 +92,14 @@ class PackedLinear(nn.Module):
         return out
 
 
-def _library_for(dtype: torch.dtype, library: NativeLibrary | None) -> NativeLibrary | None:
-    """Return the library if its kernel computes layers of this dtype on this CPU."""
-    can_use = library is not None and library.has_tiles and dtype == torch.bfloat16
-    return library if can_use else None
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, library: NativeLibrary | None
+) -> PackedLinear:
+    """Pack `weight`, `[out_features, in_features]`."""
+    if library is None:
+        return OneDnnLinear(weight, bias)
+    packed = library.pack(weight.detach(), bias)
+    return NativeLinear(library, packed, weight.shape, weight.dtype)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -103,10 +124,41 @@ def pack_linears(
     ]
     packed: dict[nn.Module, PackedLinear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
+        if child not in packed and library is not None:
+            packed |= _merged(parent, library)
         if child not in packed:
             weight = child.weight.t() if type(child) is Conv1D else child.weight
-            packed[child] = PackedLinear(weight, child.bias, library)
+            packed[child] = make_linear(weight, child.bias, library)
             del child.weight  # freed now, unless the embedding shares it
         setattr(parent, name, packed[child])
         on_packed(done, len(found))
     return len(packed)
+
+
+def _merged(parent: nn.Module, library: NativeLibrary) -> dict[nn.Module, PackedLinear]:
+    """Pack children that take the same rows into one weight, of which each is a part."""
+    for names in MERGED:
+        children = [getattr(parent, name, None) for name in names]
+        if not all(type(child) is nn.Linear for child in children):
+            continue
+        linears = cast(Sequence[nn.Linear], children)
+        sizes = [linear.out_features for linear in linears]
+        if len({linear.in_features for linear in linears}) > 1 or any(
+            size % _PANEL_OUTPUTS for size in sizes
+        ):
+            continue
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        if len(biases) not in (0, len(linears)):
+            continue
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        whole = library.pack(weight, torch.cat(biases) if biases else None)
+        parts: dict[nn.Module, PackedLinear] = {}
+        first = 0
+        for linear, size in zip(linears, sizes, strict=True):
+            part = whole.outputs(first, size)
+            shape, dtype = linear.weight.shape, linear.weight.dtype
+            parts[linear] = NativeLinear(library, part, shape, dtype)
+            first += size
+            del linear.weight
+        return parts
+    return {}

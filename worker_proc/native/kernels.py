@@ -9,9 +9,10 @@ import enum
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from worker_proc.native.build import library_path
 
@@ -19,13 +20,16 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = logging.getLogger(__name__)
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_TILE_ROWS, _TILE_INPUTS = 16, 32
+_PANEL_OUTPUTS = 32
+_GATES = 16  # of a pair of panels
+_UNIT_BYTES, _UNIT_STEP = 4, 16
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 5),
-    "troika_pack_weight": (_POINTER, _INT, _INT, _POINTER),
-    "troika_linear": (_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT),
+    "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
+    "troika_project": (*[_POINTER] * 3, _INT, _INT),
+    "troika_execute": (_POINTER, _POINTER),
 }
 
 
@@ -34,6 +38,32 @@ class Activation(enum.IntEnum):
 
     SILU = 0
     GELU_TANH = 1
+
+
+class Kind(enum.IntEnum):
+    """Kinds of instructions of decoder.cpp."""
+
+    NORMALIZE = 0
+    PROJECT = 1
+    ROTATE = 2
+    ATTEND = 3
+    ADD = 4
+
+
+class Rotation(enum.IntEnum):
+    """Which dimensions of a query or key are rotated together."""
+
+    HALVES = 0
+    PAIRS = 1
+    NONE = 2
+
+
+class Epilogue(enum.IntEnum):
+    """What a projection does with its products."""
+
+    STORE = 0
+    ADD_TO = 1
+    ACTIVATE = 2
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -63,6 +93,64 @@ class RowsArgs(ctypes.Structure):
     """`Rows` of attention.cpp."""
 
     _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
+
+
+class BufferArgs(ctypes.Structure):
+    """`Buffer` of decoder.cpp."""
+
+    _fields_ = (("data", _POINTER), ("stride", _LONG))
+
+
+class Instruction(ctypes.Structure):
+    """`Instruction` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields("kind source target size column epilogue activation rounds_first", _INT),
+        *_fields(
+            "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group",
+            _INT,
+        ),
+        *_fields("factor epsilon scale softcap", _FLOAT),
+        *_fields("num_units num_pairs", _LONG),
+        *_fields("weight bias query_norm key_norm layer", _POINTER),
+    )
+
+
+class ProgramArgs(ctypes.Structure):
+    """`Program` of decoder.cpp."""
+
+    _fields_ = (("instructions", _POINTER), *_fields("num_instructions is_bf16", _INT))
+
+
+class RunArgs(ctypes.Structure):
+    """`Run` of decoder.cpp."""
+
+    _fields_ = (
+        *_fields("buffers steps cosines sines", _POINTER),
+        *_fields("num_rows", _INT),
+    )
+
+
+class PackedWeight(NamedTuple):
+    """A weight in the layout of products.h, with its bias."""
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None  # float32, in the order of the panels
+    num_units: int
+    num_pairs: int
+
+    @property
+    def num_outputs(self) -> int:
+        """The outputs, those that only fill the last panels included."""
+        return self.num_pairs * _PANEL_OUTPUTS
+
+    def outputs(self, first: int, count: int) -> "PackedWeight":
+        """Return a part of the outputs, which shares the memory; both are multiples of 32."""
+        panel_units = _PANEL_OUTPUTS * self.num_units
+        first_pair, num_pairs = first // _PANEL_OUTPUTS, -(-count // _PANEL_OUTPUTS)
+        panels = self.panels[first_pair * panel_units : (first_pair + num_pairs) * panel_units]
+        bias = None if self.bias is None else self.bias[first : first + num_pairs * _PANEL_OUTPUTS]
+        return PackedWeight(panels, bias, self.num_units, num_pairs)
 
 
 class NativeLibrary:
@@ -135,32 +223,52 @@ class NativeLibrary:
         )
         return out
 
-    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return `[num_outputs, num_inputs]` in bfloat16 in the layout of `linear`."""
+    def pack(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False
+    ) -> PackedWeight:
+        """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates."""
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
-        padded = _round_up(num_outputs, _TILE_ROWS) * _round_up(num_inputs, _TILE_INPUTS)
-        packed = torch.empty(padded, dtype=torch.bfloat16)
-        self._library.troika_pack_weight(weight.data_ptr(), *weight.shape, packed.data_ptr())
-        return packed
+        num_units = _round_up(num_inputs * weight.itemsize, _UNIT_BYTES * _UNIT_STEP) // _UNIT_BYTES
+        columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, _PANEL_OUTPUTS)
+        num_pairs = -(-columns // step)
+        panels = torch.zeros(num_pairs * _PANEL_OUTPUTS * num_units, dtype=torch.int32)
+        is_bf16 = weight.dtype == torch.bfloat16
+        self._library.troika_pack(
+            weight.data_ptr(), is_bf16, num_outputs, num_inputs, gates, panels.data_ptr()
+        )
+        if bias is not None:
+            halves = bias.float().view(2 if gates else 1, columns)
+            halves = pad(halves.detach(), (0, num_pairs * step - columns))
+            bias = halves.view(len(halves), num_pairs, step).transpose(0, 1).reshape(-1)
+        return PackedWeight(panels, bias, num_units, num_pairs)
 
-    def linear(
-        self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, size: int
-    ) -> torch.Tensor:
-        """Return `[rows, size]` for `[rows, num_inputs]` in bfloat16; `bias` is float32."""
-        rows = _dense_rows(hidden)
-        out = torch.empty(len(rows), size, dtype=torch.bfloat16)
-        bias_at = None if bias is None else bias.data_ptr()
-        self._library.troika_linear(
-            rows.data_ptr(),
-            rows.stride(0),
-            packed.data_ptr(),
-            bias_at,
-            out.data_ptr(),
-            *rows.shape,
-            size,
+    def project(self, instruction: Instruction, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""
+        is_bf16 = hidden.dtype == torch.bfloat16
+        rows = _padded_rows(_dense_rows(hidden), instruction.num_units, hidden.itemsize)
+        out = torch.empty(len(rows), width, dtype=hidden.dtype)
+        buffers = (BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in (rows, out))
+        self._library.troika_project(
+            ctypes.byref(instruction), *map(ctypes.byref, buffers), len(rows), is_bf16
         )
         return out
+
+    def execute(self, program: ProgramArgs, run: RunArgs) -> None:
+        """Execute a program over one step."""
+        self._library.troika_execute(ctypes.byref(program), ctypes.byref(run))
+
+
+def projection(weight: PackedWeight, **fields: Any) -> Instruction:
+    """Return the instruction for a product with a packed weight, from buffer 0 to buffer 1."""
+    return Instruction(
+        kind=Kind.PROJECT,
+        weight=weight.panels.data_ptr(),
+        bias=None if weight.bias is None else weight.bias.data_ptr(),
+        num_units=weight.num_units,
+        num_pairs=weight.num_pairs,
+        **{"target": 1, "factor": 1.0, **fields},
+    )
 
 
 def load_library() -> NativeLibrary | None:
@@ -182,6 +290,12 @@ def _round_up(size: int, part: int) -> int:
 def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:
     rows = hidden.reshape(-1, hidden.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _padded_rows(rows: torch.Tensor, num_units: int, itemsize: int) -> torch.Tensor:
+    """Return rows with zeros up to the last unit of the weights."""
+    missing = num_units * _UNIT_BYTES // itemsize - rows.shape[1]
+    return pad(rows, (0, missing)) if missing else rows
 
 
 def _rows_args(tensor: torch.Tensor) -> RowsArgs:

@@ -6,6 +6,8 @@ from protocol.core_worker import ModelFacts
 from worker_proc.native.build import compiler
 from worker_proc.runner import PORTABLE_ATTENTION
 
+DECODERS = {"native": "native decoder", "modules": "modules of transformers"}
+
 
 def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
     """Yield context length, KV capacity, the attention path, and what an optional part costs."""
@@ -19,7 +21,7 @@ def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
         yield "null model: it computes nothing, and its text is made of numbers"
         return
     where = " on the ".join(filter(None, (facts.dtype, facts.device.upper())))
-    yield f"attention: {attention}, {where}"
+    yield f"layers: {DECODERS[facts.decoder]}; attention: {attention}, {where}"
     if facts.device == "cpu" and attention == PORTABLE_ATTENTION:
         yield _why_portable()
     elif not facts.exact_resume:

@@ -14,10 +14,10 @@ from worker_proc.calibration.self_check import num_blocks_needed
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.host_limits import available_cpus
+from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import (
     Calibration,
     ModelRunner,
-    PreparedModel,
     build_runner,
     calibrate,
     make_backend,

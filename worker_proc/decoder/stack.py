@@ -1,0 +1,308 @@
+"""All decoder layers of a model, computed by one native call.
+
+The layers' modules stay in transformers' model. While a stack is installed they pass the hidden
+states on unchanged and note their angles; the last one computes all of them. Everything else stays
+transformers' code over packed modules: the embedding, the angles, the last norm and the output
+layer.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.native import NativeBackend
+from worker_proc.decoder.layers import DecoderLayer
+from worker_proc.loading.fused import FusedRMSNorm
+from worker_proc.native.kernels import (
+    BufferArgs,
+    Epilogue,
+    Instruction,
+    Kind,
+    NativeLibrary,
+    PackedWeight,
+    ProgramArgs,
+    Rotation,
+    RunArgs,
+    projection,
+)
+
+HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED = range(6)
+_ROW_BYTES = 64
+_PANEL_OUTPUTS = 32
+_ALIAS_BYTES = 2048
+"""Rows that are a multiple of it apart share few sets of the first cache."""
+
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a step's positions: `[1, T, num_rotated]` each."""
+
+
+class DecoderStack:
+    """Computes layers whose attention modules are attached to a pool and a `NativeBackend`."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        layers: Sequence[DecoderLayer],
+        rotations: Sequence[Rotation],
+        dtype: torch.dtype,
+    ) -> None:
+        """Take layers of one hidden size, and how each rotates by position."""
+        self._library = library
+        self._layers = layers
+        self.rotations = rotations
+        self._dtype = dtype
+        hidden_size = layers[0].out.out_features
+        widths = {
+            HIDDEN: hidden_size,
+            NORMED: hidden_size,
+            QKV: max(sum(part.num_outputs for part in layer.qkv) for layer in layers),
+            ATTENDED: max(layer.out.in_features for layer in layers),
+            INNER: max(layer.mlp.size for layer in layers),
+            PROJECTED: hidden_size,
+        }
+        self._hidden_size = hidden_size
+        self._strides = [_stride(widths[i], dtype.itemsize) for i in range(len(widths))]
+        self._max_rows = 0
+        self._hidden = torch.empty(0, hidden_size, dtype=dtype)
+        """The first buffer, which keeps the memory of all."""
+        self._buffers = (BufferArgs * len(widths))()
+        self._program: Program | None = None
+
+    def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
+        """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
+        rows = hidden_states[0]
+        program = self._program_for(angles)
+        hidden = self._reserve(len(rows))
+        hidden.copy_(rows)
+        kinds = [angles[layer] for layer in program.first_layers]
+        cosines = [cosine[0].contiguous() for cosine, _ in kinds]
+        sines = [sine[0].contiguous() for _, sine in kinds]
+        arrays = (
+            _pointers([tensor.data_ptr() for tensor in cosines]),
+            _pointers([tensor.data_ptr() for tensor in sines]),
+            _pointers(
+                [ctypes.addressof(step) for step in _backend_of(self._layers[0].paged).steps]
+            ),
+        )
+        run = RunArgs(
+            ctypes.addressof(self._buffers),
+            ctypes.addressof(arrays[2]),
+            ctypes.addressof(arrays[0]),
+            ctypes.addressof(arrays[1]),
+            len(rows),
+        )
+        self._library.execute(program.args, run)
+        return hidden.clone().unsqueeze(0)
+
+    def _reserve(self, num_rows: int) -> torch.Tensor:
+        """Make room for this many rows; returns those of the hidden states.
+
+        Rows are zero past their values, and stay so: the buffers move only when they grow.
+        """
+        if num_rows > self._max_rows:
+            self._max_rows = num_rows + num_rows // 4
+            memory = torch.zeros(
+                self._max_rows * sum(self._strides) + _ROW_BYTES, dtype=torch.uint8
+            )
+            start = -memory.data_ptr() % _ROW_BYTES
+            size = self._max_rows * self._strides[HIDDEN]
+            hidden = memory[start : start + size].view(self._dtype).view(self._max_rows, -1)
+            self._hidden = hidden[:, : self._hidden_size]
+            for index, stride in enumerate(self._strides):
+                self._buffers[index] = BufferArgs(memory.data_ptr() + start, stride)
+                start += self._max_rows * stride
+        return self._hidden[:num_rows]
+
+    def _program_for(self, angles: Sequence[Angles]) -> "Program":
+        """Return the program for the present pool and for which layers share angles."""
+        paged = [layer.paged for layer in self._layers]
+        first_of: dict[int, int] = {}
+        kinds = [first_of.setdefault(id(cosine), len(first_of)) for cosine, _ in angles]
+        key = (*map(id, paged), *kinds)
+        if self._program is None or self._program.key != key:
+            backend = _backend_of(paged[0])
+            instructions = [
+                instruction
+                for layer, rotation, kind, (cosine, _) in zip(
+                    self._layers, self.rotations, kinds, angles, strict=True
+                )
+                for instruction in _layer(layer, backend, rotation, kind, cosine)
+            ]
+            first_layers = [kinds.index(kind) for kind in range(len(first_of))]
+            self._program = Program(
+                key, paged, first_layers, instructions, self._dtype == torch.bfloat16
+            )
+        return self._program
+
+
+def _backend_of(layer: PagedLayer) -> NativeBackend:
+    assert isinstance(layer.backend, NativeBackend)
+    return layer.backend
+
+
+class Program:
+    """The instructions for one pool, with all that they point to."""
+
+    def __init__(
+        self,
+        key: tuple[int, ...],
+        paged: list[PagedLayer],
+        first_layers: list[int],
+        instructions: list[Instruction],
+        is_bf16: bool,
+    ) -> None:
+        self.key = key
+        self.first_layers = first_layers
+        """For each kind of angles, the first layer that has it."""
+        self._paged = paged  # alive, so that the key stays unique
+        self._array = (Instruction * len(instructions))(*instructions)
+        self.args = ProgramArgs(ctypes.addressof(self._array), len(instructions), is_bf16)
+
+
+def _layer(
+    layer: DecoderLayer,
+    backend: NativeBackend,
+    rotation: Rotation,
+    angles: int,
+    cosines: torch.Tensor,
+) -> list[Instruction]:
+    """Return the instructions of one layer; `angles` is the number of its kind of angles."""
+    norms, paged, factor = layer.norms, layer.paged, layer.residual_factor
+    spec, scoring = paged.spec, layer.scoring
+    program: list[Instruction] = []
+    source = HIDDEN
+    if norms.before_attention is not None:
+        program.append(_norm(norms.before_attention, HIDDEN, NORMED))
+        source = NORMED
+    columns = (
+        0,
+        spec.num_heads * spec.head_dim,
+        (spec.num_heads + spec.num_kv_heads) * spec.head_dim,
+    )
+    for weight, column in zip(layer.qkv, columns, strict=False):
+        # Each writes whole panels: what it writes past its outputs is overwritten by the next.
+        program.append(projection(weight, source=source, target=QKV, column=column))
+    query_norm, key_norm = layer.query_norm, layer.key_norm
+    are_of_heads = query_norm is not None and len(query_norm.weight) == spec.head_dim
+    if query_norm is not None and key_norm is not None and not are_of_heads:
+        program.append(_norm(query_norm, QKV, QKV))
+        program.append(_norm(key_norm, QKV, QKV, column=columns[1]))
+    rotate = Instruction(
+        kind=Kind.ROTATE,
+        source=QKV,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_rotated=cosines.shape[-1],
+        angles=angles,
+        has_wide_angles=cosines.dtype == torch.float32,
+        rotation=rotation,
+    )
+    if query_norm is not None and key_norm is not None and are_of_heads:
+        rotate.query_norm = query_norm.weight.data_ptr()
+        rotate.key_norm = key_norm.weight.data_ptr()
+        rotate.epsilon = query_norm.epsilon
+        rotate.rounds_first = query_norm.round_first
+    program.append(rotate)
+    described = backend.layer_args(paged)
+    program.append(
+        Instruction(
+            kind=Kind.ATTEND,
+            source=QKV,
+            target=ATTENDED,
+            group=paged.group,
+            scale=scoring.scale,
+            softcap=scoring.softcap or 0.0,
+            layer=ctypes.addressof(described),
+        )
+    )
+    program += _residual(layer.out.packed, ATTENDED, norms.after_attention, factor)
+    source = HIDDEN
+    if norms.before_mlp is not None:
+        program.append(_norm(norms.before_mlp, HIDDEN, NORMED))
+        source = NORMED
+    mlp = layer.mlp
+    program.append(
+        projection(
+            mlp.gate_up,
+            source=source,
+            target=INNER,
+            epilogue=Epilogue.ACTIVATE,
+            activation=mlp.activation,
+        )
+    )
+    program += _residual(layer.down, INNER, norms.after_mlp, factor)
+    return program
+
+
+def _residual(
+    weight: PackedWeight, source: int, norm: FusedRMSNorm | None, factor: float
+) -> list[Instruction]:
+    """Project back to the residual and add to it, with a norm between or without."""
+    if norm is None:
+        adding = {"epilogue": Epilogue.ADD_TO, "factor": factor}
+        return [projection(weight, source=source, target=HIDDEN, **adding)]
+    return [
+        projection(weight, source=source, target=PROJECTED),
+        _norm(norm, PROJECTED, PROJECTED),
+        Instruction(
+            kind=Kind.ADD,
+            source=PROJECTED,
+            target=HIDDEN,
+            size=len(norm.weight),
+            factor=factor,
+        ),
+    ]
+
+
+def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Instruction:
+    return Instruction(
+        kind=Kind.NORMALIZE,
+        source=source,
+        target=target,
+        size=len(norm.weight),
+        column=column,
+        weight=norm.weight.data_ptr(),
+        epsilon=norm.epsilon,
+        rounds_first=norm.round_first,
+    )
+
+
+def _stride(width: int, itemsize: int) -> int:
+    """Return the bytes between rows, which have room for whole panels."""
+    stride = -(-width // _PANEL_OUTPUTS) * _PANEL_OUTPUTS * itemsize
+    return stride + _ROW_BYTES if stride % _ALIAS_BYTES == 0 else stride
+
+
+def _pointers(addresses: list[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def replace_forwards(modules: Sequence[nn.Module], stack: DecoderStack) -> None:
+    """Let the last of the layers' modules compute all layers, and the others nothing."""
+    angles: list[Any] = [None] * len(modules)
+
+    def pass_on(index: int) -> Callable[..., torch.Tensor]:
+        def forward(
+            hidden_states: torch.Tensor, *_: object, position_embeddings: Angles, **__: object
+        ) -> torch.Tensor:
+            angles[index] = position_embeddings
+            if index + 1 < len(modules):
+                return hidden_states
+            return stack.forward(hidden_states, angles)
+
+        return forward
+
+    for index, module in enumerate(modules):
+        module.__dict__["forward"] = pass_on(index)
+
+
+def restore_forwards(modules: Sequence[nn.Module]) -> None:
+    """Let each module compute its own layer again."""
+    for module in modules:
+        module.__dict__.pop("forward", None)

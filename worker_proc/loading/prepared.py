@@ -1,0 +1,15 @@
+"""A model as the processes that compute it share it."""
+
+from typing import NamedTuple
+
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.native.kernels import NativeLibrary
+
+
+class PreparedModel(NamedTuple):
+    """A model with fused and packed modules, and the native kernels, if any."""
+
+    loaded: LoadedModel
+    kernels: NativeLibrary | None
+    grammars: GrammarCompiler | None = None

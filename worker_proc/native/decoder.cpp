@@ -1,0 +1,248 @@
+// Executes a decoder's forward over one step: a program of instructions, in one parallel region.
+//
+// worker_proc/decoder/ writes the program once, when a model is loaded. An instruction reads and
+// writes buffers with one row for each token of the step; all threads work on it together, and a
+// barrier ends it. Values are rounded to the model's dtype where transformers' modules round.
+
+#include "attention.h"
+#include "pointwise.h"
+#include "products.h"
+
+#include <omp.h>
+
+extern "C" {
+
+enum Kind : int32_t {
+  kNormalize,
+  kProject,
+  kRotate,
+  kAttend,
+  kAdd,
+};
+
+enum Epilogue : int32_t {
+  kStore,     // target = product
+  kAddTo,     // target += factor * product
+  kActivate,  // a pair of panels is gates and factors: target = f(gate) * up
+};
+
+enum Rotation : int32_t {
+  kHalves,  // the first half of the dimensions with the second
+  kPairs,   // each even dimension with the next
+  kNone,
+};
+
+struct Buffer {
+  void* data;
+  int64_t stride;  // bytes between rows: a multiple of 64
+};
+
+// Sizes count values. Each kind uses the fields that its function names.
+struct Instruction {
+  int32_t kind;
+  int32_t source, target;  // indices of buffers
+  int32_t size, column;    // of a part of a row
+  int32_t epilogue, activation;
+  int32_t rounds_first;    // a norm rounds before it multiplies by its weight
+  int32_t num_heads, num_kv_heads, head_dim, num_rotated, rotation;
+  int32_t angles, has_wide_angles;  // which angles, and whether they are float32 in any model
+  int32_t group;
+  float factor, epsilon, scale, softcap;
+  int64_t num_units, num_pairs;
+  const void* weight;
+  const float *bias, *query_norm, *key_norm;
+  const Layer* layer;
+};
+
+struct Program {
+  const Instruction* instructions;
+  int32_t num_instructions;
+  int32_t is_bf16;
+};
+
+struct Run {
+  const Buffer* buffers;
+  const Step* const* steps;     // one for each KV group
+  const void* const* cosines;   // one for each kind of angles: [num_rows, num_rotated]
+  const void* const* sines;
+  int32_t num_rows;
+};
+}
+
+namespace {
+
+template <typename T>
+class Executor {
+ public:
+  Executor(const Run& run, Team& team) : run_(run), team_(team) {}
+
+  void execute(const Instruction& i) {
+    switch (i.kind) {
+      case kNormalize: return normalize(i);
+      case kProject: return project(i);
+      case kRotate: return rotate(i);
+      case kAttend: return attend_to(i);
+      case kAdd: return add(i);
+    }
+  }
+
+ private:
+  T* row(int buffer, int64_t index) const {
+    const Buffer& b = run_.buffers[buffer];
+    return reinterpret_cast<T*>(static_cast<char*>(b.data) + index * b.stride);
+  }
+
+  static Vec round(Vec v) { return rounded(v, T{}); }
+
+  // target = norm(source) * weight, from a column on
+  void normalize(const Instruction& i) {
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      normalize_row(row(i.source, r) + i.column, static_cast<const float*>(i.weight),
+                    row(i.target, r) + i.column, i.size, i.epsilon, i.rounds_first);
+  }
+
+  // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
+  // zeros past the last output; a product may be stored from a column on.
+  void project(const Instruction& i) {
+    const Buffer& source = run_.buffers[i.source];
+    const Rows4 rows{static_cast<const Unit*>(source.data),
+                     source.stride / static_cast<int64_t>(sizeof(Unit))};
+    const Weights weights{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
+    const auto biased = [&](int64_t pair, int half, Vec sum) {
+      if (i.bias) sum += load(i.bias + pair * kPairOutputs + half * kLanes);
+      return round(sum);
+    };
+    switch (i.epilogue) {
+      case kStore:
+        return multiply<T>(team_, weights, rows, run_.num_rows,
+                           [&](int64_t r, int64_t pair, Vec low, Vec high) {
+                             T* out = row(i.target, r) + i.column + pair * kPairOutputs;
+                             save(biased(pair, 0, low), out, kLanes);
+                             save(biased(pair, 1, high), out + kLanes, kLanes);
+                           });
+      case kAddTo:
+        return multiply<T>(team_, weights, rows, run_.num_rows,
+                           [&](int64_t r, int64_t pair, Vec low, Vec high) {
+                             T* out = row(i.target, r) + pair * kPairOutputs;
+                             accumulate(out, biased(pair, 0, low), i.factor);
+                             accumulate(out + kLanes, biased(pair, 1, high), i.factor);
+                           });
+      case kActivate:
+        return multiply<T>(team_, weights, rows, run_.num_rows,
+                           [&](int64_t r, int64_t pair, Vec gate, Vec up) {
+                             const Vec opened = activation_of(biased(pair, 0, gate), i.activation);
+                             save(round(opened) * biased(pair, 1, up),
+                                  row(i.target, r) + pair * kLanes, kLanes);
+                           });
+    }
+  }
+
+  static void accumulate(T* out, Vec value, float factor) {
+    if (factor != 1.0f) value = round(value * factor);
+    save(load(out) + value, out, kLanes);
+  }
+
+  // Queries and keys in place: optional norms of each head, and their rotation by position.
+  void rotate(const Instruction& i) {
+    return i.has_wide_angles ? rotate_by<float>(i) : rotate_by<T>(i);
+  }
+
+  // Products are rounded to the type of the angles, A, as transformers does.
+  template <typename A>
+  void rotate_by(const Instruction& i) {
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++) {
+      const A* cosines = static_cast<const A*>(run_.cosines[i.angles]) + r * i.num_rotated;
+      const A* sines = static_cast<const A*>(run_.sines[i.angles]) + r * i.num_rotated;
+      T* x = row(i.source, r);
+      for (int head = 0; head < i.num_heads + i.num_kv_heads; head++, x += i.head_dim) {
+        const float* norm = head < i.num_heads ? i.query_norm : i.key_norm;
+        if (norm) normalize_row(x, norm, x, i.head_dim, i.epsilon, i.rounds_first);
+        if (i.rotation == kHalves) rotate_halves(x, cosines, sines, i.num_rotated / 2);
+        if (i.rotation == kPairs) rotate_pairs(x, cosines, sines, i.num_rotated);
+      }
+    }
+  }
+
+  template <typename A>
+  static void rotate_halves(T* x, const A* cosines, const A* sines, int half) {
+    const auto product = [](Vec a, Vec b) { return rounded(a * b, A{}); };
+    for (int d = 0; d < half; d += kLanes) {
+      const int count = lanes_at(d, half);
+      const Vec a = load_any(x + d, count), b = load_any(x + half + d, count);
+      const Vec low = product(a, load_any(cosines + d, count)) -
+                      product(b, load_any(sines + d, count));
+      const Vec high = product(b, load_any(cosines + half + d, count)) +
+                       product(a, load_any(sines + half + d, count));
+      save(low, x + d, count);
+      save(high, x + half + d, count);
+    }
+  }
+
+  template <typename A>
+  static void rotate_pairs(T* x, const A* cosines, const A* sines, int size) {
+    const auto product = [](T a, A b) {
+      A out;
+      narrow(widen(a) * widen(b), out);
+      return widen(out);
+    };
+    for (int d = 0; d < size; d += 2) {
+      const T a = x[d], b = x[d + 1];
+      const A cosine = cosines[d / 2], sine = sines[d / 2];
+      narrow(product(a, cosine) - product(b, sine), x[d]);
+      narrow(product(b, cosine) + product(a, sine), x[d + 1]);
+    }
+  }
+
+  // source: queries, keys and values of all heads, side by side
+  void attend_to(const Instruction& i) {
+    const Layer& layer = *i.layer;
+    const int64_t source_stride = run_.buffers[i.source].stride / sizeof(T);
+    const T* query = row(i.source, 0);
+    const T* key = query + layer.num_heads * layer.head_dim;
+    const T* value = key + layer.num_kv_heads * layer.head_dim;
+    attend(team_, layer, *run_.steps[i.group], {query, source_stride, layer.head_dim},
+           {key, source_stride, layer.head_dim}, {value, source_stride, layer.value_head_dim},
+           row(i.target, 0), run_.buffers[i.target].stride / sizeof(T), i.scale, i.softcap);
+  }
+
+  // target += factor * source
+  void add(const Instruction& i) {
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      for (int d = 0; d < i.size; d += kLanes)
+        accumulate(row(i.target, r) + d, load(row(i.source, r) + d), i.factor);
+  }
+
+  const Run& run_;
+  Team& team_;
+};
+
+template <typename T>
+void execute_all(const Program& program, const Run& run) {
+  Crew crew;
+#pragma omp parallel
+  {
+#pragma omp single
+    crew.size = omp_get_num_threads();
+    Team team(crew, omp_get_thread_num());
+    Executor<T> executor(run, team);
+    for (int32_t i = 0; i < program.num_instructions; i++) {
+      executor.execute(program.instructions[i]);
+      team.barrier();
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void troika_execute(const Program* program, const Run* run) {
+  (program->is_bf16 ? execute_all<Bf16> : execute_all<float>)(*program, *run);
+}
+
+// One projection outside of a program: `rows` and `out` are its only buffers.
+extern "C" void troika_project(const Instruction* instruction, const Buffer* rows,
+                               const Buffer* out, int32_t num_rows, int32_t is_bf16) {
+  const Buffer buffers[] = {*rows, *out};
+  const Run run{buffers, nullptr, nullptr, nullptr, num_rows};
+  const Program program{instruction, 1, is_bf16};
+  troika_execute(&program, &run);
+}

@@ -1,0 +1,77 @@
+// Normalizations and activations in one pass over a row.
+//
+// They round where transformers' own modules round, so that results differ in the order of a sum
+// at most.
+
+#pragma once
+
+#include "vec.h"
+
+namespace {
+
+inline Vec load_part(const float* p, int count) {
+  Vec v = splat(0.0f);
+  std::memcpy(&v, p, count * sizeof(float));
+  return v;
+}
+
+inline Vec load_part(const Bf16* p, int count) {
+  Bf16 padded[kLanes] = {};
+  std::memcpy(padded, p, count * sizeof(Bf16));
+  return load(padded);
+}
+
+template <typename T>
+inline Vec load_any(const T* p, int count) { return count == kLanes ? load(p) : load_part(p, count); }
+
+inline Vec rounded(Vec v, float) { return v; }
+inline Vec rounded(Vec v, Bf16) {
+  const VecBits bits = (VecBits)v;
+  return (Vec)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+}
+
+inline void save(Vec v, float* p, int count) { std::memcpy(p, &v, count * sizeof(float)); }
+inline void save(Vec v, Bf16* p, int count) {
+  const VecBits bits = (VecBits)rounded(v, Bf16{}) >> 16;
+  const VecHalf half = __builtin_convertvector(bits, VecHalf);
+  std::memcpy(p, &half, count * sizeof(Bf16));
+}
+
+inline int lanes_at(int i, int size) { return size - i < kLanes ? size - i : kLanes; }
+
+// y = x / sqrt(mean(x²) + epsilon) · weight
+template <typename T>
+inline void normalize_row(const T* x, const float* weight, T* y, int size, float epsilon,
+                          bool round_before_weight) {
+  Vec squares = splat(0.0f);
+  for (int i = 0; i < size; i += kLanes) {
+    const Vec v = load_any(x + i, lanes_at(i, size));
+    squares += v * v;
+  }
+  const float mean = fold(squares, [](Vec a, Vec b) { return a + b; }) / size;
+  const float factor = 1.0f / std::sqrt(mean + epsilon);
+  for (int i = 0; i < size; i += kLanes) {
+    const int count = lanes_at(i, size);
+    Vec v = load_any(x + i, count) * factor;
+    if (round_before_weight) v = rounded(v, T{});
+    save(v * load_any(weight + i, count), y + i, count);
+  }
+}
+
+// Numbers that kernels.py knows.
+constexpr int kSilu = 0;
+constexpr int kGeluTanh = 1;
+
+// Both are x times a sigmoid: 0.5 · (1 + tanh(u)) = sigmoid(2u), without the cancellation.
+template <int Kind>
+inline Vec activation_of(Vec x) {
+  if (Kind == kSilu) return x * sigmoid_of(x);
+  const Vec u = x * (x * x * 0.044715f + 1.0f);
+  return x * sigmoid_of(u * 1.5957691216f);  // 2 · sqrt(2 / pi)
+}
+
+inline Vec activation_of(Vec x, int kind) {
+  return kind == kSilu ? activation_of<kSilu>(x) : activation_of<kGeluTanh>(x);
+}
+
+}  // namespace

@@ -1,0 +1,273 @@
+// Products of rows with packed weights, in which a row's bits depend on nothing but the row.
+//
+// Every output is one chain of sums over the inputs, from the first to the last. The chain is the
+// same for any number of rows, any place among them, and any number of threads.
+//
+// Inputs come in units of four bytes: one float32, or two bfloat16 values side by side. Weights are
+// packed in panels of 16 outputs, [outputs / 16][units][16], with zeros past the last input and
+// output. The units are a multiple of 16 and the panels a multiple of 2, so a panel is a row of AMX
+// tiles, too.
+
+#pragma once
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "team.h"
+#include "vec.h"
+
+// Whether this process may use AMX; set when the library is loaded.
+extern bool troika_has_tiles;
+
+namespace {
+
+using Unit = uint32_t;
+
+constexpr int64_t kUnitStep = 16;   // units are padded to a multiple
+constexpr int64_t kPairOutputs = 2 * kLanes;
+
+struct Weights {
+  const Unit* panels;
+  int64_t num_units;  // of a panel
+  int64_t num_pairs;  // of panels
+
+  const Unit* panel(int64_t pair) const { return panels + pair * 2 * kLanes * num_units; }
+};
+
+struct Rows4 {
+  const Unit* data;
+  int64_t stride;  // in units
+};
+
+template <typename T>
+inline Vec add_product(Vec sum, Unit unit, VecBits weights);
+
+template <>
+inline Vec add_product<float>(Vec sum, Unit unit, VecBits weights) {
+  float x;
+  std::memcpy(&x, &unit, 4);
+#ifdef __AVX512F__
+  return (Vec)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)weights, (__m512)sum);
+#else
+  return sum + x * (Vec)weights;
+#endif
+}
+
+template <>
+inline Vec add_product<Bf16>(Vec sum, Unit unit, VecBits weights) {
+#ifdef __AVX512BF16__
+  const __m512i x = _mm512_set1_epi32(static_cast<int>(unit));
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weights);
+#else
+  sum = add_product<float>(sum, unit << 16, weights << 16);
+  return add_product<float>(sum, unit & 0xffff0000u, weights & 0xffff0000u);
+#endif
+}
+
+// The sums of R rows and P panels.
+template <typename T, int R, int P>
+[[gnu::always_inline]] inline void sum_products(Rows4 rows, const Unit* panel, int64_t num_units,
+                                                Vec (&sums)[R][P]) {
+  constexpr bool kFromMemory = R <= 4;  // else the weights stay in the cache for the next rows
+  constexpr int64_t kAhead = 4096 / sizeof(Unit);
+  const int64_t panel_stride = kLanes * num_units;
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) sums[r][p] = Vec{};
+  for (int64_t unit = 0; unit < num_units; unit++) {
+    VecBits weights[P];
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) {
+      const Unit* at = panel + p * panel_stride + unit * kLanes;
+      weights[p] = *reinterpret_cast<const VecBits*>(at);
+      if (kFromMemory) __builtin_prefetch(at + kAhead);
+    }
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++) {
+      const Unit x = rows.data[r * rows.stride + unit];
+#pragma GCC unroll 32
+      for (int p = 0; p < P; p++) sums[r][p] = add_product<T>(sums[r][p], x, weights[p]);
+    }
+  }
+}
+
+template <typename T, int R, int Pairs, class Out>
+[[gnu::noinline]] void multiply_rows(const Weights& w, Rows4 rows, int64_t row, int64_t pair,
+                                     const Out& out) {
+  Vec sums[R][2 * Pairs];
+  sum_products<T>({rows.data + row * rows.stride, rows.stride}, w.panel(pair), w.num_units, sums);
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < Pairs; p++) out(row + r, pair + p, sums[r][2 * p], sums[r][2 * p + 1]);
+}
+
+#ifdef __AVX512F__
+constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
+#else
+constexpr int kMostRows = 3;
+#endif
+
+template <typename T, int Pairs, class Out>
+void multiply_few(const Weights& w, Rows4 rows, int64_t row, int count, int64_t pair,
+                  const Out& out) {
+  switch (count) {
+    case 1: return multiply_rows<T, 1, Pairs>(w, rows, row, pair, out);
+    case 2: return multiply_rows<T, 2, Pairs>(w, rows, row, pair, out);
+    case 3: return multiply_rows<T, 3, Pairs>(w, rows, row, pair, out);
+  }
+}
+
+template <typename T, class Out>
+void multiply_some(const Weights& w, Rows4 rows, int64_t row, int count, int64_t pair,
+                   const Out& out) {
+  switch (count) {
+#define TROIKA_CASE(n) \
+  case n: return multiply_rows<T, n, 1>(w, rows, row, pair, out);
+    TROIKA_CASE(1) TROIKA_CASE(2) TROIKA_CASE(3)
+#ifdef __AVX512F__
+    TROIKA_CASE(4) TROIKA_CASE(5) TROIKA_CASE(6) TROIKA_CASE(7) TROIKA_CASE(8) TROIKA_CASE(9)
+    TROIKA_CASE(10) TROIKA_CASE(11) TROIKA_CASE(12)
+#endif
+#undef TROIKA_CASE
+  }
+}
+
+// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions.
+template <typename T, class Out>
+void multiply_with_vectors(const Weights& w, Rows4 rows, int64_t row, int64_t last_row,
+                           int64_t pair, int64_t last_pair, const Out& out) {
+  const int64_t num_rows = last_row - row;
+  if (num_rows <= 2)
+    for (; pair + 4 <= last_pair; pair += 4)
+      multiply_few<T, 4>(w, rows, row, static_cast<int>(num_rows), pair, out);
+  if (num_rows <= 3)
+    for (; pair + 2 <= last_pair; pair += 2)
+      multiply_few<T, 2>(w, rows, row, static_cast<int>(num_rows), pair, out);
+  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  for (; pair < last_pair; pair++)
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+      const int64_t first = row + num_rows * tile / num_tiles;
+      const int64_t last = row + num_rows * (tile + 1) / num_tiles;
+      multiply_some<T>(w, rows, first, static_cast<int>(last - first), pair, out);
+    }
+}
+
+#ifdef __AMX_BF16__
+
+constexpr int kAmxRows = 16;
+
+// Tiles 0, 1 are the sums of the upper rows, 2, 3 of the lower ones; 4 and 5 are rows, 6 and 7
+// weights.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t num_rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  explicit TileConfig(int64_t count) {
+    const auto upper = static_cast<uint8_t>(std::min<int64_t>(count, kAmxRows));
+    const auto lower = static_cast<uint8_t>(std::max<int64_t>(count - kAmxRows, 1));
+    num_rows[0] = num_rows[1] = num_rows[4] = upper;
+    num_rows[2] = num_rows[3] = num_rows[5] = std::min<uint8_t>(lower, kAmxRows);
+  }
+};
+
+// Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
+template <bool HasLower, class Out>
+void multiply_tiles(const Weights& w, Rows4 rows, int64_t row, int64_t count, int64_t pair,
+                    const Out& out) {
+  const Unit* low = w.panel(pair);
+  const Unit* high = low + kLanes * w.num_units;
+  const Unit* upper = rows.data + row * rows.stride;
+  const Unit* lower = upper + kAmxRows * rows.stride;
+  const int64_t stride = rows.stride * sizeof(Unit);
+  _tile_zero(0);
+  _tile_zero(1);
+  if (HasLower) _tile_zero(2);
+  if (HasLower) _tile_zero(3);
+  for (int64_t unit = 0; unit < w.num_units; unit += kUnitStep) {
+    _tile_loadd(6, low + unit * kLanes, 64);
+    _tile_loadd(4, upper + unit, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, high + unit * kLanes, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (HasLower) {
+      _tile_loadd(5, lower + unit, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  alignas(64) float sums[2][2][kAmxRows][kLanes];
+  _tile_stored(0, sums[0][0], 64);
+  _tile_stored(1, sums[0][1], 64);
+  if (HasLower) _tile_stored(2, sums[1][0], 64);
+  if (HasLower) _tile_stored(3, sums[1][1], 64);
+  for (int64_t i = 0; i < count; i++) {
+    const auto& tile = sums[i / kAmxRows];
+    out(row + i, pair, load(tile[0][i % kAmxRows]), load(tile[1][i % kAmxRows]));
+  }
+}
+
+template <class Out>
+void multiply_with_tiles(const Weights& w, Rows4 rows, int64_t row, int64_t last_row,
+                         int64_t first_pair, int64_t last_pair, const Out& out) {
+  constexpr int64_t kBothRows = 2 * kAmxRows;
+  const int64_t last_whole = row + (last_row - row) / kBothRows * kBothRows;
+  const TileConfig whole(kBothRows), rest(last_row - last_whole);
+  if (last_whole > row) {
+    _tile_loadconfig(&whole);
+    for (int64_t pair = first_pair; pair < last_pair; pair++)
+      for (int64_t at = row; at < last_whole; at += kBothRows)
+        multiply_tiles<true>(w, rows, at, kBothRows, pair, out);
+  }
+  const int64_t count = last_row - last_whole;
+  if (count > 0) {
+    _tile_loadconfig(&rest);
+    for (int64_t pair = first_pair; pair < last_pair; pair++)
+      if (count > kAmxRows)
+        multiply_tiles<true>(w, rows, last_whole, count, pair, out);
+      else
+        multiply_tiles<false>(w, rows, last_whole, count, pair, out);
+  }
+  _tile_release();
+}
+
+#endif
+
+template <typename T, class Out>
+void multiply_part(const Weights& w, Rows4 rows, int64_t row, int64_t last_row, int64_t pair,
+                   int64_t last_pair, const Out& out) {
+#ifdef __AMX_BF16__
+  if (sizeof(T) == sizeof(Bf16) && troika_has_tiles)
+    return multiply_with_tiles(w, rows, row, last_row, pair, last_pair, out);
+#endif
+  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out);
+}
+
+// Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
+// a team share them. The caller ends the phase.
+template <typename T, class Out>
+void multiply(Team& team, const Weights& w, Rows4 rows, int64_t num_rows, const Out& out) {
+  constexpr int64_t kFewRows = 16;    // the weights are all that matters: each thread reads a part
+  constexpr int64_t kGroupRows = 128; // rows that stay in a core's cache
+  if (num_rows <= kFewRows) {
+    multiply_part<T>(w, rows, 0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), out);
+    return;
+  }
+  const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
+  const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
+  const int64_t per_piece = std::max<int64_t>(1, w.num_pairs / (8 * team.size));
+  const int64_t num_pieces = (w.num_pairs + per_piece - 1) / per_piece;
+  const int64_t total = num_groups * num_pieces;
+  for (int64_t task; (task = team.take(total)) < total;) {
+    const int64_t row = task / num_pieces * group, pair = task % num_pieces * per_piece;
+    multiply_part<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows), pair,
+                     std::min(pair + per_piece, w.num_pairs), out);
+  }
+}
+
+}  // namespace
