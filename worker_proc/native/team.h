@@ -2,11 +2,17 @@
 
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -21,8 +27,10 @@ class Crew {
   struct alignas(64) Counter {
     std::atomic<int64_t> value{0};
   };
-  Counter num_waiting_;
-  Counter num_ended_;
+  struct alignas(64) Word {
+    std::atomic<int32_t> value{0};
+  };
+  Word num_waiting_, num_asleep_, last_ended_;
   Counter taken_[kCounters];
 };
 
@@ -34,23 +42,25 @@ class Team {
   const int id, size;
 
   // Ends a phase: returns once all threads have ended it, and all that they wrote can be read.
-  // Waiting threads spin for the usual length of a wait; then they leave the processor to others.
   void barrier() {
     phase_++;
     if (id == 0) counter(phase_ + 2).store(0, std::memory_order_relaxed);
     if (size == 1) return;
-    std::atomic<int64_t>& ended = crew_.num_ended_.value;
+    std::atomic<int32_t>& last_ended = crew_.last_ended_.value;
     if (crew_.num_waiting_.value.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
       crew_.num_waiting_.value.store(0, std::memory_order_relaxed);
-      ended.store(phase_, std::memory_order_release);
+      last_ended.store(phase_);
+      if (crew_.num_asleep_.value.load() > 0) wake(last_ended);
       return;
     }
-    for (int turn = 0; ended.load(std::memory_order_acquire) < phase_; turn++) {
-      if (turn < kSpins)
-        pause();
-      else
-        sched_yield();
+    for (int turn = 0; turn < kSpins; turn++) {
+      if (last_ended.load(std::memory_order_acquire) == phase_) return;
+      pause();
     }
+    // The other threads are long at work, or other processes have their processors.
+    crew_.num_asleep_.value.fetch_add(1);
+    while (last_ended.load() != phase_) sleep(last_ended, phase_ - 1);
+    crew_.num_asleep_.value.fetch_sub(1);
   }
 
   // Takes the next of `count` pieces of this phase's work; `count` if none is left.
@@ -63,7 +73,12 @@ class Team {
   int64_t last(int64_t count) const { return count * (id + 1) / size; }
 
  private:
-  static constexpr int kSpins = 2000;  // about 50 us
+  static constexpr int kSpins = 1000;  // about 50 us
+
+  // Cleared two phases ahead, when no thread can still take from the phase that used it before.
+  std::atomic<int64_t>& counter(int64_t phase) {
+    return crew_.taken_[phase % Crew::kCounters].value;
+  }
 
   static void pause() {
 #ifdef __x86_64__
@@ -71,13 +86,22 @@ class Team {
 #endif
   }
 
-  // Cleared two phases ahead, when no thread can still take from the phase that used it before.
-  std::atomic<int64_t>& counter(int64_t phase) {
-    return crew_.taken_[phase % Crew::kCounters].value;
+#ifdef __linux__
+  // Sleeps while the word has a value.
+  static void sleep(std::atomic<int32_t>& word, int32_t value) {
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
   }
 
+  static void wake(std::atomic<int32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+  }
+#else
+  static void sleep(std::atomic<int32_t>&, int32_t) { sched_yield(); }
+  static void wake(std::atomic<int32_t>&) {}
+#endif
+
   Crew& crew_;
-  int64_t phase_ = 0;
+  int32_t phase_ = 0;
 };
 
 }  // namespace
