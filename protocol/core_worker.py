@@ -69,9 +69,15 @@ class ModelFacts(Record):
     """What computes the layers, "native" or "modules": results of the two differ in their bits."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
-        """Whether workers with these facts can continue; only `exact_resume` may differ."""
+        """Whether workers with these facts can continue.
+
+        Only `exact_resume` may differ, and what computes the layers where that promises nothing.
+        """
         return self == msgspec.structs.replace(
-            before, exact_resume=self.exact_resume, exact_resume_reason=self.exact_resume_reason
+            before,
+            exact_resume=self.exact_resume,
+            exact_resume_reason=self.exact_resume_reason,
+            decoder=before.decoder if before.exact_resume else self.decoder,
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -132,7 +132,8 @@ VARIANTS = {
         "test_logits_are_the_same_bits_in_every_schedule": (
             "llama_wide_vocab_tied-auto-float32 llama_mlp_bias-auto-float32 "
             "llama_mlp_bias-auto-bfloat16 gpt2_gelu_tanh-auto-float32 gpt2-auto-float32 "
-            "gemma3-auto-float32 llama-off-bfloat16"
+            "gemma3-auto-float32 llama-off-bfloat16 granite-auto-float32 glm4-auto-bfloat16 "
+            "olmo2-auto-float32 phi3-auto-float32"
         ),
     },
     "worker/test_hybrid_kv.py": {

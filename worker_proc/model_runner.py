@@ -28,7 +28,8 @@ from worker_proc.calibration.self_check import (
     num_blocks_needed,
 )
 from worker_proc.calibration.swap_cost import measure_swap_cost
-from worker_proc.decoder.install import decoding, find_rotations, install, uninstall
+from worker_proc.decoder.install import decoding, find_settings, install, uninstall
+from worker_proc.decoder.layers import LayerSettings
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
@@ -45,7 +46,7 @@ from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
-from worker_proc.native.kernels import NativeLibrary, Rotation, load_library
+from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.drafter import NgramIndex
 from worker_proc.sampling.pooling import captured_hidden_states, pool
@@ -230,7 +231,7 @@ class Calibration(NamedTuple):
     exactness: Exactness
     swap_cost_tokens: float
     embedding_size: int = 0
-    rotations: list[Rotation] = []
+    decoder: Sequence[LayerSettings] = ()
     """For each layer, as the native decoder computes it; empty: the modules compute them."""
 
 
@@ -289,16 +290,16 @@ def calibrate(
     uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
     with captured_hidden_states(loaded.model) as hidden:
         stepwise = check_forward(loaded, backend, layout)
-    rotations: list[Rotation] = []
+    settings: list[LayerSettings] = []
     if config.worker.native_decoder is NativeDecoder.AUTO:
-        rotations = find_rotations(prepared, backend, layout, stepwise)
-    with decoding(prepared, rotations):
-        if rotations:
+        settings = find_settings(prepared, backend, layout, stepwise)
+    with decoding(prepared, settings):
+        if settings:
             stepwise = compute_stepwise(loaded, backend, layout)
         exactness = check_exactness(loaded, backend, layout, stepwise)
         can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    return Calibration(exactness, cost, hidden.size, rotations)
+    return Calibration(exactness, cost, hidden.size, settings)
 
 
 def build_runner(
@@ -342,10 +343,10 @@ def build_runner(
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
         embedding_size=calibration.embedding_size,
-        decoder="native" if calibration.rotations else "modules",
+        decoder="native" if calibration.decoder else "modules",
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
-    install(prepared, calibration.rotations)
+    install(prepared, calibration.decoder)
     progress("allocate_cache", 1, 1)
     return ModelRunner(
         loaded,

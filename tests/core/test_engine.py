@@ -109,10 +109,14 @@ def test_what_cannot_be_served_is_refused_with_the_field(
 def test_workers_may_come_back_more_exact_than_they_were() -> None:
     engine = make_engine()
     engine.lose_workers()
-    engine.adopt_workers(msgspec.structs.replace(FACTS, exact_resume=True))
+    better = msgspec.structs.replace(FACTS, exact_resume=True, decoder="native")
+    engine.adopt_workers(better)
     facts = engine.status().facts
     assert facts is not None
     assert facts.exact_resume
+    engine.lose_workers()
+    with pytest.raises(FactsChanged):  # other bits would continue what was promised to be exact
+        engine.adopt_workers(msgspec.structs.replace(better, decoder="modules"))
 
 
 def test_without_workers_ever_requests_are_refused() -> None:

@@ -35,7 +35,7 @@ EOS_TOKEN_ID = 2
 WINDOW = 13
 """Window of the sliding layers: not a multiple of a block, and shorter than most contexts."""
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -60,15 +60,15 @@ class Architecture:
 
 
 def _without(*names: str, **more: Any) -> dict[str, Any]:
-    return {key: value for key, value in _SHAPE.items() if key not in names} | more
+    return {key: value for key, value in SHAPE.items() if key not in names} | more
 
 
 ARCHITECTURES = (
-    Architecture("llama", lambda: LlamaConfig(**_SHAPE)),
-    Architecture("llama_tied", lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=True)),
-    Architecture("qwen2", lambda: Qwen2Config(**_SHAPE)),
-    Architecture("qwen3", lambda: Qwen3Config(**_SHAPE)),
-    Architecture("mistral_window", lambda: MistralConfig(**_SHAPE, sliding_window=WINDOW)),
+    Architecture("llama", lambda: LlamaConfig(**SHAPE)),
+    Architecture("llama_tied", lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    Architecture("qwen2", lambda: Qwen2Config(**SHAPE)),
+    Architecture("qwen3", lambda: Qwen3Config(**SHAPE)),
+    Architecture("mistral_window", lambda: MistralConfig(**SHAPE, sliding_window=WINDOW)),
     Architecture(
         "gemma2",
         lambda: Gemma2Config(
@@ -93,7 +93,7 @@ ARCHITECTURES = (
         "gemma3_vision",
         lambda: Gemma3Config(
             text_config=Gemma3TextConfig(
-                **_SHAPE,
+                **SHAPE,
                 sliding_window=WINDOW,
                 layer_types=["sliding_attention", "full_attention"],
             ).to_dict(),
@@ -136,8 +136,8 @@ ARCHITECTURES = (
         ),
     ),
     Architecture("olmo2", lambda: Olmo2Config(**_without("head_dim"))),
-    Architecture("smollm3", lambda: SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0])),
-    Architecture("glm4", lambda: Glm4Config(**_SHAPE)),
+    Architecture("smollm3", lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0])),
+    Architecture("glm4", lambda: Glm4Config(**SHAPE)),
     Architecture("phi3", lambda: Phi3Config(**_without("head_dim"))),
     Architecture(
         "gpt2",
@@ -158,11 +158,11 @@ ARCHITECTURES = (
             word_embed_proj_dim=64,
         ),
     ),
-    Architecture("mixtral", lambda: MixtralConfig(**_SHAPE, **_EXPERTS, num_local_experts=4)),
+    Architecture("mixtral", lambda: MixtralConfig(**SHAPE, **_EXPERTS, num_local_experts=4)),
     Architecture(
         "qwen3_moe",
         lambda: Qwen3MoeConfig(
-            **_SHAPE, **_EXPERTS, num_experts=4, moe_intermediate_size=48, norm_topk_prob=True
+            **SHAPE, **_EXPERTS, num_experts=4, moe_intermediate_size=48, norm_topk_prob=True
         ),
     ),
     Architecture(

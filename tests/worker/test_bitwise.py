@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import (
+    Gemma3TextConfig,
+    Glm4Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+)
 
 from protocol.config import (
     CacheConfig,
@@ -54,6 +63,15 @@ _ODD: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """No size is a multiple of a vector: torch computes a tail in another way."""
+_EVEN = _ODD | {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "pad_token_id": 0,
+}
+"""Queries, keys and values are one weight."""
 
 
 def _gemma3(**more: Any) -> PretrainedConfig:
@@ -70,6 +88,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "llama_mlp_bias": LlamaConfig(**_ODD, mlp_bias=True, attention_bias=True),
     "gemma3": _gemma3(),
+    "granite": GraniteConfig(**_EVEN, residual_multiplier=0.3),
+    "glm4": Glm4Config(**_EVEN, attention_bias=True),
+    "olmo2": Olmo2Config(**(_ODD | {"head_dim": 12})),
+    "phi3": Phi3Config(**_EVEN),
     "gpt2": GPT2Config(
         vocab_size=509, n_embd=76, n_inner=102, n_layer=2, n_head=4, n_positions=512
     ),
@@ -186,19 +208,28 @@ class Schedule:
         return NewRequestData(req_id, packed, len(token_ids), params, mine, start, start)
 
 
+def engine_config(
+    directory: Path,
+    dtype: str,
+    num_threads: int = 2,
+    native_decoder: NativeDecoder = NativeDecoder.AUTO,
+) -> EngineConfig:
+    """Return settings with a pool in which every schedule fits."""
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
+        scheduler=SchedulerConfig(max_num_batched_tokens=1024),
+        worker=WorkerConfig(num_threads=num_threads, native_decoder=native_decoder),
+    )
+
+
 def load(
     directory: Path,
     dtype: str,
     num_threads: int = 2,
     native_decoder: NativeDecoder = NativeDecoder.AUTO,
 ) -> ModelRunner:
-    """Load a checkpoint with a pool in which every schedule fits."""
-    config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=NUM_BLOCKS),
-        scheduler=SchedulerConfig(max_num_batched_tokens=1024),
-        worker=WorkerConfig(num_threads=num_threads, native_decoder=native_decoder),
-    )
+    config = engine_config(directory, dtype, num_threads, native_decoder)
     return load_model_runner(config, lambda phase, done, total: None)
 
 

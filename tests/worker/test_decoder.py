@@ -5,12 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import Ministral3Config, Olmo2Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from protocol.config import NativeDecoder
-from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
-from tests.worker.test_bitwise import DTYPES, load
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
+from tests.worker.test_bitwise import DTYPES, engine_config, load
+from worker_proc import model_runner
+from worker_proc.decoder.install import layer_modules
+from worker_proc.inputs import pack_step
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import Rotation
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -18,6 +26,7 @@ NATIVE = (
     *("llama", "llama_tied", "qwen2", "qwen3", "mistral_window", "gemma2", "gemma3", "granite"),
     *("olmo2", "smollm3", "glm4", "phi3"),
 )
+PARAMS = SamplingParams(max_tokens=1)
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
@@ -40,6 +49,84 @@ def test_families_that_it_computes(name: str, dtype: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "deepseek_v3"])
 def test_families_that_their_modules_compute(name: str, tmp_path: Path) -> None:
     assert decoder_of(tmp_path, name) == "modules"
+
+
+def test_a_layer_that_depends_on_the_position_is_left_to_its_module(tmp_path: Path) -> None:
+    """Ministral scales its queries, by a factor that is 1 at the first positions."""
+    config = Ministral3Config(**SHAPE)
+    config.rope_parameters["original_max_position_embeddings"] = 16
+    build_checkpoint(tmp_path, config)
+    assert load(tmp_path, "float32").facts.decoder == "modules"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", [Rotation.HALVES, Rotation.HALVES]),
+        ("smollm3", [Rotation.HALVES, Rotation.NONE]),
+        ("glm4", [Rotation.PAIRS, Rotation.PAIRS]),
+    ],
+)
+def test_rotations_are_found_where_layers_add_little(
+    name: str, expected: list[Rotation], dtype: str, tmp_path: Path
+) -> None:
+    """Weights are those of a model that is not trained: the residual hides most differences."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(BY_NAME[name].config(), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    config = engine_config(tmp_path, dtype)
+    prepared = model_runner.prepare_model(config, lambda *_: None)
+    calibration = model_runner.calibrate(prepared, config, lambda *_: None)
+    assert [layer.rotation for layer in calibration.decoder] == expected
+
+
+def test_the_soft_cap_is_that_of_the_attention_call(tmp_path: Path) -> None:
+    """Gemma-3's modules have the attribute, and do not use it."""
+    config = BY_NAME["gemma3"].config()
+    config.attn_logit_softcapping = 5.0
+    build_checkpoint(tmp_path, config)
+    settings = engine_config(tmp_path, "float32")
+    prepared = model_runner.prepare_model(settings, lambda *_: None)
+    calibration = model_runner.calibrate(prepared, settings, lambda *_: None)
+    assert {layer.softcap for layer in calibration.decoder} == {0.0}
+
+
+def test_a_runner_without_it_removes_what_the_last_one_has_installed(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, BY_NAME["llama"].config())
+    config = engine_config(tmp_path, "float32")
+    prepared = model_runner.prepare_model(config, lambda *_: None)
+    calibration = model_runner.calibrate(prepared, config, lambda *_: None)
+    layers = layer_modules(prepared.loaded)
+    for settings, is_installed in ((calibration.decoder, True), ((), False)):
+        changed = calibration._replace(decoder=settings)
+        model_runner.build_runner(prepared, config, changed, lambda *_: None)
+        assert all(("forward" in layer.__dict__) is is_installed for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_a_step_that_is_not_finite_leaves_nothing_behind(dtype: str, tmp_path: Path) -> None:
+    """Rows of 72 values are filled up to whole panels, and the first product reads all of them."""
+    shape = SHAPE | {"hidden_size": 72, "num_attention_heads": 4}
+    del shape["head_dim"]
+    build_checkpoint(tmp_path, Olmo2Config(**shape))
+    runner = load(tmp_path, dtype)
+    assert runner.facts.decoder == "native"
+    rows = torch.randn(1, 3, 72).to(runner._model.dtype)
+    angles = runner._model.model.rotary_emb(rows, torch.arange(3).unsqueeze(0))
+    decode = runner._model.model.layers[-1]
+    inputs = pack_step(
+        [ScheduledRequest(MirroredRequest(1, [5, 6, 7], 3, PARAMS, [[1]], 0, 0), 0, 3, True)],
+        runner.facts.block_size,
+        torch.device("cpu"),
+    )
+    runner._backend.begin_step(inputs)
+    for layer in runner._model.model.layers[:-1]:
+        layer(rows, position_embeddings=angles)
+    clean = decode(rows, position_embeddings=angles)
+    assert not decode(rows * float("inf"), position_embeddings=angles).isfinite().any()
+    assert torch.equal(decode(rows, position_embeddings=angles), clean)
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:

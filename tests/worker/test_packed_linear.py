@@ -71,6 +71,16 @@ def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[
         assert torch.equal(packed(rows[:num_rows]), expected[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
+    """Also an odd number of values apart."""
+    wide = torch.randn(4, 65, dtype=dtype)
+    packed = make_linear(torch.randn(32, 64, dtype=dtype), None, LIBRARY)
+    for rows in (wide[:, :64], wide[:, 1:], wide[::2, :64], wide[:, :64].t().contiguous().t()):
+        assert torch.equal(packed(rows), packed(rows.contiguous()))
+
+
 @torch.inference_mode()
 def test_every_linear_of_a_model_is_replaced_and_tied_weights_stay() -> None:
     embedding = nn.Embedding(50, 16)

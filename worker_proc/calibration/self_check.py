@@ -68,15 +68,26 @@ def median_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> flo
 
 
 def compute_whole(
-    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, texts: list[list[int]]
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    layout: KVLayout,
+    texts: list[list[int]],
+    first_position: int = 0,
 ) -> list[torch.Tensor]:
-    """Compute the texts in one step, in reverse order; returns the rows of `check_forward`."""
+    """Compute the texts in one step, in reverse order; returns the rows of `check_forward`.
+
+    From a later `first_position` on the model computes other angles; attention stays the same.
+    """
     requests = trial_requests(layout, texts)
     parts = [ScheduledRequest(r, 0, len(r.token_ids), True) for r in reversed(requests)]
     inputs = pack_step(parts, layout.block_size, loaded.device)
     ends = [first + part.num_tokens for first, part in zip(inputs.first_rows, parts, strict=True)]
     rows = [row for end in ends for row in range(end - 1 - NUM_DECODED, end)]
-    inputs = replace(inputs, logits_indices=to_device(rows, loaded.device))
+    inputs = replace(
+        inputs,
+        position_ids=inputs.position_ids + first_position,
+        logits_indices=to_device(rows, loaded.device),
+    )
     logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
     return list(logits.split(1 + NUM_DECODED))[::-1]
 

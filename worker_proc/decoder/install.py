@@ -1,43 +1,51 @@
 """Puts the native decoder in the place of a model's layers, once it is proven.
 
-Each layer must give the results of its module, on rows of every scale, and the whole model its own
-logits. Layers that differ only in their weights are all tried: a checkpoint may hold any values.
+Every layer must give the results of its module, on rows of several scales, at the first positions
+and at the last ones, and the whole model its own logits.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from worker_proc.attention.interface import AttentionBackend
+from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.native import NativeBackend
 from worker_proc.calibration.self_check import (
+    TEXT_LENGTHS,
     check_texts,
     compute_stepwise,
     compute_whole,
     max_error,
     median_error,
 )
-from worker_proc.decoder.layers import DecoderLayer, read_layer
+from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
 from worker_proc.decoder.stack import DecoderStack, replace_forwards, restore_forwards
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.native.kernels import Rotation
+from worker_proc.native.kernels import NativeLibrary, Rotation
 
-MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Of a layer's output, relative to its largest value."""
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Of what a layer adds to a row, relative to its length."""
+ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
+"""Share of a row's own length that counts as what the layer adds, since sums are rounded."""
 TRIAL_SCALES = (0.1, 1.0, 30.0)
 
 
-def install(prepared: PreparedModel, rotations: list[Rotation]) -> None:
-    """Let the native decoder compute the layers, as `find_rotations` has proven."""
-    layers = read_layers(prepared.loaded)
-    if not rotations or layers is None or prepared.kernels is None:
+def install(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> None:
+    """Let the native decoder compute the layers, as `find_settings` has proven; else the modules.
+
+    The attention modules are attached to a KV cache.
+    """
+    uninstall(prepared)
+    layers = read_layers(prepared.loaded) if settings else None
+    if layers is None or prepared.kernels is None:
         return
-    stack = DecoderStack(prepared.kernels, layers, rotations, prepared.loaded.dtype)
+    stack = DecoderStack(prepared.kernels, layers, settings, prepared.loaded.dtype)
     replace_forwards(layer_modules(prepared.loaded), stack)
 
 
@@ -47,9 +55,9 @@ def uninstall(prepared: PreparedModel) -> None:
 
 
 @contextmanager
-def decoding(prepared: PreparedModel, rotations: list[Rotation]) -> Iterator[None]:
+def decoding(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> Iterator[None]:
     """Install the native decoder for a while."""
-    install(prepared, rotations)
+    install(prepared, settings)
     try:
         yield
     finally:
@@ -62,6 +70,18 @@ class LayerCall(NamedTuple):
     module: nn.Module
     hidden: torch.Tensor
     options: dict[str, Any]
+
+    @property
+    def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines, sines = self.options["position_embeddings"]
+        return cosines, sines
+
+
+class Recording(NamedTuple):
+    """A step as the modules compute it."""
+
+    calls: list[LayerCall]
+    scorings: list[Scoring]
 
 
 def layer_modules(loaded: LoadedModel) -> list[nn.Module]:
@@ -78,70 +98,121 @@ def read_layers(loaded: LoadedModel) -> list[DecoderLayer] | None:
     return read if len(read) == len(layers) else None
 
 
-def find_rotations(
+def find_settings(
     prepared: PreparedModel,
     backend: AttentionBackend,
     layout: KVLayout,
     expected: list[torch.Tensor],
-) -> list[Rotation]:
-    """Return how each layer rotates, if the native decoder then computes what the modules do.
+) -> list[LayerSettings]:
+    """Return the settings with which the native decoder computes what the layers' modules do.
 
     `expected` are the modules' logits, of `check_forward`. An empty list: there are no instructions
     for a layer, or they compute something else.
     """
-    loaded = prepared.loaded
-    layers, modules = read_layers(loaded), layer_modules(loaded)
-    library = prepared.kernels
+    loaded, library = prepared.loaded, prepared.kernels
+    layers = read_layers(loaded)
     if layers is None or library is None or not isinstance(backend, NativeBackend):
         return []
-    calls = _recorded_calls(loaded, backend, layout, modules)
-    if len(calls) != len(modules):  # they are called in another way
-        return []
-    rotations: list[Rotation] = []
-    for layer, call in zip(layers, calls, strict=True):
-        for rotation in Rotation:
-            if _agrees(DecoderStack(library, [layer], [rotation], loaded.dtype), call):
-                rotations.append(rotation)
-                break
-        else:
+    modules = layer_modules(loaded)
+    settings: list[LayerSettings] = []
+    for first_position in (loaded.model_len - max(TEXT_LENGTHS), 0):
+        recording = _record(loaded, backend, layout, modules, first_position)
+        if not _is_usual(recording, layers):
             return []
-    with decoding(prepared, rotations):
-        found = compute_stepwise(loaded, backend, layout)
-    return rotations if median_error(found, expected) <= max_error(loaded.dtype) else []
+        found = [
+            _best_settings(library, layer, call, scoring)
+            for layer, call, scoring in zip(layers, *recording, strict=True)
+        ]
+        proven = [one for one in found if one is not None]
+        if len(proven) < len(found) or (settings and settings != proven):
+            return []
+        settings = proven
+    with decoding(prepared, settings):
+        logits = compute_stepwise(loaded, backend, layout)
+    return settings if median_error(logits, expected) <= max_error(loaded.dtype) else []
 
 
-def _recorded_calls(
-    loaded: LoadedModel, backend: NativeBackend, layout: KVLayout, modules: list[nn.Module]
-) -> list[LayerCall]:
-    """Compute the self check's texts at once; the backend keeps this step."""
-    calls: list[LayerCall] = []
+def _record(
+    loaded: LoadedModel,
+    backend: NativeBackend,
+    layout: KVLayout,
+    modules: list[nn.Module],
+    first_position: int,
+) -> Recording:
+    """Compute the self check's texts at once, from a position on; the backend keeps this step."""
+    recording = Recording([], [])
+    attend = backend.attend
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) == 1 and isinstance(kwargs.get("position_embeddings"), tuple):
-            calls.append(LayerCall(module, args[0], kwargs))
+            recording.calls.append(LayerCall(module, args[0], kwargs))
 
-    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    def record_scoring(layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
+        recording.scorings.append(scoring)
+        return attend(layer, rows, scoring)
+
+    handles = [
+        module.register_forward_pre_hook(record_call, with_kwargs=True) for module in modules
+    ]
+    backend.__dict__["attend"] = record_scoring
     try:
-        compute_whole(loaded, backend, layout, check_texts(loaded.vocab_size))
+        texts = check_texts(loaded.vocab_size)
+        compute_whole(loaded, backend, layout, texts, first_position)
     finally:
+        del backend.__dict__["attend"]
         for handle in handles:
             handle.remove()
-    return calls
+    return recording
+
+
+def _is_usual(recording: Recording, layers: list[DecoderLayer]) -> bool:
+    """Return whether each layer was called once, with angles that the instructions can use."""
+    calls, scorings = recording
+    if not len(calls) == len(scorings) == len(layers):
+        return False
+    for layer, call in zip(layers, calls, strict=True):
+        dtypes = {call.hidden.dtype, torch.float32}
+        for part in call.angles:
+            num_rotated = part.shape[-1]
+            if part.dtype not in dtypes or part.shape[:-1] != call.hidden.shape[:-1]:
+                return False
+            if num_rotated % 2 or num_rotated > layer.paged.spec.head_dim:
+                return False
+    return True
+
+
+def _best_settings(
+    library: NativeLibrary, layer: DecoderLayer, call: LayerCall, scoring: Scoring
+) -> LayerSettings | None:
+    """Return the settings that are closest to what a module does; None: none is close enough."""
+    best, least = None, MAX_ERROR[call.hidden.dtype]
+    trials = list(_trials(call))
+    for rotation in Rotation:
+        settings = LayerSettings(rotation, scoring.scale, scoring.softcap or 0.0)
+        stack = DecoderStack(library, [layer], [settings], call.hidden.dtype)
+        error = max(_error(stack, call, hidden, expected) for hidden, expected in trials)
+        if error < least:
+            best, least = settings, error
+    return best
 
 
 @torch.inference_mode()
-def _agrees(stack: DecoderStack, call: LayerCall) -> bool:
-    """Return whether a stack of one layer computes what the module does, at every scale."""
+def _trials(call: LayerCall) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield random rows of every scale, and what the module makes of them."""
     generator = torch.Generator().manual_seed(1)
-    angles = [call.options["position_embeddings"]]
     for scale in TRIAL_SCALES:
         rows = torch.randn(call.hidden.shape, generator=generator) * scale
         hidden = rows.to(call.hidden.dtype)
-        expected = call.module(hidden, **call.options)
-        if not isinstance(expected, torch.Tensor):
-            return False
-        found = stack.forward(hidden, angles)
-        error = (found.float() - expected.float()).abs().max()
-        if not error <= MAX_ERROR[hidden.dtype] * expected.float().abs().max():
-            return False
-    return True
+        yield hidden, call.module(hidden, **call.options)
+
+
+@torch.inference_mode()
+def _error(stack: DecoderStack, call: LayerCall, hidden: torch.Tensor, expected: object) -> float:
+    """Return the greatest error of a row, relative to what the module adds to it."""
+    if not isinstance(expected, torch.Tensor) or expected.shape != hidden.shape:
+        return math.inf
+    found = stack.forward(hidden, [call.angles])
+    added = (expected.float() - hidden.float()).norm(dim=-1)
+    added += ROUNDING[hidden.dtype] * expected.float().norm(dim=-1)
+    error = float(((found.float() - expected.float()).norm(dim=-1) / added).max())
+    return error if math.isfinite(error) else math.inf

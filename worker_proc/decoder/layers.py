@@ -1,6 +1,6 @@
 """Reads off a decoder layer's modules what the layer computes.
 
-Names decide which candidate is tried; `proof.py` decides whether the layer computes the same.
+Names decide what is tried; install.py proves that the layer computes the same.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from worker_proc.attention.interface import PagedLayer, Scoring
+from worker_proc.attention.interface import PagedLayer
+from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
 from worker_proc.loading.packed_linear import NativeLinear
-from worker_proc.native.kernels import PackedWeight
+from worker_proc.native.kernels import PackedWeight, Rotation
 
 NORM_NAMES: tuple[tuple[str, str, str, str], ...] = (
     ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -32,6 +33,16 @@ NORM_NAMES: tuple[tuple[str, str, str, str], ...] = (
 """Norms before and after the attention, before and after the MLP; "": there is none."""
 
 
+class LayerSettings(NamedTuple):
+    """What the modules of a layer do not show; it is observed, or found by trial."""
+
+    rotation: Rotation
+    scale: float
+    """Factor on the scores."""
+    softcap: float
+    """Bound of the scores; 0: none."""
+
+
 class Norms(NamedTuple):
     """The norms of a layer, where it has them."""
 
@@ -50,28 +61,24 @@ class DecoderLayer(NamedTuple):
     query_norm: FusedRMSNorm | None  # of each head, or of all together
     key_norm: FusedRMSNorm | None
     attention: nn.Module
-    out: NativeLinear
+    out: PackedWeight
     mlp: FusedMLP
     down: PackedWeight
+    hidden_size: int
     residual_factor: float
 
     @property
     def paged(self) -> PagedLayer:
-        """The layer's part of the KV cache, which is attached later."""
+        """The layer's part of the KV cache that is attached now."""
         layer: PagedLayer = self.attention.__dict__["paged_layer"]
         return layer
 
-    @property
-    def scoring(self) -> Scoring:
-        module = self.attention
-        head_dim = self.paged.spec.head_dim
-        scale = getattr(module, "scaling", None)
-        softcap = getattr(module, "attn_logit_softcapping", None)
-        return Scoring(head_dim**-0.5 if scale is None else float(scale), softcap)
-
 
 def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
-    """Return what a layer computes if the native decoder has instructions for all its parts."""
+    """Return what a layer computes; None: there are no instructions for a part of it.
+
+    Its attention is attached to a KV cache. `factor` is the one on the residual.
+    """
     children = {
         name: child
         for name, child in layer.named_children()
@@ -82,22 +89,40 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     norms = next((_norms(children, names) for names in matching), None)
     if norms is None or attention is None or not isinstance(mlp, FusedMLP):
         return None
-    parts = dict(attention.named_children())
-    linears = ["qkv_proj"] if "qkv_proj" in parts else ["q_proj", "k_proj", "v_proj"]
-    qkv = _packed([parts.pop(name, None) for name in linears])
-    out = parts.pop("o_proj", None)
-    query_norm, key_norm = parts.pop("q_norm", None), parts.pop("k_norm", None)
-    if (
-        qkv is None
-        or parts
-        or not isinstance(out, NativeLinear)
-        or not isinstance(mlp.down_proj, NativeLinear)
-        or not isinstance(query_norm, FusedRMSNorm | None)
-        or not isinstance(key_norm, FusedRMSNorm | None)
-    ):
+    if next(attention.parameters(recurse=False), None) is not None:
         return None
-    down = mlp.down_proj.packed
-    return DecoderLayer(norms, qkv, query_norm, key_norm, attention, out, mlp, down, factor)
+    parts = dict(attention.named_children())
+    names = ["qkv_proj"] if "qkv_proj" in parts else ["q_proj", "k_proj", "v_proj"]
+    linears = [parts.pop(name, None) for name in names]
+    qkv = [linear for linear in linears if isinstance(linear, NativeLinear)]
+    out, down = parts.pop("o_proj", None), mlp.down_proj
+    head_norms = parts.pop("q_norm", None), parts.pop("k_norm", None)
+    if len(qkv) < len(linears) or parts or not isinstance(out, NativeLinear):
+        return None
+    if not isinstance(down, NativeLinear):
+        return None
+    query_norm, key_norm = (norm for norm in head_norms)
+    if not isinstance(query_norm, FusedRMSNorm | None):
+        return None
+    if not isinstance(key_norm, FusedRMSNorm | None):
+        return None
+    read = DecoderLayer(
+        norms,
+        _side_by_side([linear.packed for linear in qkv]),
+        query_norm,
+        key_norm,
+        attention,
+        out.packed,
+        mlp,
+        down.packed,
+        out.out_features,
+        factor,
+    )
+    spec = read.paged.spec
+    widths = [linear.out_features for linear in qkv]
+    fits = out.in_features == spec.num_heads * spec.value_head_dim
+    fits = fits and down.out_features == out.out_features and _fit(read, widths, spec)
+    return read if fits else None
 
 
 def _norms(children: dict[str, nn.Module], names: Sequence[str]) -> Norms | None:
@@ -106,13 +131,28 @@ def _norms(children: dict[str, nn.Module], names: Sequence[str]) -> Norms | None
     return Norms(*found) if len(found) == len(norms) else None
 
 
-def _packed(linears: Sequence[nn.Module | None]) -> list[PackedWeight] | None:
-    """Return the weights of these layers: a single one if they lie side by side."""
-    packed = [linear.packed for linear in linears if isinstance(linear, NativeLinear)]
-    if len(packed) != len(linears):
-        return None
-    starts = [part.panels.data_ptr() for part in packed]
-    ends = [part.panels.data_ptr() + part.panels.nbytes for part in packed]
-    if starts[1:] != ends[:-1]:
-        return packed
-    return [packed[0]._replace(num_pairs=sum(part.num_pairs for part in packed))]
+def _fit(layer: DecoderLayer, widths: list[int], spec: LayerSpec) -> bool:
+    """Return whether projections and norms have the sizes of the layer and of its attention."""
+    expected = [
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+        spec.num_kv_heads * spec.value_head_dim,
+    ]
+    if widths not in (expected, [sum(expected)]):
+        return False
+    if any(norm is not None and len(norm.weight) != layer.hidden_size for norm in layer.norms):
+        return False
+    query, key = layer.query_norm, layer.key_norm
+    if query is None or key is None:
+        return query is key
+    sizes = len(query.weight), len(key.weight)
+    is_alike = (query.epsilon, query.round_first) == (key.epsilon, key.round_first)
+    return is_alike and sizes in ((spec.head_dim, spec.head_dim), tuple(expected[:2]))
+
+
+def _side_by_side(weights: list[PackedWeight]) -> list[PackedWeight]:
+    """Return a single weight if these are parts of one, in their order."""
+    first = weights[0]
+    if len({weight.panels.untyped_storage().data_ptr() for weight in weights}) > 1:
+        return weights
+    return [first._replace(num_pairs=sum(weight.num_pairs for weight in weights))]

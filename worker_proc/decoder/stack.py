@@ -15,9 +15,10 @@ from torch import nn
 
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
-from worker_proc.decoder.layers import DecoderLayer
+from worker_proc.decoder.layers import DecoderLayer, LayerSettings
 from worker_proc.loading.fused import FusedRMSNorm
 from worker_proc.native.kernels import (
+    PANEL_OUTPUTS,
     BufferArgs,
     Epilogue,
     Instruction,
@@ -25,14 +26,12 @@ from worker_proc.native.kernels import (
     NativeLibrary,
     PackedWeight,
     ProgramArgs,
-    Rotation,
     RunArgs,
     projection,
 )
 
 HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED = range(6)
 _ROW_BYTES = 64
-_PANEL_OUTPUTS = 32
 _ALIAS_BYTES = 2048
 """Rows that are a multiple of it apart share few sets of the first cache."""
 
@@ -48,20 +47,20 @@ class DecoderStack:
         self,
         library: NativeLibrary,
         layers: Sequence[DecoderLayer],
-        rotations: Sequence[Rotation],
+        settings: Sequence[LayerSettings],
         dtype: torch.dtype,
     ) -> None:
-        """Take layers of one hidden size, and how each rotates by position."""
+        """Take layers of one hidden size, and what their modules do not show."""
         self._library = library
         self._layers = layers
-        self.rotations = rotations
+        self._settings = settings
         self._dtype = dtype
-        hidden_size = layers[0].out.out_features
+        hidden_size = layers[0].hidden_size
         widths = {
             HIDDEN: hidden_size,
             NORMED: hidden_size,
             QKV: max(sum(part.num_outputs for part in layer.qkv) for layer in layers),
-            ATTENDED: max(layer.out.in_features for layer in layers),
+            ATTENDED: max(_num_inputs(layer.out, dtype) for layer in layers),
             INNER: max(layer.mlp.size for layer in layers),
             PROJECTED: hidden_size,
         }
@@ -78,7 +77,8 @@ class DecoderStack:
         rows = hidden_states[0]
         program = self._program_for(angles)
         hidden = self._reserve(len(rows))
-        hidden.copy_(rows)
+        hidden[:, : self._hidden_size] = rows
+        hidden[:, self._hidden_size :] = 0  # an earlier request's may not be finite
         kinds = [angles[layer] for layer in program.first_layers]
         cosines = [cosine[0].contiguous() for cosine, _ in kinds]
         sines = [sine[0].contiguous() for _, sine in kinds]
@@ -97,12 +97,12 @@ class DecoderStack:
             len(rows),
         )
         self._library.execute(program.args, run)
-        return hidden.clone().unsqueeze(0)
+        return hidden[:, : self._hidden_size].clone().unsqueeze(0)
 
     def _reserve(self, num_rows: int) -> torch.Tensor:
-        """Make room for this many rows; returns those of the hidden states.
+        """Make room for this many rows; returns those of the hidden states, and what fills them up.
 
-        Rows are zero past their values, and stay so: the buffers move only when they grow.
+        Other rows are zero past their values, and stay so: the buffers move only when they grow.
         """
         if num_rows > self._max_rows:
             self._max_rows = num_rows + num_rows // 4
@@ -111,8 +111,7 @@ class DecoderStack:
             )
             start = -memory.data_ptr() % _ROW_BYTES
             size = self._max_rows * self._strides[HIDDEN]
-            hidden = memory[start : start + size].view(self._dtype).view(self._max_rows, -1)
-            self._hidden = hidden[:, : self._hidden_size]
+            self._hidden = memory[start : start + size].view(self._dtype).view(self._max_rows, -1)
             for index, stride in enumerate(self._strides):
                 self._buffers[index] = BufferArgs(memory.data_ptr() + start, stride)
                 start += self._max_rows * stride
@@ -128,10 +127,10 @@ class DecoderStack:
             backend = _backend_of(paged[0])
             instructions = [
                 instruction
-                for layer, rotation, kind, (cosine, _) in zip(
-                    self._layers, self.rotations, kinds, angles, strict=True
+                for layer, settings, kind, (cosine, _) in zip(
+                    self._layers, self._settings, kinds, angles, strict=True
                 )
-                for instruction in _layer(layer, backend, rotation, kind, cosine)
+                for instruction in _layer(layer, settings, backend, kind, cosine)
             ]
             first_layers = [kinds.index(kind) for kind in range(len(first_of))]
             self._program = Program(
@@ -166,14 +165,14 @@ class Program:
 
 def _layer(
     layer: DecoderLayer,
+    settings: LayerSettings,
     backend: NativeBackend,
-    rotation: Rotation,
     angles: int,
     cosines: torch.Tensor,
 ) -> list[Instruction]:
     """Return the instructions of one layer; `angles` is the number of its kind of angles."""
     norms, paged, factor = layer.norms, layer.paged, layer.residual_factor
-    spec, scoring = paged.spec, layer.scoring
+    spec = paged.spec
     program: list[Instruction] = []
     source = HIDDEN
     if norms.before_attention is not None:
@@ -201,7 +200,7 @@ def _layer(
         num_rotated=cosines.shape[-1],
         angles=angles,
         has_wide_angles=cosines.dtype == torch.float32,
-        rotation=rotation,
+        rotation=settings.rotation,
     )
     if query_norm is not None and key_norm is not None and are_of_heads:
         rotate.query_norm = query_norm.weight.data_ptr()
@@ -216,12 +215,12 @@ def _layer(
             source=QKV,
             target=ATTENDED,
             group=paged.group,
-            scale=scoring.scale,
-            softcap=scoring.softcap or 0.0,
+            scale=settings.scale,
+            softcap=settings.softcap,
             layer=ctypes.addressof(described),
         )
     )
-    program += _residual(layer.out.packed, ATTENDED, norms.after_attention, factor)
+    program += _residual(layer.out, ATTENDED, norms.after_attention, factor)
     source = HIDDEN
     if norms.before_mlp is not None:
         program.append(_norm(norms.before_mlp, HIDDEN, NORMED))
@@ -273,9 +272,13 @@ def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Inst
     )
 
 
+def _num_inputs(weight: PackedWeight, dtype: torch.dtype) -> int:
+    return weight.num_units * 4 // dtype.itemsize
+
+
 def _stride(width: int, itemsize: int) -> int:
     """Return the bytes between rows, which have room for whole panels."""
-    stride = -(-width // _PANEL_OUTPUTS) * _PANEL_OUTPUTS * itemsize
+    stride = -(-width // PANEL_OUTPUTS) * PANEL_OUTPUTS * itemsize
     return stride + _ROW_BYTES if stride % _ALIAS_BYTES == 0 else stride
 
 

@@ -1,7 +1,7 @@
 """Linear layers over packed weights: the fast path of the CPU.
 
-A row has the same bits beside any other rows. The own kernel of products.h computes them where it
-is compiled. Elsewhere oneDNN does, with two exceptions that are worked around: a single row runs
+A row has the same bits beside any other rows. The C++ kernels (products.h) compute them where they
+are compiled. Elsewhere oneDNN does, with two exceptions that are worked around: a single row runs
 as two, and very wide outputs in bfloat16 run in slices of rows.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from worker_proc.native.kernels import NativeLibrary, PackedWeight, projection
+from worker_proc.native.kernels import PANEL_OUTPUTS, NativeLibrary, PackedWeight, projection
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
@@ -20,7 +20,6 @@ SLICE_ROWS = 32
 PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
 MERGED = (("q_proj", "k_proj", "v_proj"),)
 """Children of one module that take the same rows: their weights lie side by side."""
-_PANEL_OUTPUTS = 32
 
 
 class PackedLinear(nn.Module):
@@ -35,7 +34,7 @@ class PackedLinear(nn.Module):
 
 
 class NativeLinear(PackedLinear):
-    """A linear layer that the own kernel computes."""
+    """A linear layer that the C++ kernels compute."""
 
     def __init__(
         self, library: NativeLibrary, packed: PackedWeight, shape: torch.Size, dtype: torch.dtype
@@ -47,8 +46,7 @@ class NativeLinear(PackedLinear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
-        width = self.packed.num_pairs * _PANEL_OUTPUTS
-        out = self._library.project(self._instruction, hidden, width)
+        out = self._library.project(self._instruction, hidden, self.packed.num_outputs)
         return out[:, : self.out_features].view(*hidden.shape[:-1], self.out_features)
 
 
@@ -144,7 +142,7 @@ def _merged(parent: nn.Module, library: NativeLibrary) -> dict[nn.Module, Packed
         linears = cast(Sequence[nn.Linear], children)
         sizes = [linear.out_features for linear in linears]
         if len({linear.in_features for linear in linears}) > 1 or any(
-            size % _PANEL_OUTPUTS for size in sizes
+            size % PANEL_OUTPUTS for size in sizes
         ):
             continue
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]

@@ -12,9 +12,7 @@ void attend_all(const Layer& layer, const Step& step, const Rows& query, const R
   Crew crew;
 #pragma omp parallel
   {
-#pragma omp single
-    crew.size = omp_get_num_threads();
-    Team team(crew, omp_get_thread_num());
+    Team team(crew, omp_get_thread_num(), omp_get_num_threads());
     attend(team, layer, step, query, key, value, out, layer.num_heads * layer.value_head_dim,
            scale, softcap);
   }

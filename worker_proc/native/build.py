@@ -20,7 +20,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-shared", "-fPIC"),
 )
-COMPILE_TIMEOUT_S = 120.0
+COMPILE_TIMEOUT_S = 300.0
 
 
 def library_path() -> Path:
@@ -69,13 +69,17 @@ def build() -> Path:
     # Renamed when complete, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
-        done = subprocess.run(
-            [command, *FLAGS, *sources, "-o", str(made)],
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_TIMEOUT_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [command, *FLAGS, *sources, "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            message = f"{command} takes longer than {COMPILE_TIMEOUT_S:g} s"
+            raise RuntimeError(message) from None
         if done.returncode != 0:
             raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
         made.replace(target)

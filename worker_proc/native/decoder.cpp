@@ -34,7 +34,7 @@ enum Rotation : int32_t {
 
 struct Buffer {
   void* data;
-  int64_t stride;  // bytes between rows: a multiple of 64
+  int64_t stride;  // bytes between rows: a multiple of 4, and of 64 in a program
 };
 
 // Sizes count values. Each kind uses the fields that its function names.
@@ -105,7 +105,7 @@ class Executor {
   // zeros past the last output; a product may be stored from a column on.
   void project(const Instruction& i) {
     const Buffer& source = run_.buffers[i.source];
-    const Rows4 rows{static_cast<const Unit*>(source.data),
+    const UnitRows rows{static_cast<const Unit*>(source.data),
                      source.stride / static_cast<int64_t>(sizeof(Unit))};
     const Weights weights{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     const auto biased = [&](int64_t pair, int half, Vec sum) {
@@ -221,9 +221,7 @@ void execute_all(const Program& program, const Run& run) {
   Crew crew;
 #pragma omp parallel
   {
-#pragma omp single
-    crew.size = omp_get_num_threads();
-    Team team(crew, omp_get_thread_num());
+    Team team(crew, omp_get_thread_num(), omp_get_num_threads());
     Executor<T> executor(run, team);
     for (int32_t i = 0; i < program.num_instructions; i++) {
       executor.execute(program.instructions[i]);

@@ -20,13 +20,14 @@ NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = logging.getLogger(__name__)
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_PANEL_OUTPUTS = 32
+PANEL_OUTPUTS = 32
+"""Of a pair of panels, in which weights are packed."""
 _GATES = 16  # of a pair of panels
 _UNIT_BYTES, _UNIT_STEP = 4, 16
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
-    "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 5),
+    "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 4),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_project": (*[_POINTER] * 3, _INT, _INT),
     "troika_execute": (_POINTER, _POINTER),
@@ -34,7 +35,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class Activation(enum.IntEnum):
-    """Activations of pointwise.cpp, by their numbers there."""
+    """Activations of pointwise.h, by their numbers there."""
 
     SILU = 0
     GELU_TANH = 1
@@ -71,7 +72,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class LayerArgs(ctypes.Structure):
-    """`Layer` of attention.cpp."""
+    """`Layer` of attention.h."""
 
     _fields_ = (
         *_fields("keys values", _POINTER),
@@ -80,7 +81,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """`Step` of attention.cpp."""
+    """`Step` of attention.h."""
 
     _fields_ = (
         *_fields("num_rows num_items item_size", _INT),
@@ -90,7 +91,7 @@ class StepArgs(ctypes.Structure):
 
 
 class RowsArgs(ctypes.Structure):
-    """`Rows` of attention.cpp."""
+    """`Rows` of attention.h."""
 
     _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
 
@@ -142,14 +143,14 @@ class PackedWeight(NamedTuple):
     @property
     def num_outputs(self) -> int:
         """The outputs, those that only fill the last panels included."""
-        return self.num_pairs * _PANEL_OUTPUTS
+        return self.num_pairs * PANEL_OUTPUTS
 
     def outputs(self, first: int, count: int) -> "PackedWeight":
         """Return a part of the outputs, which shares the memory; both are multiples of 32."""
-        panel_units = _PANEL_OUTPUTS * self.num_units
-        first_pair, num_pairs = first // _PANEL_OUTPUTS, -(-count // _PANEL_OUTPUTS)
+        panel_units = PANEL_OUTPUTS * self.num_units
+        first_pair, num_pairs = first // PANEL_OUTPUTS, -(-count // PANEL_OUTPUTS)
         panels = self.panels[first_pair * panel_units : (first_pair + num_pairs) * panel_units]
-        bias = None if self.bias is None else self.bias[first : first + num_pairs * _PANEL_OUTPUTS]
+        bias = None if self.bias is None else self.bias[first : first + num_pairs * PANEL_OUTPUTS]
         return PackedWeight(panels, bias, self.num_units, num_pairs)
 
 
@@ -161,8 +162,7 @@ class NativeLibrary:
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, None
-        self.has_tiles = bool(self._library.troika_enable_tiles())
-        """Whether this process can compute `linear`, which needs AMX."""
+        self._library.troika_enable_tiles()
 
     def attend(
         self,
@@ -201,24 +201,16 @@ class NativeLibrary:
         )
         return out
 
-    def activate(
-        self, hidden: torch.Tensor, activation: Activation, *, multiplies: bool = False
-    ) -> torch.Tensor:
-        """Apply an activation to every value of `[..., size]`.
-
-        If it multiplies, rows hold gates, then factors: f(gate) · up, `[..., size / 2]`.
-        """
+    def activate(self, hidden: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Apply an activation to every value."""
         rows = _dense_rows(hidden)
-        size = rows.shape[1] // 2 if multiplies else rows.shape[1]
-        out = torch.empty(*hidden.shape[:-1], size, dtype=hidden.dtype)
+        out = torch.empty(hidden.shape, dtype=hidden.dtype)
         self._library.troika_activate(
             rows.data_ptr(),
             rows.stride(0),
             out.data_ptr(),
-            len(rows),
-            size,
+            *rows.shape,
             activation,
-            multiplies,
             hidden.dtype == torch.bfloat16,
         )
         return out
@@ -230,9 +222,9 @@ class NativeLibrary:
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
         num_units = _round_up(num_inputs * weight.itemsize, _UNIT_BYTES * _UNIT_STEP) // _UNIT_BYTES
-        columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, _PANEL_OUTPUTS)
+        columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
-        panels = torch.zeros(num_pairs * _PANEL_OUTPUTS * num_units, dtype=torch.int32)
+        panels = torch.zeros(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
         is_bf16 = weight.dtype == torch.bfloat16
         self._library.troika_pack(
             weight.data_ptr(), is_bf16, num_outputs, num_inputs, gates, panels.data_ptr()
@@ -247,6 +239,8 @@ class NativeLibrary:
         """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""
         is_bf16 = hidden.dtype == torch.bfloat16
         rows = _padded_rows(_dense_rows(hidden), instruction.num_units, hidden.itemsize)
+        if rows.stride(0) * rows.itemsize % _UNIT_BYTES:
+            rows = rows.clone(memory_format=torch.contiguous_format)
         out = torch.empty(len(rows), width, dtype=hidden.dtype)
         buffers = (BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in (rows, out))
         self._library.troika_project(

@@ -22,7 +22,7 @@ extern bool troika_has_tiles;
 
 namespace {
 
-using Unit = uint32_t;
+typedef uint32_t Unit __attribute__((may_alias));
 
 constexpr int64_t kUnitStep = 16;   // units are padded to a multiple
 constexpr int64_t kPairOutputs = 2 * kLanes;
@@ -35,7 +35,7 @@ struct Weights {
   const Unit* panel(int64_t pair) const { return panels + pair * 2 * kLanes * num_units; }
 };
 
-struct Rows4 {
+struct UnitRows {
   const Unit* data;
   int64_t stride;  // in units
 };
@@ -67,7 +67,7 @@ inline Vec add_product<Bf16>(Vec sum, Unit unit, VecBits weights) {
 
 // The sums of R rows and P panels.
 template <typename T, int R, int P>
-[[gnu::always_inline]] inline void sum_products(Rows4 rows, const Unit* panel, int64_t num_units,
+[[gnu::always_inline]] inline void sum_products(UnitRows rows, const Unit* panel, int64_t num_units,
                                                 Vec (&sums)[R][P]) {
   constexpr bool kFromMemory = R <= 4;  // else the weights stay in the cache for the next rows
   constexpr int64_t kAhead = 4096 / sizeof(Unit);
@@ -93,65 +93,71 @@ template <typename T, int R, int P>
   }
 }
 
-template <typename T, int R, int Pairs, class Out>
-[[gnu::noinline]] void multiply_rows(const Weights& w, Rows4 rows, int64_t row, int64_t pair,
-                                     const Out& out) {
-  Vec sums[R][2 * Pairs];
-  sum_products<T>({rows.data + row * rows.stride, rows.stride}, w.panel(pair), w.num_units, sums);
-#pragma GCC unroll 32
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 32
-    for (int p = 0; p < Pairs; p++) out(row + r, pair + p, sums[r][2 * p], sums[r][2 * p + 1]);
-}
-
 #ifdef __AVX512F__
 constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
 #else
 constexpr int kMostRows = 3;
 #endif
 
-template <typename T, int Pairs, class Out>
-void multiply_few(const Weights& w, Rows4 rows, int64_t row, int count, int64_t pair,
-                  const Out& out) {
-  switch (count) {
-    case 1: return multiply_rows<T, 1, Pairs>(w, rows, row, pair, out);
-    case 2: return multiply_rows<T, 2, Pairs>(w, rows, row, pair, out);
-    case 3: return multiply_rows<T, 3, Pairs>(w, rows, row, pair, out);
-  }
+// Saves the sums of R rows and some pairs, row by row.
+template <typename T, int R, int Pairs>
+[[gnu::noinline]] void save_products(UnitRows rows, const Unit* panel, int64_t num_units,
+                                     Vec* saved) {
+  Vec sums[R][2 * Pairs];
+  sum_products<T>(rows, panel, num_units, sums);
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < 2 * Pairs; p++) saved[r * 2 * Pairs + p] = sums[r][p];
 }
 
-template <typename T, class Out>
-void multiply_some(const Weights& w, Rows4 rows, int64_t row, int count, int64_t pair,
-                   const Out& out) {
-  switch (count) {
-#define TROIKA_CASE(n) \
-  case n: return multiply_rows<T, n, 1>(w, rows, row, pair, out);
-    TROIKA_CASE(1) TROIKA_CASE(2) TROIKA_CASE(3)
+using Saver = void (*)(UnitRows rows, const Unit* panel, int64_t num_units, Vec* saved);
+
+template <typename T>
+Saver saver_for(int num_rows, int num_pairs) {
+  switch (num_pairs * 16 + num_rows) {
+#define TROIKA_CASE(pairs, rows) \
+  case pairs * 16 + rows: return save_products<T, rows, pairs>;
+    TROIKA_CASE(4, 1) TROIKA_CASE(4, 2)
+    TROIKA_CASE(2, 1) TROIKA_CASE(2, 2) TROIKA_CASE(2, 3)
+    TROIKA_CASE(1, 1) TROIKA_CASE(1, 2) TROIKA_CASE(1, 3)
 #ifdef __AVX512F__
-    TROIKA_CASE(4) TROIKA_CASE(5) TROIKA_CASE(6) TROIKA_CASE(7) TROIKA_CASE(8) TROIKA_CASE(9)
-    TROIKA_CASE(10) TROIKA_CASE(11) TROIKA_CASE(12)
+    TROIKA_CASE(1, 4) TROIKA_CASE(1, 5) TROIKA_CASE(1, 6) TROIKA_CASE(1, 7) TROIKA_CASE(1, 8)
+    TROIKA_CASE(1, 9) TROIKA_CASE(1, 10) TROIKA_CASE(1, 11) TROIKA_CASE(1, 12)
 #endif
 #undef TROIKA_CASE
   }
+  return nullptr;
+}
+
+template <typename T, class Out>
+void multiply_rows(const Weights& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
+                   int num_pairs, const Out& out) {
+  Vec sums[2 * kMostRows + 2 * 8];
+  const UnitRows first{rows.data + row * rows.stride, rows.stride};
+  saver_for<T>(num_rows, num_pairs)(first, w.panel(pair), w.num_units, sums);
+  const Vec* at = sums;
+  for (int r = 0; r < num_rows; r++)
+    for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair) with vector instructions.
 template <typename T, class Out>
-void multiply_with_vectors(const Weights& w, Rows4 rows, int64_t row, int64_t last_row,
+void multiply_with_vectors(const Weights& w, UnitRows rows, int64_t row, int64_t last_row,
                            int64_t pair, int64_t last_pair, const Out& out) {
   const int64_t num_rows = last_row - row;
+  if (num_rows == 0) return;
+  const int few = static_cast<int>(num_rows);
   if (num_rows <= 2)
-    for (; pair + 4 <= last_pair; pair += 4)
-      multiply_few<T, 4>(w, rows, row, static_cast<int>(num_rows), pair, out);
+    for (; pair + 4 <= last_pair; pair += 4) multiply_rows<T>(w, rows, row, few, pair, 4, out);
   if (num_rows <= 3)
-    for (; pair + 2 <= last_pair; pair += 2)
-      multiply_few<T, 2>(w, rows, row, static_cast<int>(num_rows), pair, out);
+    for (; pair + 2 <= last_pair; pair += 2) multiply_rows<T>(w, rows, row, few, pair, 2, out);
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   for (; pair < last_pair; pair++)
     for (int64_t tile = 0; tile < num_tiles; tile++) {
       const int64_t first = row + num_rows * tile / num_tiles;
       const int64_t last = row + num_rows * (tile + 1) / num_tiles;
-      multiply_some<T>(w, rows, first, static_cast<int>(last - first), pair, out);
+      multiply_rows<T>(w, rows, first, static_cast<int>(last - first), pair, 1, out);
     }
 }
 
@@ -178,7 +184,7 @@ struct alignas(64) TileConfig {
 
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
 template <bool HasLower, class Out>
-void multiply_tiles(const Weights& w, Rows4 rows, int64_t row, int64_t count, int64_t pair,
+void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
                     const Out& out) {
   const Unit* low = w.panel(pair);
   const Unit* high = low + kLanes * w.num_units;
@@ -213,7 +219,7 @@ void multiply_tiles(const Weights& w, Rows4 rows, int64_t row, int64_t count, in
 }
 
 template <class Out>
-void multiply_with_tiles(const Weights& w, Rows4 rows, int64_t row, int64_t last_row,
+void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t last_row,
                          int64_t first_pair, int64_t last_pair, const Out& out) {
   constexpr int64_t kBothRows = 2 * kAmxRows;
   const int64_t last_whole = row + (last_row - row) / kBothRows * kBothRows;
@@ -239,7 +245,7 @@ void multiply_with_tiles(const Weights& w, Rows4 rows, int64_t row, int64_t last
 #endif
 
 template <typename T, class Out>
-void multiply_part(const Weights& w, Rows4 rows, int64_t row, int64_t last_row, int64_t pair,
+void multiply_part(const Weights& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                    int64_t last_pair, const Out& out) {
 #ifdef __AMX_BF16__
   if (sizeof(T) == sizeof(Bf16) && troika_has_tiles)
@@ -251,7 +257,7 @@ void multiply_part(const Weights& w, Rows4 rows, int64_t row, int64_t last_row, 
 // Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
 // a team share them. The caller ends the phase.
 template <typename T, class Out>
-void multiply(Team& team, const Weights& w, Rows4 rows, int64_t num_rows, const Out& out) {
+void multiply(Team& team, const Weights& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;    // the weights are all that matters: each thread reads a part
   constexpr int64_t kGroupRows = 128; // rows that stay in a core's cache
   if (num_rows <= kFewRows) {

@@ -18,10 +18,6 @@ namespace {
 
 // What the threads of a region share. Phases are numbered; each thread counts them by itself.
 class Crew {
- public:
-  int size = 1;  // set before the threads begin
-
- private:
   friend class Team;
   static constexpr int kCounters = 4;
   struct alignas(64) Counter {
@@ -37,7 +33,7 @@ class Crew {
 // One thread's view of its crew.
 class Team {
  public:
-  Team(Crew& crew, int id) : id(id), size(crew.size), crew_(crew) {}
+  Team(Crew& crew, int id, int size) : id(id), size(size), crew_(crew) {}
 
   const int id, size;
 
