@@ -294,6 +294,7 @@ if os.fork() == 0:
     runner = make(lambda phase, *_: phases.add(phase))
     found = {"tokens": tokens(runner), "blocks": runner.facts.num_gpu_blocks}
     found["phases"], found["exact"] = sorted(phases), runner.facts.exact_resume
+    found["decoder"] = runner.facts.decoder
     found["threads"] = len(os.listdir("/proc/self/task"))
     os.write(write_fd, json.dumps(found).encode())
     os._exit(0)
@@ -325,3 +326,4 @@ def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(dtype: s
     assert found["forked"]["threads"] >= 2
     assert found["forked"]["phases"] == ["allocate_cache"]
     assert found["forked"]["exact"]
+    assert found["forked"]["decoder"] == "native"
