@@ -1,6 +1,7 @@
 """The native kernel equals the plain backend, with the same bits however the work is cut."""
 
 import random
+import shutil
 from collections.abc import Sequence
 
 import pytest
@@ -15,19 +16,20 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler, library_path
-from worker_proc.native.kernels import load_library
+from worker_proc.native.kernels import NativeLibrary, load_library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 CPU = torch.device("cpu")
-NUM_BLOCKS = 300
-LENGTHS = (1, 2, 15, 16, 17, 40, 64, 97)
+NUM_BLOCKS = 400
+LENGTHS = (1, 2, 15, 16, 17, 40, 64, 150)
 SPECS = (
     LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None),
     LayerSpec(num_heads=4, num_kv_heads=4, head_dim=32, value_head_dim=32, window=9),
     LayerSpec(num_heads=9, num_kv_heads=1, head_dim=80, value_head_dim=80, window=None),
     LayerSpec(num_heads=2, num_kv_heads=2, head_dim=24, value_head_dim=12, window=20),
     LayerSpec(num_heads=8, num_kv_heads=4, head_dim=15, value_head_dim=16, window=None),
+    LayerSpec(num_heads=16, num_kv_heads=1, head_dim=128, value_head_dim=64, window=70),
 )
 
 
@@ -87,12 +89,38 @@ class Texts:
 
 
 def native_backend(
-    block_size: int, dtype: torch.dtype, windows: Sequence[int | None] = (None,)
+    block_size: int,
+    dtype: torch.dtype,
+    windows: Sequence[int | None] = (None,),
+    library: NativeLibrary | None = None,
 ) -> NativeBackend:
     build()
-    library = load_library()
+    library = library or load_library()
     assert library is not None
     return NativeBackend(library, block_size, dtype, windows)
+
+
+@pytest.fixture(scope="module")
+def without_tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """The kernels of a processor without AMX; a copy, since each file is loaded once."""
+    copied = tmp_path_factory.mktemp("native") / "copy.so"
+    shutil.copy(build(), copied)
+    return NativeLibrary(copied, uses_tiles=False)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLibrary) -> None:
+    texts = Texts(spec, 16, torch.bfloat16)
+    parts = [(i, 0, length) for i, length in enumerate(LENGTHS)]
+    outputs = []
+    for library in (None, without_tiles):
+        layer = texts.layer(native_backend(16, torch.bfloat16, library=library))
+        outputs.append(torch.cat(texts.attend(layer, parts)))
+        alone = texts.layer(layer.backend)
+        for i, length in enumerate(LENGTHS):
+            steps = [texts.attend(alone, [(i, start, 1)])[0] for start in range(length)]
+            assert torch.equal(torch.cat(steps), outputs[-1].split(LENGTHS)[i])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -168,28 +196,35 @@ def test_nothing_is_loaded_that_was_not_built(
     assert load_library() is None
 
 
-def backend_of(kind: str, spec: LayerSpec, block_size: int) -> AttentionBackend:
+KINDS = [
+    ("plain", torch.float32),
+    ("native", torch.float32),
+    ("native", torch.bfloat16),
+]
+
+
+def backend_of(kind: str, dtype: torch.dtype, spec: LayerSpec, block_size: int) -> AttentionBackend:
     if kind == "plain":
-        return SdpaBackend({Rule(0, spec.window)}, block_size, torch.float32, CPU)
-    return native_backend(block_size, torch.float32, [spec.window])
+        return SdpaBackend({Rule(0, spec.window)}, block_size, dtype, CPU)
+    return native_backend(block_size, dtype, [spec.window])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 11, 40])
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-@pytest.mark.parametrize("kind", ["plain", "native"])
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3]], ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3], SPECS[5]], ids=str)
 def test_blocks_before_the_window_are_never_read(
-    spec: LayerSpec, kind: str, block_size: int, chunk: int
+    spec: LayerSpec, kind: str, dtype: torch.dtype, block_size: int, chunk: int
 ) -> None:
     """Neither they, where the table still has them, nor the null block in their place."""
     assert spec.window is not None
-    texts = Texts(spec, block_size, torch.float32)
+    texts = Texts(spec, block_size, dtype)
     longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]
     table = texts.requests[longest].block_tables[0]
     outputs = []
     for mode in ("kept", "stale", "null"):
         texts.requests[longest].block_tables = [list(table)]
-        layer, rows = texts.layer(backend_of(kind, spec, block_size)), []
+        layer, rows = texts.layer(backend_of(kind, dtype, spec, block_size)), []
         for start in range(0, num_tokens, chunk):
             passed = max(start - spec.window + 1, 0) // block_size
             if mode != "kept":
@@ -203,12 +238,14 @@ def test_blocks_before_the_window_are_never_read(
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("kind", ["plain", "native"])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: str) -> None:
+def test_what_an_earlier_owner_left_in_a_block_is_never_read(
+    spec: LayerSpec, kind: str, dtype: torch.dtype
+) -> None:
     """A NaN beyond a request's context must not reach it."""
-    texts = Texts(spec, 16, torch.float32)
-    backend = backend_of(kind, spec, 16)
+    texts = Texts(spec, 16, dtype)
+    backend = backend_of(kind, dtype, spec, 16)
     outputs = []
     for leftover in (0.0, torch.nan):
         layer = texts.layer(backend)

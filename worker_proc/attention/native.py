@@ -17,6 +17,7 @@ from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, 
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
+PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS = 16, 32, 16  # of attention_pairs.h
 ITEM_TOKENS = 64  # of one chunk that a thread computes at a time
 
 
@@ -55,7 +56,10 @@ class NativeBackend:
         self._arrays: list[torch.Tensor] = []
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`."""
+        """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`.
+
+        Kernels for pairs order the values of a head in a block in their own way.
+        """
         heads, size = (num_blocks, spec.num_kv_heads), self._block_size
         return (*heads, spec.head_dim, size), (*heads, size, spec.value_head_dim)
 
@@ -107,6 +111,17 @@ class NativeBackend:
         self._library.attend(self.layer_args(layer), step, Rows(*map(_dense, rows)), numbers, out)
         return out
 
+    def _has_pairs(self, spec: LayerSpec) -> bool:
+        """Return whether the kernels for pairs cover a layer."""
+        dims = (spec.head_dim, spec.value_head_dim)
+        return (
+            self._library.has_pairs
+            and self._is_bf16
+            and self._block_size % PAIR_SLOTS == 0
+            and all(dim % PAIR_DIMS == 0 for dim in dims)
+            and spec.num_heads // spec.num_kv_heads <= PAIR_ROWS
+        )
+
     def layer_args(self, layer: PagedLayer) -> LayerArgs:
         """Return a layer as the kernel takes it, at an address that stays."""
         if layer not in self._layers:
@@ -118,7 +133,7 @@ class NativeBackend:
         assert kv.keys.is_contiguous()
         assert kv.values.is_contiguous()
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
-        settings = (self._block_size, spec.window or 0, self._is_bf16)
+        settings = (self._block_size, spec.window or 0, self._is_bf16, self._has_pairs(spec))
         return LayerArgs(kv.keys.data_ptr(), kv.values.data_ptr(), *shape, *settings)
 
 

@@ -1,6 +1,6 @@
 // Attention of one module; called by attention/native.py.
 
-#include "attention.h"
+#include "attention_pairs.h"
 
 #include <omp.h>
 
@@ -13,8 +13,8 @@ void attend_all(const Layer& layer, const Step& step, const Rows& query, const R
 #pragma omp parallel
   {
     Team team(crew, omp_get_thread_num(), omp_get_num_threads());
-    attend(team, layer, step, query, key, value, out, layer.num_heads * layer.value_head_dim,
-           scale, softcap);
+    attend_any(team, layer, step, query, key, value, out, layer.num_heads * layer.value_head_dim,
+               scale, softcap);
   }
 }
 
@@ -27,4 +27,13 @@ extern "C" void troika_attend(const Layer* layer, const Step* step, const Rows* 
     attend_all(*layer, *step, *query, *key, *value, static_cast<Bf16*>(out), scale, softcap);
   else
     attend_all(*layer, *step, *query, *key, *value, static_cast<float*>(out), scale, softcap);
+}
+
+// Whether the layouts and kernels of attention_pairs.h exist here.
+extern "C" int32_t troika_has_pairs() {
+#ifdef TROIKA_HAS_PAIRS
+  return 1;
+#else
+  return 0;
+#endif
 }

@@ -21,7 +21,7 @@ struct Layer {
   int32_t num_heads, num_kv_heads, head_dim, value_head_dim;
   int32_t block_size;
   int32_t window;  // 0: none
-  int32_t is_bf16;
+  int32_t is_bf16, has_pairs;  // layouts of attention_pairs.h
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed
@@ -289,20 +289,9 @@ void attend_tile(Tile& tile, Padding<T>& padding, const Layer& layer, const Step
   }
 }
 
-// Stores keys and values, and attends; the caller ends the phase.
-template <typename T>
-void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
-            const Rows& value, T* out, int64_t out_stride, float scale, float softcap) {
-  const int tokens_per_tile = kTileRows / (layer.num_heads / layer.num_kv_heads);
-  store<T>(team, layer, step, key, value);
-  team.barrier();
-  static thread_local Tile tile;
-  static thread_local Padding<T> padding;
-  tile.dim = layer.head_dim;
-  tile.vdim = layer.value_head_dim;
-  tile.padded_vdim = (tile.vdim + kLanes - 1) / kLanes * kLanes;
-  tile.window = layer.window;
-  tile.softcap = softcap;
+// Calls f(segment, first token, tokens, kv_head) for tiles of all items, which the threads share.
+template <class F>
+void for_items(Team& team, const Layer& layer, const Step& step, int tokens_per_tile, const F& f) {
   // The longest chunks begin first, and their last tiles, with the longest contexts, before others.
   const int total = step.num_items * layer.num_kv_heads;
   for (int64_t taken; (taken = team.take(total)) < total;) {
@@ -314,12 +303,29 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
     const int num_tokens = left < step.item_size ? left : step.item_size;
     const int num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
     const int tile_size = (num_tokens + num_tiles - 1) / num_tiles;
-    for (int at = 0; at < num_tokens; at += tile_size) {
-      const int here = num_tokens - at < tile_size ? num_tokens - at : tile_size;
-      attend_tile<T>(tile, padding, layer, step, segment, begin + at, here,
-                     item % layer.num_kv_heads, query, out, out_stride, scale);
-    }
+    for (int at = 0; at < num_tokens; at += tile_size)
+      f(segment, begin + at, std::min(tile_size, num_tokens - at), item % layer.num_kv_heads);
   }
+}
+
+// Stores keys and values, and attends; the caller ends the phase.
+template <typename T>
+void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
+            const Rows& value, T* out, int64_t out_stride, float scale, float softcap) {
+  store<T>(team, layer, step, key, value);
+  team.barrier();
+  static thread_local Tile tile;
+  static thread_local Padding<T> padding;
+  tile.dim = layer.head_dim;
+  tile.vdim = layer.value_head_dim;
+  tile.padded_vdim = (tile.vdim + kLanes - 1) / kLanes * kLanes;
+  tile.window = layer.window;
+  tile.softcap = softcap;
+  const int tokens_per_tile = kTileRows / (layer.num_heads / layer.num_kv_heads);
+  for_items(team, layer, step, tokens_per_tile, [&](int segment, int token, int count, int kv_head) {
+    attend_tile<T>(tile, padding, layer, step, segment, token, count, kv_head, query, out,
+                   out_stride, scale);
+  });
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // writes buffers with one row for each token of the step; all threads work on it together, and a
 // barrier ends it. Values are rounded to the model's dtype where transformers' modules round.
 
-#include "attention.h"
+#include "attention_pairs.h"
 #include "pointwise.h"
 #include "products.h"
 
@@ -200,7 +200,7 @@ class Executor {
     const T* query = row(i.source, 0);
     const T* key = query + layer.num_heads * layer.head_dim;
     const T* value = key + layer.num_kv_heads * layer.head_dim;
-    attend(team_, layer, *run_.steps[i.group], {query, source_stride, layer.head_dim},
+    attend_any(team_, layer, *run_.steps[i.group], {query, source_stride, layer.head_dim},
            {key, source_stride, layer.head_dim}, {value, source_stride, layer.value_head_dim},
            row(i.target, 0), run_.buffers[i.target].stride / sizeof(T), i.scale, i.softcap);
   }

@@ -76,7 +76,8 @@ class LayerArgs(ctypes.Structure):
 
     _fields_ = (
         *_fields("keys values", _POINTER),
-        *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window is_bf16", _INT),
+        *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
+        *_fields("is_bf16 has_pairs", _INT),
     )
 
 
@@ -157,12 +158,16 @@ class PackedWeight(NamedTuple):
 class NativeLibrary:
     """The compiled kernels. Rows are float32 or bfloat16."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, uses_tiles: bool = True) -> None:
+        """Load the library; without `uses_tiles` its kernels use no AMX."""
         self._library = ctypes.CDLL(str(path))
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, None
-        self._library.troika_enable_tiles()
+        if uses_tiles:
+            self._library.troika_enable_tiles()
+        self.has_pairs = bool(self._library.troika_has_pairs())
+        """Whether attention in bfloat16 has kernels for pairs of values (attention_pairs.h)."""
 
     def attend(
         self,
