@@ -58,7 +58,7 @@ class NativeBackend:
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`.
 
-        Kernels for pairs order the values of a head in a block in their own way.
+        The kernels for pairs order a head's keys and values in a block in another way.
         """
         heads, size = (num_blocks, spec.num_kv_heads), self._block_size
         return (*heads, spec.head_dim, size), (*heads, size, spec.value_head_dim)

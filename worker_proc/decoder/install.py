@@ -33,8 +33,6 @@ MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Of what a layer adds to a row, relative to its length."""
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
 """Share of a row's own length that counts as what the layer adds, since sums are rounded."""
-SURE_ERROR = 1e-5
-"""No other rotation is tried then."""
 TRIAL_SCALES = (0.1, 1.0, 30.0)
 
 
@@ -195,7 +193,7 @@ def _best_settings(
         error = max(_error(stack, call, hidden, expected) for hidden, expected in trials)
         if error < least:
             best, least = settings, error
-        if error <= SURE_ERROR:
+        if error == 0.0:
             break
     return best
 

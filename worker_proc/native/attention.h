@@ -21,7 +21,8 @@ struct Layer {
   int32_t num_heads, num_kv_heads, head_dim, value_head_dim;
   int32_t block_size;
   int32_t window;  // 0: none
-  int32_t is_bf16, has_pairs;  // layouts of attention_pairs.h
+  int32_t is_bf16;
+  int32_t has_pairs;  // the layout is that of attention_pairs.h
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed

@@ -38,7 +38,8 @@ struct PairTile {
 
 // The groups of 16 slots of one span.
 struct PairSpan {
-  int base, count, num_groups;
+  int base, count;
+  int first_group, num_groups;  // values of others are not read: no row sees them
   const Unit *keys[kSpanGroups], *values[kSpanGroups];
 };
 
@@ -68,7 +69,7 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
   Vec sums[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sums[r][c] = load(tile.out[first + r] + column + c * kLanes);
-  for (int g = 0; g < span.num_groups; g++)
+  for (int g = span.first_group; g < span.num_groups; g++)
     for (int pair = 0; pair < kGroupPairs; pair++) {
       const Unit* values = span.values[g] + pair * tile.vdim + column;
       VecBits v[C];
@@ -125,6 +126,7 @@ struct alignas(64) PairTileConfig {
 };
 
 void score_with_tiles(PairTile& tile, const PairSpan& span) {
+  finish_stores();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -147,11 +149,12 @@ void score_with_tiles(PairTile& tile, const PairSpan& span) {
 }
 
 void add_with_tiles(PairTile& tile, const PairSpan& span) {
+  finish_stores();
   const int64_t stride = sizeof(tile.out[0]), value_stride = tile.vdim * sizeof(Unit);
   for (int column = 0; column < tile.vdim; column += 2 * kLanes) {
     _tile_loadd(0, tile.out[0] + column, stride);
     _tile_loadd(1, tile.out[0] + column + kLanes, stride);
-    for (int g = 0; g < span.num_groups; g++) {
+    for (int g = span.first_group; g < span.num_groups; g++) {
       _tile_loadd(5, tile.weights[0] + g * kLanes, sizeof(tile.weights[0]));
       _tile_loadd(7, span.values[g] + column, value_stride);
       _tile_dpbf16ps(0, 5, 7);
@@ -222,18 +225,20 @@ inline void attend_pair_context(PairTile& tile, const Layer& layer, const Step& 
   const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
   const int earliest = visible_from > 0 ? visible_from : 0;
   const int64_t group_keys = tile.dim / 2 * kLanes, group_values = kGroupPairs * tile.vdim;
-  const int32_t* table = step.tables + step.table_offset[segment];
+  const int64_t table = step.table_offset[segment];  // may be negative
   for (int base = earliest / kSpanSlots * kSpanSlots; base <= last; base += kSpanSlots) {
     PairSpan span;
     span.base = base;
     span.count = std::min(kSpanSlots, last - base + 1);
+    span.first_group = std::max(0, earliest / kLanes - base / kLanes);
     span.num_groups = (span.count + kLanes - 1) / kLanes;
     for (int g = 0; g < kSpanGroups; g++) {
-      // Groups past the context, or of blocks that the window has passed, repeat one that is there.
+      // Where a group is past the context, or in a block that the window has passed, the keys of
+      // another one are scored, and masked.
       const int wanted = base / kLanes + g;
       const int group = std::clamp(wanted, earliest / size * groups_per_block, last / kLanes);
-      const int64_t head = static_cast<int64_t>(table[group / groups_per_block]) *
-                               layer.num_kv_heads + kv_head;
+      const int64_t block = step.tables[table + group / groups_per_block];
+      const int64_t head = block * layer.num_kv_heads + kv_head;
       const int64_t place = head * groups_per_block + group % groups_per_block;
       span.keys[g] = static_cast<const Unit*>(layer.keys) + place * group_keys;
       span.values[g] = static_cast<const Unit*>(layer.values) + place * group_values;
@@ -277,6 +282,7 @@ inline void attend_pair_tile(PairTile& tile, const Layer& layer, const Step& ste
 #ifdef __AMX_BF16__
   if (troika_has_tiles) {
     const PairTileConfig config(tile.num_rows);
+    finish_stores();
     _tile_loadconfig(&config);
   }
 #endif

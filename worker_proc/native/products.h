@@ -165,6 +165,9 @@ void multiply_with_vectors(const Weights& w, UnitRows rows, int64_t row, int64_t
 
 constexpr int kAmxRows = 16;
 
+// Keeps the compiler from delaying stores past loads of tiles, which it may not see as loads.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 // Tiles 0, 1 are the sums of the upper rows, 2, 3 of the lower ones; 4 and 5 are rows, 6 and 7
 // weights.
 struct alignas(64) TileConfig {
@@ -224,6 +227,7 @@ void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t l
   constexpr int64_t kBothRows = 2 * kAmxRows;
   const int64_t last_whole = row + (last_row - row) / kBothRows * kBothRows;
   const TileConfig whole(kBothRows), rest(last_row - last_whole);
+  finish_stores();
   if (last_whole > row) {
     _tile_loadconfig(&whole);
     for (int64_t pair = first_pair; pair < last_pair; pair++)

@@ -14,7 +14,7 @@ constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
 
 struct Bf16 {
