@@ -231,7 +231,7 @@ class Calibration(NamedTuple):
     exactness: Exactness
     swap_cost_tokens: float
     embedding_size: int = 0
-    decoder: Sequence[LayerSettings] = ()
+    decoder: tuple[LayerSettings, ...] = ()
     """For each layer, as the native decoder computes it; empty: the modules compute them."""
 
 
@@ -299,7 +299,7 @@ def calibrate(
         exactness = check_exactness(loaded, backend, layout, stepwise)
         can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    return Calibration(exactness, cost, hidden.size, settings)
+    return Calibration(exactness, cost, hidden.size, tuple(settings))
 
 
 def build_runner(
