@@ -1,19 +1,17 @@
 """The end of reasoning is forced after its budget: the same with drafts, grammars, preemption."""
 
 import random
-from functools import cache
 
 import pytest
 import torch
 
-from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts
 from protocol.sampling import Grammar, GrammarKind, SamplingParams, ThinkingBudget
 from tests.worker.driving import Run, drive
 from tests.worker.test_sampler_edits import Row
-from tests.worker.test_structured_output import DEMO
+from tests.worker.test_structured_output import demo
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
 from worker_proc.null_runner import NullRunner
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.thinking import forced_token
@@ -98,18 +96,6 @@ def run(runner: NullRunner | ModelRunner, budget: ThinkingBudget | None, **optio
     params = SamplingParams(thinking_budget=budget, **{**fields, **more})  # type: ignore
     prompts = [[5 + n, 6, 7, 8] * 3 for n in range(5)]
     return drive(runner, prompts, params, **options)
-
-
-@cache
-def demo(num_speculative_tokens: int = 0) -> ModelRunner:
-    torch.set_num_threads(1)
-    config = configure(
-        model=str(DEMO),
-        num_gpu_blocks_override=600,
-        num_threads=1,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    return load_model_runner(config, lambda *_: None)
 
 
 @pytest.mark.parametrize("kind", ["null", "demo"])

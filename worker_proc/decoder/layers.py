@@ -68,6 +68,12 @@ class DecoderLayer(NamedTuple):
     residual_factor: float
 
     @property
+    def norms_each_head(self) -> bool:
+        """Whether queries and keys have norms, each head by itself."""
+        norm = self.query_norm
+        return norm is not None and len(norm.weight) == self.paged.spec.head_dim
+
+    @property
     def paged(self) -> PagedLayer:
         """The layer's part of the KV cache that is attached now."""
         layer: PagedLayer = self.attention.__dict__["paged_layer"]
@@ -96,12 +102,11 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     linears = [parts.pop(name, None) for name in names]
     qkv = [linear for linear in linears if isinstance(linear, NativeLinear)]
     out, down = parts.pop("o_proj", None), mlp.down_proj
-    head_norms = parts.pop("q_norm", None), parts.pop("k_norm", None)
+    query_norm, key_norm = parts.pop("q_norm", None), parts.pop("k_norm", None)
     if len(qkv) < len(linears) or parts or not isinstance(out, NativeLinear):
         return None
     if not isinstance(down, NativeLinear):
         return None
-    query_norm, key_norm = (norm for norm in head_norms)
     if not isinstance(query_norm, FusedRMSNorm | None):
         return None
     if not isinstance(key_norm, FusedRMSNorm | None):

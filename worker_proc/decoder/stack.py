@@ -172,70 +172,59 @@ def _layer(
 ) -> list[Instruction]:
     """Return the instructions of one layer; `angles` is the number of its kind of angles."""
     norms, paged, factor = layer.norms, layer.paged, layer.residual_factor
-    spec = paged.spec
-    program: list[Instruction] = []
-    source = HIDDEN
-    if norms.before_attention is not None:
-        program.append(_norm(norms.before_attention, HIDDEN, NORMED))
-        source = NORMED
-    columns = (
-        0,
-        spec.num_heads * spec.head_dim,
-        (spec.num_heads + spec.num_kv_heads) * spec.head_dim,
-    )
-    for weight, column in zip(layer.qkv, columns, strict=False):
-        # Each writes whole panels: what it writes past its outputs is overwritten by the next.
-        program.append(projection(weight, source=source, target=QKV, column=column))
-    query_norm, key_norm = layer.query_norm, layer.key_norm
-    are_of_heads = query_norm is not None and len(query_norm.weight) == spec.head_dim
-    if query_norm is not None and key_norm is not None and not are_of_heads:
-        program.append(_norm(query_norm, QKV, QKV))
-        program.append(_norm(key_norm, QKV, QKV, column=columns[1]))
+    program, source = _normed(norms.before_attention)
+    program += _queries_and_keys(layer, source)
     rotate = Instruction(
         kind=Kind.ROTATE,
         source=QKV,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_heads=paged.spec.num_heads,
+        num_kv_heads=paged.spec.num_kv_heads,
+        head_dim=paged.spec.head_dim,
         num_rotated=cosines.shape[-1],
         angles=angles,
         has_wide_angles=cosines.dtype == torch.float32,
         rotation=settings.rotation,
     )
-    if query_norm is not None and key_norm is not None and are_of_heads:
-        rotate.query_norm = query_norm.weight.data_ptr()
-        rotate.key_norm = key_norm.weight.data_ptr()
-        rotate.epsilon = query_norm.epsilon
-        rotate.rounds_first = query_norm.round_first
-    program.append(rotate)
-    described = backend.layer_args(paged)
-    program.append(
-        Instruction(
-            kind=Kind.ATTEND,
-            source=QKV,
-            target=ATTENDED,
-            group=paged.group,
-            scale=settings.scale,
-            softcap=settings.softcap,
-            layer=ctypes.addressof(described),
-        )
+    if layer.query_norm is not None and layer.key_norm is not None and layer.norms_each_head:
+        rotate.query_norm = layer.query_norm.weight.data_ptr()
+        rotate.key_norm = layer.key_norm.weight.data_ptr()
+        rotate.epsilon = layer.query_norm.epsilon
+        rotate.rounds_first = layer.query_norm.round_first
+    attend = Instruction(
+        kind=Kind.ATTEND,
+        source=QKV,
+        target=ATTENDED,
+        group=paged.group,
+        scale=settings.scale,
+        softcap=settings.softcap,
+        layer=ctypes.addressof(backend.layer_args(paged)),
     )
-    program += _residual(layer.out, ATTENDED, norms.after_attention, factor)
-    source = HIDDEN
-    if norms.before_mlp is not None:
-        program.append(_norm(norms.before_mlp, HIDDEN, NORMED))
-        source = NORMED
-    mlp = layer.mlp
-    program.append(
-        projection(
-            mlp.gate_up,
-            source=source,
-            target=INNER,
-            epilogue=Epilogue.ACTIVATE,
-            activation=mlp.activation,
-        )
-    )
-    program += _residual(layer.down, INNER, norms.after_mlp, factor)
+    program += [rotate, attend, *_residual(layer.out, ATTENDED, norms.after_attention, factor)]
+    before_mlp, source = _normed(norms.before_mlp)
+    activate = {"epilogue": Epilogue.ACTIVATE, "activation": layer.mlp.activation}
+    program += before_mlp
+    program.append(projection(layer.mlp.gate_up, source=source, target=INNER, **activate))
+    return program + _residual(layer.down, INNER, norms.after_mlp, factor)
+
+
+def _normed(norm: FusedRMSNorm | None) -> tuple[list[Instruction], int]:
+    """Return the instructions for a norm of the residual, if any, and the buffer of the result."""
+    return ([], HIDDEN) if norm is None else ([_norm(norm, HIDDEN, NORMED)], NORMED)
+
+
+def _queries_and_keys(layer: DecoderLayer, source: int) -> list[Instruction]:
+    """Return the projections to queries, keys and values, and norms of all heads together."""
+    spec = layer.paged.spec
+    first_key = spec.num_heads * spec.head_dim
+    columns = (0, first_key, first_key + spec.num_kv_heads * spec.head_dim)
+    # Each writes whole panels: what it writes past its outputs is overwritten by the next.
+    program = [
+        projection(weight, source=source, target=QKV, column=column)
+        for weight, column in zip(layer.qkv, columns, strict=False)
+    ]
+    if layer.query_norm is not None and layer.key_norm is not None and not layer.norms_each_head:
+        program.append(_norm(layer.query_norm, QKV, QKV))
+        program.append(_norm(layer.key_norm, QKV, QKV, column=first_key))
     return program
 
 

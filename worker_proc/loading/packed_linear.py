@@ -18,7 +18,7 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
 SLICE_ROWS = 32
 PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
-MERGED = (("q_proj", "k_proj", "v_proj"),)
+MERGED = ("q_proj", "k_proj", "v_proj")
 """Children of one module that take the same rows: their weights lie side by side."""
 
 
@@ -135,28 +135,24 @@ def pack_linears(
 
 def _merged(parent: nn.Module, library: NativeLibrary) -> dict[nn.Module, PackedLinear]:
     """Pack children that take the same rows into one weight, of which each is a part."""
-    for names in MERGED:
-        children = [getattr(parent, name, None) for name in names]
-        if not all(type(child) is nn.Linear for child in children):
-            continue
-        linears = cast(Sequence[nn.Linear], children)
-        sizes = [linear.out_features for linear in linears]
-        if len({linear.in_features for linear in linears}) > 1 or any(
-            size % PANEL_OUTPUTS for size in sizes
-        ):
-            continue
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        if len(biases) not in (0, len(linears)):
-            continue
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        whole = library.pack(weight, torch.cat(biases) if biases else None)
-        parts: dict[nn.Module, PackedLinear] = {}
-        first = 0
-        for linear, size in zip(linears, sizes, strict=True):
-            part = whole.outputs(first, size)
-            shape, dtype = linear.weight.shape, linear.weight.dtype
-            parts[linear] = NativeLinear(library, part, shape, dtype)
-            first += size
-            del linear.weight
-        return parts
-    return {}
+    children = [getattr(parent, name, None) for name in MERGED]
+    if not all(type(child) is nn.Linear for child in children):
+        return {}
+    linears = cast(Sequence[nn.Linear], children)
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    if (
+        len({linear.in_features for linear in linears}) > 1
+        or any(linear.out_features % PANEL_OUTPUTS for linear in linears)
+        or len(biases) not in (0, len(linears))
+    ):
+        return {}
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    whole = library.pack(weight, torch.cat(biases) if biases else None)
+    parts: dict[nn.Module, PackedLinear] = {}
+    first = 0
+    for linear in linears:
+        part = whole.outputs(first, linear.out_features)
+        parts[linear] = NativeLinear(library, part, linear.weight.shape, linear.weight.dtype)
+        first += linear.out_features
+        del linear.weight
+    return parts

@@ -45,7 +45,7 @@ struct Instruction {
   int32_t epilogue, activation;
   int32_t rounds_first;    // a norm rounds before it multiplies by its weight
   int32_t num_heads, num_kv_heads, head_dim, num_rotated, rotation;
-  int32_t angles, has_wide_angles;  // which angles, and whether they are float32 in any model
+  int32_t angles, has_wide_angles;  // the kind of angles, and whether they are float32
   int32_t group;
   float factor, epsilon, scale, softcap;
   int64_t num_units, num_pairs;
@@ -106,7 +106,7 @@ class Executor {
   void project(const Instruction& i) {
     const Buffer& source = run_.buffers[i.source];
     const UnitRows rows{static_cast<const Unit*>(source.data),
-                     source.stride / static_cast<int64_t>(sizeof(Unit))};
+                        source.stride / static_cast<int64_t>(sizeof(Unit))};
     const Weights weights{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     const auto biased = [&](int64_t pair, int half, Vec sum) {
       if (i.bias) sum += load(i.bias + pair * kPairOutputs + half * kLanes);

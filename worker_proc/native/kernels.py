@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_project": (*[_POINTER] * 3, _INT, _INT),
     "troika_execute": (_POINTER, _POINTER),
+    "troika_enable_tiles": (),
 }
 
 

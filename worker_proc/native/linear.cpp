@@ -9,13 +9,12 @@
 
 bool troika_has_tiles = false;
 
-// Requests the tile registers from the kernel; returns whether this process may use them.
-extern "C" int32_t troika_enable_tiles() {
+// Requests the tile registers from the operating system.
+extern "C" void troika_enable_tiles() {
 #ifdef __AMX_BF16__
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   troika_has_tiles = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
-  return troika_has_tiles;
 }
 
 // Packs a weight, [num_outputs, num_inputs]; see products.h. With `gates`, half of the outputs are
