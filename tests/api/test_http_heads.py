@@ -35,9 +35,13 @@ class Line:
     protocol: Any
 
     def read(self, data: bytes) -> None:
-        """Let the server receive these bytes in one read."""
-        if not self.live.call(self.protocol.transport.is_closing):
-            self.live.call(self.protocol.data_received, data)
+        """Let the server receive these bytes in one read, unless the connection is closed."""
+
+        def receive() -> None:
+            if not self.protocol.transport.is_closing():
+                self.protocol.data_received(data)
+
+        self.live.call(receive)
 
     def received(self, end: bytes | None = None, times: int = 1) -> bytes:
         """Return all bytes until `end` has come `times` times, or the connection is closed."""
