@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.core_worker import CompileGrammar, GrammarCompiled
-from protocol.process.failpoints import VARIABLE
+from protocol.process.failpoints import LOG_FILE, VARIABLE
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import eventually
 from worker_proc.grammar import service as service_module
@@ -76,7 +76,12 @@ def test_a_grammar_that_takes_long_delays_no_other(
     wait(service, 1)
     (tmp_path / "grammar.compile").write_text("delay:60000@*")
     service.compile(CompileGrammar(1, regex("slow")))
-    eventually(lambda: service._slow._prover is not None, "the second lane has it", TIMEOUT_S)
+    log = tmp_path / LOG_FILE
+    eventually(
+        lambda: log.exists() and len(log.read_text().splitlines()) == 2,
+        "the provers of both lanes wait, one after the other",
+        TIMEOUT_S,
+    )
     (tmp_path / "grammar.compile").unlink()
     service.compile(CompileGrammar(2, regex("quick")))
     first, second = wait(service, 2)
