@@ -81,6 +81,7 @@ class ModelRunner:
         *,
         num_speculative_tokens: int = 0,
         grammars: GrammarCompiler | None = None,
+        library: NativeLibrary | None = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
@@ -89,7 +90,7 @@ class ModelRunner:
         self.attention = backend.name
         self._backend = backend
         self._pool = pool
-        self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device)
+        self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device, library)
         self._mirror = Mirror(facts)
         self.swap_cost_tokens = swap_cost_tokens
         self._num_speculative_tokens = num_speculative_tokens
@@ -356,6 +357,7 @@ def build_runner(
         calibration.swap_cost_tokens,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
         grammars=prepared.grammars,
+        library=prepared.kernels,
     )
 
 

@@ -7,6 +7,7 @@ from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.test_parity import MAX_TOKENS, Serve, Served, generate, make_prompts
 from worker_proc import model_runner
 from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import NativeLibrary
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +39,13 @@ def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip("no C++ compiler")
     else:
         build()
+
+
+@pytest.fixture(params=["torch", "native"])
+def sampling_library(request: pytest.FixtureRequest) -> NativeLibrary | None:
+    """Run the test with either way to choose tokens on the CPU; None: torch."""
+    if request.param == "torch":
+        return None
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    return NativeLibrary(build())

@@ -7,6 +7,7 @@ which avoids sorting, must agree with it token for token.
 import itertools
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.inverse_cdf import (
     Filters,
     _distance,
@@ -32,6 +34,14 @@ CPU = torch.device("cpu")
 EOS = (2, 5)
 VOCAB = 512
 WORD = 0xFFFFFFFF
+LIBRARY: NativeLibrary | None = None
+"""Set for each test."""
+
+
+@pytest.fixture(autouse=True)
+def _choice(sampling_library: NativeLibrary | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with both ways to choose tokens."""
+    monkeypatch.setattr(sys.modules[__name__], "LIBRARY", sampling_library)
 
 
 @dataclass
@@ -58,7 +68,7 @@ def _row(
 
 
 def _sampler(vocab_size: int = VOCAB) -> Sampler:
-    return Sampler(vocab_size, EOS, CPU)
+    return Sampler(vocab_size, EOS, CPU, LIBRARY)
 
 
 def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -118,7 +128,9 @@ def _reference(logits: Tensor, row: Row) -> int:
         sums = sums[: next(i for i, s in enumerate(sums) if s >= bound) + 1]
     words = _philox_words(p.seed, len(row.token_ids))
     target = (((words[0] << 32 | words[1]) >> 2) * sums[-1]) >> 62
-    return int(ids[next(i for i, s in enumerate(sums) if s > target)])
+    kept = sorted(zip(ids.tolist(), weights[: len(sums)], strict=False))
+    running = itertools.accumulate(weight for _, weight in kept)
+    return next(kept[i][0] for i, sum_ in enumerate(running) if sum_ > target)
 
 
 def _random_params(rng: random.Random) -> SamplingParams:
@@ -204,6 +216,15 @@ def test_draws_at_the_corners_take_their_token(top_p: float) -> None:
             full = sample_full(scores, filters, with_top_p=top_p < 1.0)
             assert full.tolist() == [owner]
             assert sample_top_k(scores, filters, torch.tensor([6])).tolist() == [owner]
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_top_p_ends_with_the_token_that_reaches_it_exactly(top_k: int) -> None:
+    """Of four equal tokens 0.75 keeps three, and each of them is drawn."""
+    logits = torch.full((300, VOCAB), -math.inf)
+    logits[:, [7, 30, 31, 400]] = 1.5
+    rows = [_row(SamplingParams(seed=seed, top_p=0.75, top_k=top_k)) for seed in range(300)]
+    assert set(_tokens(logits, rows)) == {7, 30, 31}
 
 
 @pytest.mark.parametrize("seed", range(4))

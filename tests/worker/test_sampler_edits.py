@@ -1,6 +1,7 @@
 """Properties of the sampler's score edits and logprobs, and its results for broken logits."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,21 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams, ThinkingBudget
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.logit_edits import edit_scores
 from worker_proc.sampling.sampler import Sampler
 
 EOS = (2, 5)
 VOCAB = 64
 NAN, INF = math.nan, math.inf
+LIBRARY: NativeLibrary | None = None
+"""Set for each test."""
+
+
+@pytest.fixture(autouse=True)
+def _choice(sampling_library: NativeLibrary | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with both ways to choose tokens."""
+    monkeypatch.setattr(sys.modules[__name__], "LIBRARY", sampling_library)
 
 
 @dataclass
@@ -40,7 +50,7 @@ def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: An
 
 
 def _sampler(vocab_size: int = VOCAB) -> Sampler:
-    return Sampler(vocab_size, EOS, torch.device("cpu"))
+    return Sampler(vocab_size, EOS, torch.device("cpu"), LIBRARY)
 
 
 def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:

@@ -12,6 +12,7 @@ from tests.worker.test_sampler_edits import Row
 from tests.worker.test_structured_output import demo
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.model_runner import ModelRunner
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.null_runner import NullRunner
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.thinking import forced_token
@@ -65,8 +66,10 @@ def test_the_forced_tokens_follow_from_the_ids(begin: list[int], end: list[int])
     assert 20 < num_forced < 400
 
 
-def test_no_edit_and_no_sampling_leads_past_the_forced_token() -> None:
-    sampler = Sampler(VOCAB, (EOS,), torch.device("cpu"))
+def test_no_edit_and_no_sampling_leads_past_the_forced_token(
+    sampling_library: NativeLibrary | None,
+) -> None:
+    sampler = Sampler(VOCAB, (EOS,), torch.device("cpu"), sampling_library)
     budget = ThinkingBudget(3, [], [50])
     options = [
         {"temperature": 0.0},

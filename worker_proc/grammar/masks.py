@@ -19,16 +19,20 @@ class RowMasks:
 
     def __init__(self, bits: Tensor, rows: dict[int, int], vocab_size: int) -> None:
         """Take one line of `bits`, int32, for each constrained row; `rows`: the line of a row."""
-        self._bits = bits
+        self.bits = bits
         self._rows = rows
         self._vocab_size = vocab_size
 
     def __contains__(self, row: int) -> bool:
         return row in self._rows
 
+    def line(self, row: int) -> int:
+        """Return the line of `bits` that a row has, or -1: it may take any token."""
+        return self._rows.get(row, -1)
+
     def allowed(self, rows: Sequence[int], device: torch.device) -> Tensor:
         """Return the tokens that constrained rows may take: bool [n, vocab]."""
-        lines = self._bits.numpy()[[self._rows[row] for row in rows]]
+        lines = self.bits.numpy()[[self._rows[row] for row in rows]]
         known = lines.shape[1] * _BITS
         bits = np.unpackbits(lines.view(np.uint8), axis=1, bitorder="little")
         if known < self._vocab_size:

@@ -8,6 +8,7 @@ import ctypes
 import enum
 import logging
 import os
+import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_project": (*[_POINTER] * 3, _INT, _INT),
     "troika_execute": (_POINTER, _POINTER),
+    "troika_sample": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER),
     "troika_enable_tiles": (),
 }
 
@@ -132,6 +134,28 @@ class RunArgs(ctypes.Structure):
         *_fields("buffers steps cosines sines", _POINTER),
         *_fields("num_rows", _INT),
     )
+
+
+class LogitsArgs(ctypes.Structure):
+    """`Logits` of sampling.cpp."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("stride", _LONG),
+        *_fields("vocab_size is_bf16 are_edited", _INT),
+    )
+
+
+SAMPLING_ROW = struct.Struct("=qqddfiii")
+"""`Order` of sampling.cpp: seed, position, min_p, top_p, temperature, top_k, row, line of masks."""
+
+
+class ChoiceState(enum.IntEnum):
+    """What became of a row, by its number in sampling.cpp."""
+
+    CHOSEN = 0
+    NONE_POSSIBLE = 1
+    NOT_FINITE = 2
 
 
 class PackedWeight(NamedTuple):
@@ -257,6 +281,38 @@ class NativeLibrary:
     def execute(self, program: ProgramArgs, run: RunArgs) -> None:
         """Execute a program over one step."""
         self._library.troika_execute(ctypes.byref(program), ctypes.byref(run))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        orders: bytes,
+        masks: torch.Tensor | None,
+        *,
+        are_edited: bool = False,
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return a token, int64, and a `ChoiceState` for each SAMPLING_ROW in `orders`.
+
+        `logits` are `[rows, vocab]`; `masks` have one bit a token, int32 `[lines, words]`. Edited
+        logits may be -inf for every token of a row, whose state is then NONE_POSSIBLE.
+        """
+        assert logits.stride(1) == 1
+        num_orders = len(orders) // SAMPLING_ROW.size
+        tokens = torch.empty(num_orders, dtype=torch.int64)
+        states = (_INT * num_orders)()
+        is_bf16 = logits.dtype == torch.bfloat16
+        arguments = LogitsArgs(
+            logits.data_ptr(), logits.stride(0), logits.shape[1], is_bf16, are_edited
+        )
+        self._library.troika_sample(
+            ctypes.byref(arguments),
+            orders,
+            num_orders,
+            None if masks is None else masks.data_ptr(),
+            0 if masks is None else masks.shape[1],
+            tokens.data_ptr(),
+            states,
+        )
+        return tokens, list(states)
 
 
 def projection(weight: PackedWeight, **fields: Any) -> Instruction:

@@ -5,8 +5,9 @@ floor(exp((score - max) / temperature) * 2**40). Integer sums do not depend on t
 summation, so neither the other rows of the batch, nor the device's reduction strategy, nor the
 shortcut taken here can change a token. Each function returns what this would: sort the row by
 descending score with ties by token id, drop weights under the min-p bound, cut to top_k tokens, cut
-after the first token where the running sum reaches top_p of the rest, and take the token where the
-running sum first exceeds `draw` (as a fraction) of what is left.
+after the first token where the running sum reaches top_p of the rest; then, in the order of token
+ids, take the token where the running sum of what is left first exceeds `draw` (as a fraction).
+`worker_proc/native/sampling.cpp` does the same on the CPU.
 """
 
 from typing import NamedTuple
@@ -53,20 +54,26 @@ def sample_top_k(scores: Tensor, filters: Filters, top_k: Tensor) -> Tensor:
     values, ids = head(scores, int(top_k.max()))
     weights = _weigh(_distance(values, values[:, :1], filters), filters)
     places = torch.arange(values.shape[1], device=values.device)
-    sums = weights.masked_fill_(places >= top_k[:, None], 0).cumsum(dim=-1)
-    kept = _first_above(sums, _top_p_bound(sums[:, -1], filters))
-    totals = sums.gather(1, kept[:, None])[:, 0]
-    chosen = _first_above(sums, scale(filters.draws, totals))
-    return ids.gather(1, chosen[:, None])[:, 0]
+    weights.masked_fill_(places >= top_k[:, None], 0)
+    sums = weights.cumsum(dim=-1)
+    last = _first_above(sums, _top_p_bound(sums[:, -1], filters))
+    weights.masked_fill_(places > last[:, None], 0)
+    ids, order = ids.sort(dim=-1)
+    chosen = _choose(weights.gather(1, order), filters)
+    return ids.gather(1, chosen)[:, 0]
 
 
 def sample_full(scores: Tensor, filters: Filters, *, with_top_p: bool) -> Tensor:
     """Sample rows without a top_k, and without a sort of all scores; see `sample_top_k`."""
-    histogram = _Histogram(scores, filters)
-    totals = histogram.sums[:, -1]
-    if with_top_p:
-        _, totals = histogram.locate(_top_p_bound(totals, filters))
-    return histogram.locate(scale(filters.draws, totals))[0]
+    distance = _distance(scores, scores.amax(dim=-1, keepdim=True), filters)
+    if not with_top_p:
+        return _choose(_weigh(distance, filters), filters)[:, 0]
+    histogram = _Histogram(scores, distance, filters)
+    last_ids = histogram.locate(_top_p_bound(histogram.sums[:, -1], filters))
+    last_scores = scores.gather(1, last_ids)
+    is_later = torch.arange(scores.shape[1], device=scores.device) > last_ids
+    dropped = (scores < last_scores) | ((scores == last_scores) & is_later)
+    return _choose(histogram.weights.masked_fill_(dropped, 0), filters)[:, 0]
 
 
 class _Histogram:
@@ -76,24 +83,29 @@ class _Histogram:
     finding a place in the running sum needs the sums of the buckets and a sort of one bucket.
     """
 
-    def __init__(self, scores: Tensor, filters: Filters) -> None:
-        distance = _distance(scores, scores.amax(dim=-1, keepdim=True), filters)
+    def __init__(self, scores: Tensor, distance: Tensor, filters: Filters) -> None:
+        """Take the distance of each score from the best one, which is overwritten."""
         self._scores = scores
         self._buckets = (distance * _BUCKETS_PER_NAT).clamp_(max=_NUM_BUCKETS - 1).long()
-        self._weights = _weigh(distance, filters)
-        sums = self._weights.new_zeros(scores.shape[0], _NUM_BUCKETS)
-        sums.scatter_add_(1, self._buckets, self._weights)
+        self.weights = _weigh(distance, filters)
+        sums = self.weights.new_zeros(scores.shape[0], _NUM_BUCKETS)
+        sums.scatter_add_(1, self._buckets, self.weights)
         self.sums = sums.cumsum_(dim=-1)  # int64 [n, buckets]: up to the end of each bucket
 
-    def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first token where the sorted running sum exceeds the target, and that sum."""
+    def locate(self, targets: Tensor) -> Tensor:
+        """Return the first token where the sorted running sum exceeds the target; int64 [n, 1]."""
         buckets = _first_above(self.sums, targets)[:, None]
         values, ids = sorted_members(self._scores, self._buckets == buckets)
-        weights = self._weights.gather(1, ids).masked_fill_(values.isneginf(), 0)
+        weights = self.weights.gather(1, ids).masked_fill_(values.isneginf(), 0)
         before = self.sums.gather(1, (buckets - 1).clamp_(min=0)).masked_fill_(buckets == 0, 0)
         sums = weights.cumsum(dim=-1).add_(before)
-        places = _first_above(sums, targets)[:, None]
-        return ids.gather(1, places)[:, 0], sums.gather(1, places)[:, 0]
+        return ids.gather(1, _first_above(sums, targets)[:, None])
+
+
+def _choose(weights: Tensor, filters: Filters) -> Tensor:
+    """The place where the running sum of the weights first exceeds the draw; int64 [n, 1]."""
+    sums = weights.cumsum(dim=-1)
+    return _first_above(sums, scale(filters.draws, sums[:, -1]))[:, None]
 
 
 def _distance(scores: Tensor, maxima: Tensor, filters: Filters) -> Tensor:

@@ -31,6 +31,23 @@ class SamplingRow(Protocol):
         """Length of `token_ids`, which is read more often than the ids."""
 
 
+def edited_scores(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    eos_token_ids: Sequence[int],
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Return float32 scores without NaN or +inf, edited where rows ask for it.
+
+    Overwrites `logits` if they are float32. See `edit_scores`.
+    """
+    largest = torch.finfo(torch.float32).max
+    scores = logits.float().nan_to_num_(nan=-math.inf, posinf=largest, neginf=-math.inf)
+    if any(row.edits_scores for row in rows):
+        edit_scores(scores, rows, eos_token_ids, allowed)
+    return scores
+
+
 def edit_scores(
     scores: Tensor,
     rows: Sequence[SamplingRow],
