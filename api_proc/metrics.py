@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from api_proc.peers.shared_counters import Take, private
 from protocol.api_core import LOOP_BUCKETS_S, EngineStats
+from protocol.core_worker import ModelFacts
 from protocol.sampling import FinishReason
 
 VLLM_NAMES = frozenset(
@@ -76,6 +77,12 @@ _ENGINE_COUNTERS = (
     ("worker_restarts", "Workers replaced.", "worker_restarts"),
 )
 
+
+# What the worker reported about its model, as labels of a gauge.
+_INFO_LABELS = (
+    *("dtype", "device", "decoder", "exact_resume"),
+    *("max_model_len", "block_size", "num_gpu_blocks", "num_host_blocks"),
+)
 
 # Of the API: name and help text.
 _API_GAUGES = (
@@ -213,10 +220,12 @@ class MetricsCollector(Collector):
         model_name: str,
         metrics: Sequence[Metrics],
         engine_stats: Callable[[], EngineStats],
+        facts: Callable[[], ModelFacts | None],
     ) -> None:
         self._model_name = model_name
         self._metrics = metrics
         self._engine_stats = engine_stats
+        self._facts = facts
         self._gauges: Mapping[str, float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -236,6 +245,9 @@ class MetricsCollector(Collector):
         for name, text in _API_COUNTERS:
             total = sum(each.measured()[name] for each in metrics)
             yield self._family(CounterMetricFamily, name, text, total)
+        facts = self._facts()
+        if facts is not None:
+            yield self._info(facts)
         name, text = metric_name("request_success"), "Sequences that ended, by reason."
         ended = CounterMetricFamily(name, text, labels=["model_name", "finished_reason"])
         for reason in _REASONS:
@@ -255,6 +267,15 @@ class MetricsCollector(Collector):
             family = HistogramMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], histogram.buckets(), histogram.sum)
             yield family
+
+    def _info(self, facts: ModelFacts) -> Metric:
+        text = "What the worker reported about its model; always 1."
+        info = GaugeMetricFamily(
+            metric_name("engine_info"), text, labels=["model_name", *_INFO_LABELS]
+        )
+        values = [str(getattr(facts, label)) for label in _INFO_LABELS]
+        info.add_metric([self._model_name, *values], 1)
+        return info
 
     def _family(self, kind: _Family, name: str, text: str, value: float) -> Metric:
         family = kind(metric_name(name), text, labels=["model_name"])

@@ -65,7 +65,10 @@ class ApiState:
         self.metrics = Metrics() if counters is None else Metrics(counters.own())
         others = [] if counters is None else [Metrics(take) for take in counters.others()]
         self._exposition = MetricsCollector(
-            self.model_name, [self.metrics, *others], self.engine_stats
+            self.model_name,
+            [self.metrics, *others],
+            self.engine_stats,
+            lambda: self.client.facts,
         ).exposition
         self.is_draining = False
         self.budget = Budget(config.api.max_open_requests, config.api.max_open_bytes)

@@ -214,6 +214,10 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     names = set(re.findall(r"# TYPE troika:(\S+)", text))
     assert {name.removesuffix("_total") for name in names} == VLLM_NAMES
     assert "# TYPE troika_engine_steps_total counter" in text
+    [info] = [line for line in text.splitlines() if line.startswith("troika_engine_info{")]
+    assert f'decoder="{FACTS.decoder}"' in info
+    assert f'num_gpu_blocks="{FACTS.num_gpu_blocks}"' in info
+    assert info.endswith(" 1.0")
 
 
 def test_histogram_counts_by_upper_bound() -> None:
