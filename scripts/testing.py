@@ -169,9 +169,16 @@ class RunningEngine:
 class Engine(RunningEngine):
     """An engine that runs as a child process until it is closed."""
 
-    def __init__(self, run_dir: str, arguments: list[str], environ: dict[str, str]) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        arguments: list[str],
+        environ: dict[str, str],
+        timeout_s: float | None = None,
+    ) -> None:
         """Start it with the arguments of `scripts/serve`; it is not ready yet."""
-        super().__init__(run_dir, TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S)
+        default_s = TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S
+        super().__init__(run_dir, default_s if timeout_s is None else timeout_s)
         self._log = Path(f"{run_dir}.log")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -216,10 +223,20 @@ class EngineFactory:
         self.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._numbers = itertools.count()
 
-    def __call__(self, *arguments: str, model: str = "null", run_dir: str = "") -> Engine:
-        """Start an engine with a free port; it is not ready yet."""
+    def __call__(
+        self,
+        *arguments: str,
+        model: str = "null",
+        run_dir: str = "",
+        timeout_s: float | None = None,
+    ) -> Engine:
+        """Start an engine with a free port; it is not ready yet.
+
+        `timeout_s` bounds every wait for readiness; the default depends on the model.
+        """
         run_dir = run_dir or f"{self.base}/{next(self._numbers)}"
-        engine = Engine(run_dir, [model, "--port", "0", *arguments], self.environ)
+        arguments = (model, "--port", "0", *arguments)
+        engine = Engine(run_dir, list(arguments), self.environ, timeout_s)
         self._stack.callback(engine.close)
         return engine
 

@@ -153,7 +153,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def _production_gc() -> Iterator[None]:
+def production_gc() -> Iterator[None]:
     """Treat the garbage collector as the core does before its first request; then it stays on."""
     thresholds = gc.get_threshold()
     gc_tuning.freeze()
@@ -234,7 +234,7 @@ class _Decoder:
 
 def measure_steady_decode(num_running: int, plan: Plan) -> SteadyDecode:
     """Medians over the repeats of the mean step."""
-    with _production_gc():
+    with production_gc():
         decoder = _Decoder(num_running, plan.repeats * plan.steps, plan.steps_in_flight)
         runs = [decoder.measure(plan.steps) for _ in range(plan.repeats)]
     schedule_us, update_us = (statistics.median(column) for column in zip(*runs, strict=True))
@@ -254,7 +254,7 @@ def measure_admissions(plan: Plan) -> list[Admission]:
         for case in runs
     }
     first = 0
-    with _production_gc():
+    with production_gc():
         for _ in range(plan.repeats + 1):
             for case, scheduler in schedulers.items():
                 runs[case].append(_admit(scheduler, range(first, first + plan.admissions), case))
@@ -298,7 +298,7 @@ def measure_marks(num_running: int, plan: Plan) -> MarksCost:
     quarantine = Quarantine(scheduler, VOCAB_SIZE**3)
     params = SamplingParams(max_tokens=plan.admissions + 1)
     times = []
-    with _production_gc():
+    with production_gc():
         for number in range(plan.admissions):
             scheduler.abort_request(scheduler.running[number % num_running].req_id)
             req_id = num_running + number
@@ -323,7 +323,7 @@ def measure_waiting_cost(plan: Plan) -> WaitingCost:
     req_ids = range(num_running, num_running + plan.waiting)
     prompt, params = _prompt(num_running, PROMPT_TOKENS), SamplingParams(max_tokens=8)
     without_us, with_us = [], []
-    with _production_gc():
+    with production_gc():
         num_steps = plan.repeats * (2 * plan.steps + BLOCK_SIZE)
         decoder = _Decoder(num_running, num_steps, plan.steps_in_flight)
         scheduler = decoder.scheduler
@@ -371,7 +371,7 @@ def _front_cost(
     prompt = _prompt(_FRONT_RUNNING, PROMPT_TOKENS if is_paused else _FRONT_TOKENS)
     params = SamplingParams(max_tokens=8)
     without_us, with_us = [], []
-    with _production_gc():
+    with production_gc():
         for _ in range(plan.repeats):
             num_steps = 2 * plan.steps + BLOCK_SIZE
             decoder = _Decoder(_FRONT_RUNNING, num_steps, plan.steps_in_flight, **options)
@@ -398,7 +398,7 @@ def measure_departure(plan: Plan) -> Departure:
         step = engine.schedule()
         assert step is not None
         assert len(step.scheduled_new_reqs) == plan.leaving
-        with _production_gc():
+        with production_gc():
             start = time.perf_counter()
             assert engine.drop_client(b"client") == plan.leaving
             totals.append((time.perf_counter() - start) * 1000)

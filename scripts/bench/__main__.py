@@ -1,0 +1,232 @@
+"""Benchmarks: `python -m scripts.bench COMMAND [flags] [-- flags of the engine]`.
+
+offline    W1 to W3 through the embedded client
+serving    W1 to W4 and W6 over HTTP, also for peers
+control    W5: what everything around the model costs
+startup    time to ready and to the first token
+growth     time of a step against running requests, context and waiting requests
+scheduler  the scheduler alone
+table      results as Markdown tables
+
+docs/benchmarks.md describes the workloads and the figures.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.config.settings import OneLineParser
+from scripts.bench import machine, plots, report, scheduler
+from scripts.bench.client import BenchError
+from scripts.bench.commands import control, growth, offline, serving, startup
+from scripts.bench.peers import http_url, named_url
+from scripts.bench.workloads import OFFLINE
+
+RUNS: dict[str, Callable[[argparse.Namespace, report.Record], None]] = {
+    "offline": offline.run,
+    "serving": serving.run,
+    "control": control.run,
+    "startup": startup.run,
+    "growth": growth.run,
+}
+LENGTHS = (1024, 4000, 7900)
+RUNNING = (16, 64, 256, 1024)
+CONTEXT = (128, 512, 2048, 8192, 32_768)
+WAITING = (0, 10, 100, 1000, 10_000)
+
+
+def _count(lowest: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}")
+        return int(text)
+
+    count.__name__ = "number"
+    return count
+
+
+def _positive(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return float(text)
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return float(text)
+
+
+_positive.__name__ = _not_negative.__name__ = "number"  # argparse shows it
+
+
+def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
+    number = _count(1)
+    parser.add_argument(
+        "--model", default=model, metavar="DIR", help=f"checkpoint, or null (default: {model})"
+    )
+    for flag, default, kind, text in (
+        ("--repeats", 5, number, "repetitions, each with new prompts"),
+        ("--seed", 0, int, "seed of the first repetition"),
+        ("--timeout-s", 600.0, _positive, "longest time for one request"),
+    ):
+        about = f"{text} (default: {default})"
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
+    parser.add_argument(
+        "--vocab-size", type=number, metavar="N", help="ids in prompts are smaller (at most 16,000)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a file")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write plots as PNG files")
+
+
+def _add_rounds(parser: argparse.ArgumentParser, num_processes: int) -> None:
+    parser.add_argument(
+        *("--against",),
+        type=named_url,
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="a running server with OpenAI's API to compare with; may be repeated",
+    )
+    parser.add_argument(
+        *("--load-processes",),
+        type=_count(1),
+        default=num_processes,
+        metavar="N",
+        help=f"processes that share the requests of a run (default: {num_processes})",
+    )
+
+
+def _add_work(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    text = "workloads (default: all)"
+    parser.add_argument("--work", nargs="+", choices=names, default=list(names), help=text)
+
+
+def _add_pause(parser: argparse.ArgumentParser) -> None:
+    text = "seconds between runs on different servers (default: 2)"
+    parser.add_argument("--pause-s", type=_not_negative, default=2.0, metavar="S", help=text)
+
+
+def _numbers(
+    parser: argparse.ArgumentParser, flag: str, default: Sequence[int], text: str, lowest: int = 1
+) -> None:
+    shown = f"{text} (default: {' '.join(map(str, default))})"
+    options: dict[str, Any] = {"nargs": "*", "type": _count(lowest), "metavar": "N"}
+    parser.add_argument(flag, default=list(default), help=shown, **options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of everything before `--`."""
+    parser = OneLineParser(
+        "python -m scripts.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, allow_abbrev=False)
+
+    offline_flags = command("offline")
+    _add_common(offline_flags, "demo")
+    _add_work(offline_flags, list(OFFLINE))
+    _add_pause(offline_flags)
+    text = "also the parts of a step, from an engine in this process"
+    offline_flags.add_argument("--profile", action="store_true", help=text)
+
+    serving_flags = command("serving")
+    _add_common(serving_flags, "demo")
+    _add_work(serving_flags, serving.WORK)
+    _add_rounds(serving_flags, 1)
+    _add_pause(serving_flags)
+    text = "a running server, instead of starting an engine"
+    serving_flags.add_argument("--base", type=http_url, metavar="URL", help=text)
+    serving_flags.add_argument(
+        *("--rate",), type=_positive, default=5.0, metavar="R", help="W4: requests/s (default: 5)"
+    )
+    text = "W4: how many (default: 200)"
+    serving_flags.add_argument("--requests", type=_count(1), default=200, metavar="N", help=text)
+    _numbers(serving_flags, "--lengths", LENGTHS, "W6: prompt tokens")
+
+    control_flags = command("control")
+    _add_common(control_flags, "null")
+    _add_rounds(control_flags, 2)
+    _add_pause(control_flags)
+    _numbers(control_flags, "--sequences", (64, 256), "requests at once")
+
+    _add_common(command("startup"), "demo")
+
+    growth_flags = command("growth")
+    _add_common(growth_flags, "null")
+    _numbers(growth_flags, "--running", RUNNING, "requests that run")
+    _numbers(growth_flags, "--context", CONTEXT, "context of one request")
+    _numbers(growth_flags, "--waiting", WAITING, "requests that wait", 0)
+    text = "requests that run in front of those that wait (default: 64)"
+    growth_flags.add_argument("--behind", type=_count(1), default=64, metavar="N", help=text)
+    text = "steps of a repetition (default: 48)"
+    growth_flags.add_argument("--steps", type=_count(1), default=48, metavar="N", help=text)
+
+    command("scheduler")
+    command("table").add_argument("files", nargs="+", type=Path, metavar="FILE")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0, 1 if nothing could be measured, or 2 for wrong arguments."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["scheduler"]:
+        return scheduler.main(argv[1:])
+    place = argv.index("--") if "--" in argv else len(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv[:place])
+    arguments.engine_flags = argv[place + 1 :]
+    if arguments.engine_flags and (arguments.command == "table" or _base(arguments)):
+        parser.error(f"{arguments.engine_flags[0]} has no effect: no engine is started")
+    try:
+        if arguments.command == "table":
+            print("\n\n".join(report.table(report.load(path)) for path in arguments.files))
+        else:
+            _measure(arguments, argv)
+    except (BenchError, OSError) as error:
+        print(f"troika: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _base(arguments: argparse.Namespace) -> str | None:
+    return getattr(arguments, "base", None)
+
+
+def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+    if arguments.plot is not None:
+        plots.require_matplotlib()
+    settings = {name: _plain(value) for name, value in vars(arguments).items()}
+    record = report.Record(
+        benchmark=arguments.command,
+        command=["python", "-m", "scripts.bench", *argv],
+        machine=machine.describe(),
+        settings=settings,
+    )
+    RUNS[arguments.command](arguments, record)
+    print(report.table(record))
+    if arguments.json is not None:
+        report.save(record, arguments.json)
+    if arguments.plot is not None:
+        for path in plots.plot(record, arguments.plot):
+            print(path, file=sys.stderr)
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+if __name__ == "__main__":
+    # As after an interrupt, the engine that was started ends too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What can be measured: one module for each command of `python -m scripts.bench`."""
