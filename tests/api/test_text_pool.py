@@ -431,11 +431,17 @@ HOSTILE_TEXTS = {
     "size", [pytest.param(2**16, id="64k"), pytest.param(2**22, id="4m", marks=pytest.mark.slow)]
 )
 def test_hostile_texts_end_in_time(pools: Pools, pool: TextPool, name: str, size: int) -> None:
+    """Each is tokenized, or refused because it needs more memory than a helper may have."""
     unit = HOSTILE_TEXTS[name]
     text = unit * (size // len(unit.encode()))
     assert len(text) > THREAD_CHARS
     for is_literal in (False, True):
-        result = pools.run(pool, Encode([[text]], PLAIN, is_literal))
+        try:
+            result = pools.run(pool, Encode([[text]], PLAIN, is_literal))
+        except TextLimitReached:
+            if size < 2**20:
+                raise
+            continue
         assert isinstance(result, TokenIdLists)
         [piece] = pools.run(pool, Decode(result.lists[0])).pieces  # type: ignore[union-attr]
         assert piece.replace("<s>", "", 1) == text

@@ -127,7 +127,8 @@ def test_vectors_have_the_same_bits_alone_in_a_batch_and_in_chunks(
     both = [list(text) for text in texts for _ in range(2)]
     num_blocks = 14 * len(runner.facts.kv_groups)
     run = drive(recorder, both, params, num_blocks=num_blocks, max_num_batched_tokens=23)
-    assert run.num_preemptions > 0 or len(runner.facts.kv_groups) > 1
+    groups = runner.facts.kv_groups
+    assert run.num_preemptions > 0 or len(groups) > 1 or groups[0].window is not None
     assert [recorder.vectors[2 * i + 1] for i in range(len(texts))] == alone
 
 
