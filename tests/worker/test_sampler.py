@@ -136,7 +136,7 @@ def _reference(logits: Tensor, row: Row) -> int:
 def _random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         temperature=rng.choice([0.0, 1e-3, 0.3, 0.7, 1.0, 1.0, 2.0]),
-        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6]),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6, 1 - 1e-9]),
         top_k=rng.choice([-1, 0, 0, 1, 3, 50, 200, VOCAB, VOCAB + 9]),
         min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
         seed=rng.getrandbits(64) - 2**63,
@@ -225,6 +225,19 @@ def test_top_p_ends_with_the_token_that_reaches_it_exactly(top_k: int) -> None:
     logits[:, [7, 30, 31, 400]] = 1.5
     rows = [_row(SamplingParams(seed=seed, top_p=0.75, top_k=top_k)) for seed in range(300)]
     assert set(_tokens(logits, rows)) == {7, 30, 31}
+
+
+def test_top_p_may_end_far_from_the_best_token() -> None:
+    """Half of the tokens that are 12.2 nats under the best one are kept: those with low ids."""
+    vocab_size = 30_000
+    logits = torch.zeros(1, vocab_size)
+    logits[0, 7] = 12.2
+    others = vocab_size * math.exp(-12.2)
+    top_p = (1 + others / 2) / (1 + others)
+    rows = [_row(SamplingParams(seed=seed, top_p=top_p)) for seed in range(80)]
+    found = set(_tokens(logits.expand(80, -1), rows)) - {7}
+    assert len(found) > 2
+    assert max(found) < vocab_size * 0.51
 
 
 @pytest.mark.parametrize("seed", range(4))

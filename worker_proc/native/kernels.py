@@ -296,6 +296,7 @@ class NativeLibrary:
         logits may be -inf for every token of a row, whose state is then NONE_POSSIBLE.
         """
         assert logits.stride(1) == 1
+        assert masks is None or (masks.dtype == torch.int32 and masks.is_contiguous())
         num_orders = len(orders) // SAMPLING_ROW.size
         tokens = torch.empty(num_orders, dtype=torch.int64)
         states = (_INT * num_orders)()

@@ -1,7 +1,8 @@
 // Chooses one token per row of logits, as worker_proc/sampling/inverse_cdf.py defines it.
 //
 // A row is read a few times from the cache and never sorted or copied as a whole. Sums of weights
-// are integers (in doubles while they are below 2^53), so their order is free.
+// are integers (in doubles while they are below 2^53), so their order is free. The last bits of a
+// weight may differ from torch's, which computes another exponential function.
 
 #include <algorithm>
 #include <vector>
@@ -37,11 +38,12 @@ constexpr int32_t kChosen = 0;
 constexpr int32_t kNonePossible = 1;  // the token is the most likely one without the mask
 constexpr int32_t kNotFinite = 2;     // NaN, +inf, or nothing but -inf: the token is 0
 
-constexpr float kUnit = 1099511627776.0f;  // 2^40, the weight of the most likely token
-constexpr int kDrawBits = 62;
-constexpr int kChunk = 512;  // tokens; their weights sum to less than 2^53
+constexpr int kDrawBits = 62;  // NUM_DRAW_BITS of philox.py
+// As in inverse_cdf.py: the weight of the most likely token, and the buckets of similar scores.
+constexpr float kUnit = 1099511627776.0f;  // 2^40
 constexpr int kNumBuckets = 2048;
 constexpr float kBucketsPerNat = kNumBuckets / 28.0f;
+constexpr int kChunk = 512;  // tokens; their weights sum to less than 2^53
 constexpr float kNearNats = 12.0f;
 constexpr VecInt kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr VecInt kLaneBits = {1 << 0,  1 << 1,  1 << 2,  1 << 3, 1 << 4,  1 << 5,
@@ -190,7 +192,8 @@ class Row {
     return v;
   }
 
-  // Sets the largest score; returns whether the row is finite.
+  // Sets the largest score; returns whether the row can be used: a row of nothing but -inf can be
+  // after edits.
   bool find_best() {
     Vec raw = splat(kNegInf), best = splat(kNegInf);
     VecInt is_nan = {};
@@ -281,16 +284,21 @@ class Row {
   template <bool kCut>
   int64_t by_id(Candidate last, int64_t number) {
     int64_t rest = scaled(number, sum_chunks<kCut>(last));
-    size_t chunk = 0;
-    while (rest >= scratch_.sums[chunk]) rest -= scratch_.sums[chunk++];
-    for (int i = static_cast<int>(chunk) * kChunk;; i += kLanes) {
+    int first = 0;  // of the chunk
+    for (; first + kChunk < size_; first += kChunk) {
+      const int64_t sum = scratch_.sums[first / kChunk];
+      if (rest < sum) break;
+      rest -= sum;
+    }
+    for (int i = first; i < size_; i += kLanes) {
       const Vec weights = weight_up_to<kCut>(last, i);
       for (int lane = 0; lane < kLanes; lane++) {
-        const auto own = whole(weights[lane]);
+        const int64_t own = whole(weights[lane]);
         if (rest < own) return i + lane;
         rest -= own;
       }
     }
+    return most_likely();  // only if the parameters make no sense
   }
 
   // The last token that top_p keeps.
@@ -316,7 +324,7 @@ class Row {
       before += whole(scratch_.weights[i]);
       if (before >= bound) return members[i];
     }
-    return {kNegInf, size_};
+    return {kNegInf, size_};  // only if the parameters make no sense
   }
 
   static VecInt bucket_of(Vec distance) {
@@ -402,20 +410,22 @@ class Row {
       weigh_candidates();
       const int64_t bound = top_p_bound(weight_of_candidates(), top_p);
       size_t num_kept = 0;
-      for (int64_t sum = 0; sum < bound; num_kept++) sum += whole(scratch_.weights[num_kept]);
+      for (int64_t sum = 0; sum < bound && num_kept < kept.size(); num_kept++) {
+        sum += whole(scratch_.weights[num_kept]);
+      }
       kept.resize(num_kept);
     }
-    const auto by_id = [](const Candidate& a, const Candidate& b) { return a.id < b.id; };
-    std::sort(kept.begin(), kept.end(), by_id);
+    const auto has_lower_id = [](const Candidate& a, const Candidate& b) { return a.id < b.id; };
+    std::sort(kept.begin(), kept.end(), has_lower_id);
     weigh_candidates();
     const int64_t total = weight_of_candidates();
     int64_t rest = scaled(number, total);
     for (size_t i = 0; i < kept.size(); i++) {
-      const auto own = whole(scratch_.weights[i]);
+      const int64_t own = whole(scratch_.weights[i]);
       if (rest < own) return kept[i].id;
       rest -= own;
     }
-    return kept.back().id;
+    return most_likely();  // only if the parameters make no sense
   }
 
   const T* logits_;
@@ -431,15 +441,16 @@ class Row {
 template <typename T>
 void choose_all(const Logits& logits, const Order* orders, int32_t num_orders,
                 const uint32_t* masks, int32_t num_words, int64_t* tokens, int32_t* states) {
-#pragma omp parallel
+  // A single row does not wait until the other threads have been woken.
+#pragma omp parallel if (num_orders > 1)
   {
     Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
     for (int32_t i = 0; i < num_orders; i++) {
       Order order = orders[i];
-      Row<T, false> free(logits, order.row, nullptr, 0, scratch);
+      Row<T, false> unmasked(logits, order.row, nullptr, 0, scratch);
       if (order.mask < 0) {
-        states[i] = free.choose(order, tokens[i]);
+        states[i] = unmasked.choose(order, tokens[i]);
         continue;
       }
       const uint32_t* mask = masks + static_cast<int64_t>(order.mask) * num_words;
@@ -447,7 +458,7 @@ void choose_all(const Logits& logits, const Order* orders, int32_t num_orders,
       states[i] = masked.choose(order, tokens[i]);
       if (states[i] != kNonePossible) continue;
       order.temperature = 0.0f;
-      free.choose(order, tokens[i]);
+      unmasked.choose(order, tokens[i]);
     }
   }
 }

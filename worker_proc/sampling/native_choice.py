@@ -33,7 +33,7 @@ class NativeChoice:
         if logits.dtype not in NATIVE_DTYPES:
             logits = logits.float()
         if logits.stride(1) != 1:
-            logits = logits.contiguous()
+            logits = logits.clone(memory_format=torch.contiguous_format)
         bits = None if masks is None else masks.bits
         orders = b"".join(
             # Rows with edits take their most likely token here: it stays where none is possible.
@@ -65,7 +65,9 @@ class NativeChoice:
                 part_rows = [rows[i] for i in part]
                 allowed = bits = None
                 if masks is not None and members is masked:
-                    allowed, bits = masks.allowed(part, logits.device), masks.bits
+                    bits = masks.bits
+                    if any(row.sampling_params.thinking_budget is not None for row in part_rows):
+                        allowed = masks.allowed(part, logits.device)
                 part_logits = logits.index_select(0, torch.tensor(part))
                 scores = edited_scores(part_logits, part_rows, self._eos_token_ids, allowed)
                 orders = b"".join(
