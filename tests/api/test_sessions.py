@@ -14,7 +14,7 @@ from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.api.fake_engine import emitting
-from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, until
+from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, submit_all, until
 
 
 @play
@@ -97,7 +97,7 @@ async def test_a_disconnect_during_acceptance_leaves_a_session(
     server = await Server(tmp_path).written()
     with server.generation("r") as generation:
         generation.begin_session(PATH, RAW, [Prompt([5, 6], None)])
-        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5, 6], SamplingParams(max_tokens=9, seed=1))
         accepting = asyncio.create_task(generation.accepted())
         await asyncio.sleep(0)
         generation.cancel()
@@ -114,8 +114,8 @@ async def test_a_rejected_request_leaves_nothing(tmp_path: Path) -> None:
     server = await Server(tmp_path).written()
     with contextlib.suppress(RequestFailed), server.generation("r") as generation:
         generation.begin_session(PATH, RAW, [Prompt([5, 6], None)] * 2)
-        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
-        generation.submit([5] * 2000, SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5, 6], SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5] * 2000, SamplingParams(max_tokens=9, seed=1))
         pytest.fail("too long a prompt was accepted")
     assert len(server.sessions) == 0
     assert server.client.cancelled == [1]

@@ -367,14 +367,14 @@ def test_requests_with_long_texts(live: LiveServer, model: ModelConfig) -> None:
         [expected] = text.perform(Encode([[content]], PLAIN, is_literal)).lists  # type: ignore[union-attr]
         sent = httpx.post(live.url + "/v1/completions", json=body | {"max_tokens": 1}, timeout=30)
         assert sent.status_code == 200, sent.text
-        assert live.client.requests[-1].prompt_token_ids == expected
+        assert live.client.requests[-1].unpacked_prompt == expected
         answer = httpx.post(live.url + "/tokenize", json=body, timeout=30).json()
         assert answer["tokens"] == expected
     [expected] = text.perform(EncodeChat(chat, EncodeOptions(False, 10**6))).lists  # type: ignore[union-attr]
     body = {"messages": chat.messages}
     chats = live.url + "/v1/chat/completions"
     assert httpx.post(chats, json=body | {"max_tokens": 1}, timeout=30).status_code == 200
-    assert live.client.requests[-1].prompt_token_ids == expected
+    assert live.client.requests[-1].unpacked_prompt == expected
     assert httpx.post(live.url + "/tokenize", json=body, timeout=30).json()["tokens"] == expected
     answer = httpx.post(live.url + "/detokenize", json={"tokens": expected}, timeout=30).json()
     assert answer["prompt"] == text.tokenizer.decode(expected, skip_special_tokens=False)
