@@ -15,7 +15,7 @@ from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
 from api_proc.openai.beam_search import search_options
 from api_proc.params import nth_seed
-from api_proc.resumption.event_ids import StreamPosition
+from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
 from api_proc.state import ApiState
@@ -261,8 +261,15 @@ class Generation:
             self._add(stream, prompt_token_ids, params)
 
     def resume(self, position: StreamPosition) -> None:
-        """Read the session's sequences from a position on instead of submitting new ones."""
+        """Read the session's sequences from a position on instead of submitting new ones.
+
+        ApiError: one of them has ended before it.
+        """
         assert self._session is not None
+        for num_sent, history in zip(position.num_sent, self._session.histories, strict=True):
+            num_tokens = len(history.token_ids)
+            if history.finish_reason is not None and (num_sent or 0) > num_tokens:
+                raise beyond_the_end(self.request_id, num_sent or 0, num_tokens)
         self.position = position
         num_each = self._body.num_sequences
         if self._body.stream and self._body.num_prompt_logprobs is not None and num_each > 1:
@@ -434,8 +441,8 @@ class Generation:
                         self.on_skipped(sequence, delta)
                     if delta.finish_reason is not None:
                         if sequence.num_output_tokens < skip:  # the client has different tokens
-                            text = f"the answer ends before token {skip}, which was sent before"
-                            raise RequestFailed(RequestError(ErrorCode.INTERNAL, text))
+                            num_tokens = sequence.num_output_tokens
+                            raise beyond_the_end(self.request_id, skip, num_tokens)
                         return
                     await asyncio.sleep(0)  # let other requests run while many tokens are skipped
                 elif delta.finish_reason is not None:

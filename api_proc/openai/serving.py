@@ -192,6 +192,8 @@ class GenerationApi(Generic[Body]):
         except RequestFailed as failure:
             error = name_field(failure.error, body)
             await _fail(connection, answer, from_request_error(error, self.prompt_param))
+        except ApiError as error:  # of the client's position; the request itself has not failed
+            await _fail(connection, answer, error, is_final=False)
         except Exception:
             if not (body.stream and connection.response_started):
                 raise
@@ -252,10 +254,16 @@ async def _send_step(connection: Connection, answer: Answer, step: Step) -> None
                 await asyncio.sleep(0)  # let other requests run between the pieces
 
 
-async def _fail(connection: Connection, answer: Answer, error: ApiError) -> None:
-    """Send an error as an event if the status line has been sent, else raise it."""
+async def _fail(
+    connection: Connection, answer: Answer, error: ApiError, *, is_final: bool = True
+) -> None:
+    """Send an error as an event if the status line has been sent, else raise it.
+
+    `is_final`: the answer has this end for other connections too.
+    """
     if not connection.response_started:
         raise error
     frames = answer.failure(error)
-    await answer.keep()
+    if is_final:
+        await answer.keep()
     await connection.send_frames(frames, more=False)
