@@ -245,7 +245,7 @@ class _Embeddings:
         state, params = self._state, pooling_params(pooling)
         began = time.perf_counter()
         for token_ids in self._prompts:
-            prompt = await packed_in_turn(token_ids, facts, turn)
+            [prompt] = await packed_in_turn([token_ids], facts, turn)
             if self._is_cancelled:
                 return
             stream = state.client.submit(

@@ -86,7 +86,7 @@ class GenerationApi(Generic[Body]):
                 await turn.rest()
                 try:
                     prompts = await generation.prepare(self.tokenize(state, body, facts))
-                    forms = [await packed_in_turn(ids, facts, turn) for ids, _ in prompts]
+                    forms = await packed_in_turn([ids for ids, _ in prompts], facts, turn)
                 except RequestFailed as failure:
                     raise from_request_error(failure.error, self.prompt_param) from failure
                 if generation.cancelled:

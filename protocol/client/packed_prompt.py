@@ -51,17 +51,16 @@ class PromptPacking:
         return PACKED_FROM_TOKENS <= len(token_ids) <= MAX_TOKEN_IDS
 
     def steps(self) -> Iterator[None]:
-        """Pack and check; yields between slices. InvalidRequest: an id is not in the vocabulary."""
+        """Pack and check; yields after each slice. InvalidRequest: an id is too large."""
         id_bound = self._facts.vocab_size
         pieces: list[bytes] = []
         highest = 0
         for start in range(0, len(self._token_ids), _SLICE_IDS):
-            if start:
-                yield
             token_ids = self._token_ids[start : start + _SLICE_IDS]
             pieces.append(pack_token_ids(token_ids))
             if has_ids_from(pieces[-1], id_bound):
                 highest = max(highest, *token_ids)
+            yield
         if highest >= id_bound:
             raise failure_of(outside_vocabulary(highest, self._facts, "prompt"))
         self.prompt = PackedPrompt(b"".join(pieces), id_bound)

@@ -91,7 +91,9 @@ def test_nor_with_a_long_context(long_live: LiveServer, name: str) -> None:
     check_iterations(long_live, name)
 
 
-@pytest.mark.parametrize("name", ["ids of a large vocabulary", "ids for a vector"])
+@pytest.mark.parametrize(
+    "name", ["ids of a large vocabulary", "long lists of ids", "ids for a vector"]
+)
 def test_nor_where_a_long_prompt_is_submitted(long_live: LiveServer, name: str) -> None:
     check_iterations(long_live, name, PACKED_TURN_S)
 

@@ -27,7 +27,7 @@ def pack(token_ids: list[int]) -> tuple[PackedPrompt, int]:
 def test_it_is_the_same_request(num_tokens: int) -> None:
     token_ids = MANY[:num_tokens]
     prompt, num_pauses = pack(token_ids)
-    assert num_pauses == (num_tokens - 1) // 2**15
+    assert num_pauses == (num_tokens - 1) // 2**15 + 1
     assert check_request(ADD, FACTS, prompt) == check_request(ADD, FACTS, token_ids)
 
 

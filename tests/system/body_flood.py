@@ -82,6 +82,10 @@ BODIES: Mapping[str, tuple[str, bytes]] = {
         COMPLETIONS,
         b'{"prompt":[%b3]}' % _LARGE_IDS,
     ),
+    "long lists of ids": (
+        COMPLETIONS,
+        b'{"prompt":[%b],"max_tokens":1}' % _filled(b"[%b3]" % _LARGE_IDS[:40_000]),
+    ),
     "ids for a vector": ("/v1/embeddings", b'{"input":[%b3]}' % _LARGE_IDS),
     "ids for a text": ("/detokenize", b'{"tokens":[%b3]}' % _LARGE_IDS),
     "prose": (
