@@ -131,6 +131,11 @@ class AddRequest(Message):
         """Length of the prompt."""
         return len(self.packed_prompt) // 4 or len(self.prompt_token_ids)
 
+    @property
+    def unpacked_prompt(self) -> list[int]:
+        """The ids of the prompt; to unpack a long one takes milliseconds."""
+        return unpack_token_ids(self.packed_prompt) or self.prompt_token_ids
+
 
 def encode_add(add: AddRequest) -> bytes:
     """Encode a request for the wire, a long prompt as packed ids."""
@@ -283,10 +288,13 @@ decode_from_client: Decoder[ClientToCore] = Decoder(ClientToCore)
 decode_from_core: Decoder[CoreToClient] = Decoder(CoreToClient)
 
 
-def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
+def validate_request(
+    add: AddRequest, facts: ModelFacts, id_bound: int | None = None
+) -> RequestError | None:
     """Check what depends on the model; the bounds of single fields were checked when decoding.
 
-    The API calls this before it accepts a request, and the core again for every client.
+    The API calls this before it accepts a request, and the core again for every client. All ids of
+    a packed prompt are known to be below `id_bound`; None: nothing is known about them.
     """
     if len(add.packed_prompt) % 4 or (add.packed_prompt and add.prompt_token_ids):
         text = "packed_prompt must hold 4 bytes per token, and prompt_token_ids nothing beside it"
@@ -303,10 +311,11 @@ def validate_request(add: AddRequest, facts: ModelFacts) -> RequestError | None:
             "prompt",
         )
     highest = max(max(ids, default=0) for ids in (add.prompt_token_ids, add.output_token_ids))
-    if add.packed_prompt and has_ids_from(add.packed_prompt, facts.vocab_size):
+    is_known = id_bound is not None and id_bound <= facts.vocab_size
+    if add.packed_prompt and not is_known and has_ids_from(add.packed_prompt, facts.vocab_size):
         highest = max(unpack_token_ids(add.packed_prompt))
     if highest >= facts.vocab_size:
-        return _outside_vocabulary(highest, facts, "prompt")
+        return outside_vocabulary(highest, facts, "prompt")
     params = add.sampling_params
     if (error := _validate_token_ids(params, facts)) is not None:
         return error
@@ -335,7 +344,7 @@ def _validate_token_ids(params: SamplingParams, facts: ModelFacts) -> RequestErr
     ):
         for token_id in ids:
             if token_id >= facts.vocab_size:
-                return _outside_vocabulary(token_id, facts, name)
+                return outside_vocabulary(token_id, facts, name)
     if params.allowed_token_ids is not None:
         banned = {word[0] for word in params.bad_words if len(word) == 1}
         if params.min_tokens:
@@ -379,7 +388,7 @@ def _validate_pooling(add: AddRequest, facts: ModelFacts) -> RequestError | None
     return None
 
 
-def _outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestError:
+def outside_vocabulary(token_id: int, facts: ModelFacts, param: str) -> RequestError:
     text = f"token id {token_id} is outside the vocabulary of {facts.vocab_size} tokens"
     return RequestError(ErrorCode.INVALID, text, param)
 

@@ -45,6 +45,7 @@ MAX_PATTERN_TOKENS = 64
 MAX_REPEATED_TOKENS = 1024
 """Bound on a pattern's size times its count: the tokens that the core compares at each step."""
 MAX_MARKER_TOKENS = 64
+MAX_SPACE_TOKENS = 1024
 MAX_EMBEDDING_SIZE = 2**14
 """Numbers in a vector: a step may return 128 of them in half a frame."""
 
@@ -93,7 +94,7 @@ class ThinkingBudget(Record):
     """How long reasoning may be: after `max_tokens` tokens its end marker is forced.
 
     It counts from the output's first token on, or after a begin marker with which the output
-    begins. An output that does not begin with this marker has no reasoning.
+    begins, behind any tokens of white space. An output that begins otherwise has no reasoning.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)]
@@ -102,6 +103,8 @@ class ThinkingBudget(Record):
     end_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_MARKER_TOKENS)]
     call_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_MARKER_TOKENS)] = []
     """Tokens that begin a tool call, and so end reasoning too."""
+    space_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_SPACE_TOKENS)] = []
+    """Tokens that may precede the begin marker: they are white space and nothing else."""
 
 
 class PoolingType(enum.StrEnum):

@@ -70,5 +70,5 @@ async def count_tokens(state: ApiState, connection: Connection) -> None:
         limit = max(MAX_TOKENS, facts.max_model_len)
         await turn.rest()
         long = msgspec.structs.replace(facts, max_model_len=limit)
-        [prompt] = await _tokenize(state, chat, long)
+        [prompt] = await connection.while_connected(_tokenize(state, chat, long))
     await connection.send(200, encode(TokenCount(len(prompt.token_ids))))

@@ -15,6 +15,9 @@ Reading = Generator[None, None, T]
 Emit = Callable[[str], None]
 
 SPACE = " \t\r\n"
+BLANK = SPACE + "\v\f"
+"""What may precede a marker: the white space that `bytes.strip` knows too, so that all that counts
+tokens of reasoning finds the same place."""
 _NAME = re.compile(r"[\w.:/-]*", re.ASCII)
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
@@ -135,7 +138,7 @@ class TextReader:
     def starts_with(self, marker: str) -> Reading[bool]:
         """Consume a marker, and white space before it, if the text begins with these."""
         while True:
-            text = self._text.lstrip()
+            text = self._text.lstrip(BLANK)
             if text.startswith(marker):
                 self.take(len(self._text) - len(text) + len(marker))
                 return True

@@ -1,8 +1,8 @@
 """One HTTP request and its response on raw ASGI: bounded reading, disconnects, SSE."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -38,6 +38,12 @@ class Style(NamedTuple):
 Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
 
+T = TypeVar("T")
+
+_VALUE_BYTES = 100
+"""That a name or a value of the body takes as an object, as long as the request is open."""
+_USUAL_VALUES = 1024
+"""As many are not counted, so that agents with some tools need no more than their bytes."""
 _CLOSED = "the handler is closed"
 """uvloop's error for a write to a closed transport."""
 _STREAM_START: Message = {
@@ -112,7 +118,7 @@ class Connection:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
-                raise ApiError(400, "the client closed the connection", code="disconnected")
+                raise _disconnected()
             chunks.append(message.get("body", b""))
             if self._lease is not None:
                 self._lease.grow(len(chunks[-1]))
@@ -121,6 +127,26 @@ class Connection:
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
         return b"".join(chunks)
+
+    def reserve_values(self, num_values: int) -> None:
+        """Reserve room for the names and values of the decoded body, or raise a 429."""
+        self.reserve(max(0, num_values - _USUAL_VALUES) * _VALUE_BYTES)
+
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work that only this client needs; it is cancelled when that leaves.
+
+        The body must have been read. ApiError: the client has disconnected.
+        """
+        task = asyncio.ensure_future(work)
+        watching = asyncio.create_task(self._watch(task.cancel))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self.disconnected:
+                raise
+            raise _disconnected() from None
+        finally:
+            watching.cancel()
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for a large response, or raise a 429."""
@@ -218,7 +244,7 @@ class Connection:
                 raise
             await self._wait_disconnected()
 
-    async def _watch(self, on_disconnect: Callable[[], None]) -> None:
+    async def _watch(self, on_disconnect: Callable[[], object]) -> None:
         await self._wait_disconnected()
         failpoint("api.before_abort")
         on_disconnect()
@@ -242,6 +268,10 @@ def error_body(scope: Scope, error: ApiError) -> bytes:
     """Return the body of an error response, in the shape of the request's route."""
     style: Style | None = scope.get(STYLE_KEY)
     return error.body() if style is None else style.render_error(error, scope[REQUEST_ID_KEY])
+
+
+def _disconnected() -> ApiError:
+    return ApiError(400, "the client closed the connection", code="disconnected")
 
 
 def _too_large(max_bytes: int) -> ApiError:

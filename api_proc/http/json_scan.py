@@ -18,7 +18,7 @@ MAX_VALUES = 2**16
 """Names and values in one body, without arrays of token ids in the fields for them."""
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or an unterminated one to the end of the text, so that each character is read once."""
-_SLICE_BYTES = 2**18
+_SLICE_BYTES = 2**16
 _SLICE_TOKENS = 1024
 _SHOWN_CHARS = 64
 

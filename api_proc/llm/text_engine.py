@@ -184,11 +184,12 @@ class TextEngine:
         """Return the best continuations of a prompt; RequestFailed: one of the steps has failed."""
 
         def submit(token_ids: list[int], step_params: sampling.SamplingParams) -> RequestStream:
+            token_ids = prompt.token_ids + token_ids
             return self.engine.submit(token_ids, step_params, priority=request.priority)
 
         prompt, tokenizer = request.prompt, self.text.tokenizer
         options = params.options(self.facts, len(prompt.token_ids))
-        found = await beam_search(submit, prompt.token_ids, options)
+        found = await beam_search(submit, options)
         return BeamSearchOutput([sequence_of(beam, prompt, tokenizer) for beam in found.beams])
 
     def default_pooling(self) -> sampling.Pooling:

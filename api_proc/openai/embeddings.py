@@ -13,8 +13,10 @@ from api_proc.errors import ApiError, from_request_error, invalid
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.http.json_scan import MAX_VALUES
 from api_proc.http.open_requests import Slot
 from api_proc.openai.objects import encode
+from api_proc.openai.packing import packed_in_turn
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
@@ -38,7 +40,8 @@ MAX_RESPONSE_BYTES = 2**25
 _BYTES_PER_NUMBER = {"float": 22, "base64": 6}
 """About what a number takes in the response."""
 _AT_ONCE = 32
-"""Requests submitted, or vectors rendered, in one turn of the event loop."""
+"""Vectors rendered in one turn of the event loop."""
+_SLICE_S = 0.002
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -90,26 +93,39 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
     facts = await state.accepting()
     with Turn(state.large_requests) as turn:
         body, unknown = await _decode.in_turn(raw, turn)
+        connection.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)
+        raw = b""
         state.require_model(body.model)
         pooling = _pooling(state, body, facts)
+        inputs = _inputs(body)
+        # Before any work: requests that wait for their turns hold what their answers will take.
+        connection.reserve(_response_bytes(body, len(inputs), pooling, facts))
         await turn.rest()
-        prompts = await _tokenize(state, body, facts)
+        work = _tokenize(state, body, inputs, facts)
+        prompts = await connection.while_connected(work)
+        with _Embeddings(state, connection, prompts) as embeddings:
+            try:
+                await embeddings.submit(body, pooling, facts, turn)
+                turn.end()
+                vectors = await embeddings.read(body.encoding_format or "float")
+            except RequestFailed as failure:
+                raise from_request_error(failure.error, "input") from failure
+    if vectors is not None:
+        await connection.send_pieces(_response(state, connection, prompts, vectors))
+
+
+def _response_bytes(
+    body: EmbeddingBody, num_inputs: int, pooling: Pooling, facts: ModelFacts
+) -> int:
+    """Return about what the response takes; a 400 if that is too much."""
     encoding_format = body.encoding_format or "float"
     size = pooling.dimensions or facts.embedding_size
     most = MAX_RESPONSE_BYTES // _BYTES_PER_NUMBER[encoding_format] // size
-    if len(prompts) > most:
+    if num_inputs > most:
         message = f"a response holds at most {most} vectors of {size} numbers as {encoding_format}"
         raise invalid("input", message)
-    connection.reserve(len(prompts) * size * _BYTES_PER_NUMBER[encoding_format])
-    with _Embeddings(state, connection, prompts) as embeddings:
-        try:
-            await embeddings.submit(body, pooling)
-            vectors = await embeddings.read(encoding_format)
-        except RequestFailed as failure:
-            raise from_request_error(failure.error, "input") from failure
-    if vectors is not None:
-        await connection.send_pieces(_response(state, connection, prompts, vectors))
+    return num_inputs * size * _BYTES_PER_NUMBER[encoding_format]
 
 
 def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling:
@@ -130,16 +146,24 @@ def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling
     return Pooling(body.pooling or config.pooling, dimensions, body.normalize is not False)
 
 
-async def _tokenize(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> list[list[int]]:
-    """Return the ids of each input; it distinguishes the four forms of `input`."""
+def _inputs(body: EmbeddingBody) -> list[Any]:
+    """Return the inputs as texts, or as lists of ids; `input` has four forms."""
     items: list[Any] = [body.input] if isinstance(body.input, str) else body.input
-    if len(set(map(type, items))) > 1:
+    # The scan of the body lets longer lists pass only if they hold token ids and nothing else.
+    if len(items) <= MAX_VALUES and len(set(map(type, items))) > 1:
         message = "a list must hold texts only, token ids only, or lists of token ids only"
         raise invalid("input", message)
     if isinstance(items[0], int):
         items = [items]
     if len(items) > MAX_PROMPTS:
         raise invalid("input", f"may hold at most {MAX_PROMPTS} inputs")
+    return items
+
+
+async def _tokenize(
+    state: ApiState, body: EmbeddingBody, items: list[Any], facts: ModelFacts
+) -> list[list[int]]:
+    """Return the ids of each input."""
     max_tokens, keep_last = facts.max_model_len - 1, body.truncate_prompt_tokens
     if keep_last == 0:
         raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
@@ -214,9 +238,16 @@ class _Embeddings:
             num_output_tokens=0,
         )
 
-    async def submit(self, body: EmbeddingBody, pooling: Pooling) -> None:
+    async def submit(
+        self, body: EmbeddingBody, pooling: Pooling, facts: ModelFacts, turn: Turn
+    ) -> None:
+        """Send all prompts to the core, in slices."""
         state, params = self._state, pooling_params(pooling)
-        for number, prompt in enumerate(self._prompts, start=1):
+        began = time.perf_counter()
+        for token_ids in self._prompts:
+            [prompt] = await packed_in_turn([token_ids], facts, turn)
+            if self._is_cancelled:
+                return
             stream = state.client.submit(
                 prompt,
                 params,
@@ -225,11 +256,10 @@ class _Embeddings:
                 tenant=body.user or "",
             )
             self._streams.append(stream)
-            state.metrics.prompt_tokens.observe(len(prompt))
-            if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)
-                if self._is_cancelled:
-                    return
+            state.metrics.prompt_tokens.observe(len(token_ids))
+            if time.perf_counter() - began > _SLICE_S:
+                await turn.pause()
+                began = time.perf_counter()
 
     async def read(self, encoding_format: str) -> list[bytes] | None:
         """Return the vectors as JSON, in order; None once the client has disconnected."""

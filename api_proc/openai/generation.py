@@ -15,7 +15,7 @@ from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
 from api_proc.openai.beam_search import search_options
 from api_proc.params import nth_seed
-from api_proc.resumption.event_ids import StreamPosition
+from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
 from api_proc.state import ApiState
@@ -24,6 +24,7 @@ from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, TokenSt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import check_request
+from protocol.client.packed_prompt import PromptIds, extended
 from protocol.client.request_stream import RequestStream
 from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
@@ -201,12 +202,17 @@ class Generation:
                 self._deadline.cancel()  # the session has its own, which outlives the connection
             await self._sessions.accept(self._session)
 
-    def submit(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
-        """Send one prompt to the core, for each of its sequences."""
+    def submit(
+        self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams
+    ) -> Iterator[None]:
+        """Send one prompt to the core, for each of its sequences; yields after each of them.
+
+        `prompt_token_ids` are those of `prompt`, which may be packed.
+        """
         if self._failure is not None:
             raise self._failure
         if self._body.use_beam_search:
-            self._search(prompt_token_ids, params)
+            self._search(prompt, prompt_token_ids, params)
             return
         num_sequences = self._body.num_sequences
         if self._body.stream and params.prompt_logprobs is not None and num_sequences > 1:
@@ -222,38 +228,48 @@ class Generation:
             stream: TokenStream
             if self._session is None:
                 options = self._body.request_options
-                stream = self._state.client.submit(prompt_token_ids, nth, **options)
+                stream = self._state.client.submit(prompt, nth, **options)
                 self._streams.append(stream)
             else:
-                stream = self._sessions.submit(self._session, prompt_token_ids, nth)
+                stream = self._sessions.submit(self._session, prompt, nth)
                 self._readers.append(stream)
             self._add(stream, prompt_token_ids, nth)
+            yield
         self._metrics.params_n.observe(num_sequences)
         self._metrics.params_max_tokens.observe(params.max_tokens)
         self._metrics.prompt_tokens.observe(len(prompt_token_ids))
 
-    def _search(self, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
+    def _search(
+        self, prompt: PromptIds, prompt_token_ids: TokenIds, params: SamplingParams
+    ) -> None:
         """Make a beam search of one prompt; its requests are sent as it goes on."""
         if params.grammar is not None:
             message = "cannot be combined with tools or formats that confine the answer"
             raise invalid("use_beam_search", message)
         client = self._state.client
         assert client.facts is not None
-        check_request(AddRequest(0, prompt_token_ids, params), client.facts)
+        check_request(AddRequest(0, [], params), client.facts, prompt)
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
-            is_first = len(token_ids) == len(prompt_token_ids)
             options = self._body.request_options
-            return client.submit(token_ids, step_params, **options, resent=not is_first)
+            whole = extended(prompt, token_ids)
+            return client.submit(whole, step_params, **options, resent=bool(token_ids))
 
         options = search_options(self._body, params.max_tokens, client.facts.eos_token_ids)
-        for stream in BeamSearch(submit, prompt_token_ids, options).streams:
+        for stream in BeamSearch(submit, options).streams:
             self._streams.append(stream)
             self._add(stream, prompt_token_ids, params)
 
     def resume(self, position: StreamPosition) -> None:
-        """Read the session's sequences from a position on instead of submitting new ones."""
+        """Read the session's sequences from a position on instead of submitting new ones.
+
+        ApiError: one of them has ended before it.
+        """
         assert self._session is not None
+        for num_sent, history in zip(position.num_sent, self._session.histories, strict=True):
+            num_tokens = len(history.token_ids)
+            if history.finish_reason is not None and (num_sent or 0) > num_tokens:
+                raise beyond_the_end(self.request_id, num_sent or 0, num_tokens)
         self.position = position
         num_each = self._body.num_sequences
         if self._body.stream and self._body.num_prompt_logprobs is not None and num_each > 1:
@@ -425,8 +441,8 @@ class Generation:
                         self.on_skipped(sequence, delta)
                     if delta.finish_reason is not None:
                         if sequence.num_output_tokens < skip:  # the client has different tokens
-                            text = f"the answer ends before token {skip}, which was sent before"
-                            raise RequestFailed(RequestError(ErrorCode.INTERNAL, text))
+                            num_tokens = sequence.num_output_tokens
+                            raise beyond_the_end(self.request_id, skip, num_tokens)
                         return
                     await asyncio.sleep(0)  # let other requests run while many tokens are skipped
                 elif delta.finish_reason is not None:

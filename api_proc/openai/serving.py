@@ -16,6 +16,7 @@ from api_proc.errors import ApiError, from_request_error, internal
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoding, Turn
 from api_proc.openai.generation import Generation, MakeParser, Step, in_intervals
+from api_proc.openai.packing import packed_in_turn
 from api_proc.openai.reply import Answer, MakeAnswer
 from api_proc.openai.structured import grammar_of, name_field
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
@@ -27,6 +28,7 @@ from api_proc.text.output_sequence import Prompt
 from api_proc.text.thinking import thinking_budget
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
+from protocol.client.packed_prompt import PromptIds
 from protocol.core_worker import ModelFacts
 from protocol.message import TokenIds
 from protocol.process.failpoints import failpoint
@@ -38,10 +40,6 @@ _SLICE_S = 0.002
 _MANY_PARTS = 8192
 """Tokens with their candidates that take about ten milliseconds to render."""
 _PARTS_PER_SEQUENCE = 16
-_VALUE_BYTES = 100
-"""That a name or a value of the body takes as an object, as long as the request is open."""
-_USUAL_VALUES = 1024
-"""As many are not counted, so that agents with some tools need no more than their bytes."""
 
 log = logging.getLogger("troika.api")
 
@@ -78,7 +76,7 @@ class GenerationApi(Generic[Body]):
         facts = await state.accepting()
         with Turn(state.large_requests) as turn:
             body, unknown = await self.decode.in_turn(raw, turn)
-            connection.reserve(max(0, turn.num_values - _USUAL_VALUES) * _VALUE_BYTES)
+            connection.reserve_values(turn.num_values)
             connection.headers += state.unknown_fields.check(raw, unknown)
             body.check()
             grammar = grammar_of(body)
@@ -88,6 +86,7 @@ class GenerationApi(Generic[Body]):
                 await turn.rest()
                 try:
                     prompts = await generation.prepare(self.tokenize(state, body, facts))
+                    forms = await packed_in_turn([ids for ids, _ in prompts], facts, turn)
                 except RequestFailed as failure:
                     raise from_request_error(failure.error, self.prompt_param) from failure
                 if generation.cancelled:
@@ -96,9 +95,9 @@ class GenerationApi(Generic[Body]):
                     return
                 generation.begin_session(self.path, raw, prompts)
                 raw = b""
-                await self._submit(
-                    generation, self._params_maker(state, body, facts, grammar), turn
-                )
+                make_params = self._params_maker(state, body, facts, grammar)
+                await self._submit(generation, forms, make_params, turn)
+                forms.clear()
                 turn.end()
                 if generation.cancelled:
                     return
@@ -108,7 +107,7 @@ class GenerationApi(Generic[Body]):
     def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
         """Decode a request of the journal."""
         body = self.decode(raw)
-        token_ids = [add.prompt_token_ids for add in adds[:: body.num_sequences]]
+        token_ids = [add.unpacked_prompt for add in adds[:: body.num_sequences]]
         return DecodedRequest(body, self.restore_prompts(body, token_ids))
 
     async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
@@ -154,20 +153,23 @@ class GenerationApi(Generic[Body]):
 
         return make_params
 
-    async def _submit(self, generation: Generation, make_params: MakeParams, turn: Turn) -> None:
+    async def _submit(
+        self, generation: Generation, forms: list[PromptIds], make_params: MakeParams, turn: Turn
+    ) -> None:
         """Send all prompts to the core, in slices, unless a journal contains the request.
 
         Another connection may read a request of the journal, which must be complete for it.
+        `forms` are the prompts as they are submitted.
         """
         began = time.perf_counter()
         try:
-            for prompt in generation.prompts:
-                if not generation.is_resumable and time.perf_counter() - began > _SLICE_S:
-                    await turn.pause()
-                    if generation.cancelled:
-                        return
-                    began = time.perf_counter()
-                generation.submit(prompt.token_ids, make_params(prompt.token_ids))
+            for (token_ids, _), form in zip(generation.prompts, forms, strict=True):
+                for _ in generation.submit(form, token_ids, make_params(token_ids)):
+                    if not generation.is_resumable and time.perf_counter() - began > _SLICE_S:
+                        await turn.pause()
+                        if generation.cancelled:
+                            return
+                        began = time.perf_counter()
         except RequestFailed as failure:
             raise from_request_error(failure.error, self.prompt_param) from failure
 
@@ -190,6 +192,8 @@ class GenerationApi(Generic[Body]):
         except RequestFailed as failure:
             error = name_field(failure.error, body)
             await _fail(connection, answer, from_request_error(error, self.prompt_param))
+        except ApiError as error:  # of the client's position; the request itself has not failed
+            await _fail(connection, answer, error, is_final=False)
         except Exception:
             if not (body.stream and connection.response_started):
                 raise
@@ -250,10 +254,16 @@ async def _send_step(connection: Connection, answer: Answer, step: Step) -> None
                 await asyncio.sleep(0)  # let other requests run between the pieces
 
 
-async def _fail(connection: Connection, answer: Answer, error: ApiError) -> None:
-    """Send an error as an event if the status line has been sent, else raise it."""
+async def _fail(
+    connection: Connection, answer: Answer, error: ApiError, *, is_final: bool = True
+) -> None:
+    """Send an error as an event if the status line has been sent, else raise it.
+
+    `is_final`: the answer has this end for other connections too.
+    """
     if not connection.response_started:
         raise error
     frames = answer.failure(error)
-    await answer.keep()
+    if is_final:
+        await answer.keep()
     await connection.send_frames(frames, more=False)

@@ -60,7 +60,7 @@ async def tokenize(state: ApiState, connection: Connection) -> None:
     with Turn(state.large_requests) as turn:
         body, _ = await _decode_tokenize.in_turn(raw, turn)
         await turn.rest()
-        answer = await _tokenize(state, body, facts, turn)
+        answer = await connection.while_connected(_tokenize(state, body, facts, turn))
     await connection.send(200, answer)
 
 
@@ -113,7 +113,7 @@ async def apply_template(state: ApiState, connection: Connection) -> None:
         body, _ = await _decode_template.in_turn(raw, turn)
         state.require_model(body.model)
         await turn.rest()
-        text = await _render(state, body, body.messages)
+        text = await connection.while_connected(_render(state, body, body.messages))
     await connection.send(200, encode(Rendered(str(text))))
 
 
@@ -141,13 +141,23 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
         if len(body.tokens) > facts.max_model_len:
             message = f"may have at most {facts.max_model_len} ids, the model's context"
             raise invalid("tokens", message, ErrorCode.TOO_LONG)
-        highest = max(body.tokens, default=0)
+        highest = await _highest(body.tokens, turn)
         if highest >= facts.vocab_size:
             message = f"token id {highest} is outside the vocabulary of {facts.vocab_size} tokens"
             raise invalid("tokens", message, "token_out_of_range")
         await turn.rest()
-        text = await state.text.decode(body.tokens)
+        text = await connection.while_connected(state.text.decode(body.tokens))
     await connection.send(200, encode(Detokenized(text)))
+
+
+async def _highest(token_ids: list[int], turn: Turn) -> int:
+    """Return the highest of the ids, and let other tasks run in between."""
+    highest = 0
+    for start in range(0, len(token_ids), _SLICE_TOKENS):
+        if start:
+            await turn.pause()
+        highest = max(highest, *token_ids[start : start + _SLICE_TOKENS])
+    return highest
 
 
 async def tokenizer_info(state: ApiState, connection: Connection) -> None:

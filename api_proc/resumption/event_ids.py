@@ -85,4 +85,17 @@ def parse_event_id(text: str, request_id: str, limits: list[int]) -> StreamPosit
 
 def invalid_event_id(text: str, request_id: str) -> ApiError:
     message = f"Last-Event-ID {text[:200]!r} is not the id of an event of request {request_id}"
-    return ApiError(400, message, code="invalid_last_event_id")
+    return _invalid(message)
+
+
+def beyond_the_end(request_id: str, num_sent: int, num_tokens: int) -> ApiError:
+    """Return the error of a position that the answer does not reach."""
+    message = (
+        f"Last-Event-ID states that {num_sent} tokens of a choice were received, and request "
+        f"{request_id} has ended after {num_tokens}"
+    )
+    return _invalid(message)
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(400, message, param="Last-Event-ID", code="invalid_last_event_id")

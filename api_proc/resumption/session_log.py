@@ -87,11 +87,11 @@ class ReplayedRequest:
 def packed(accepted: AcceptRecord) -> AcceptRecord:
     """Leave out prompts that repeat the one before."""
     adds: list[AddRequest] = []
-    prompt: TokenIds = []
+    prompt: TokenIds | bytes = []
     for add in accepted.adds:
-        is_repeated = add.prompt_token_ids == prompt
-        prompt = add.prompt_token_ids
-        adds.append(_with_prompt(add, []) if is_repeated else add)
+        is_repeated = add.prompt == prompt
+        prompt = add.prompt
+        adds.append(_with_prompt(add, [], b"") if is_repeated else add)
     return msgspec.structs.replace(accepted, adds=adds)
 
 
@@ -99,13 +99,18 @@ def unpacked(accepted: AcceptRecord) -> AcceptRecord:
     """Restore the prompts that `packed` has left out."""
     adds: list[AddRequest] = []
     for add in accepted.adds:
-        is_repeated = not add.prompt_token_ids and adds
-        adds.append(_with_prompt(add, adds[-1].prompt_token_ids) if is_repeated else add)
+        is_repeated = not add.prompt and adds
+        adds.append(_with_prompt(add, *_prompt_of(adds[-1])) if is_repeated else add)
     return msgspec.structs.replace(accepted, adds=adds)
 
 
-def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds) -> AddRequest:
-    return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids)
+def _prompt_of(add: AddRequest) -> tuple[TokenIds, bytes]:
+    """Return both forms of a prompt, of which one is empty."""
+    return add.prompt_token_ids, add.packed_prompt
+
+
+def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds, packed: bytes) -> AddRequest:
+    return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids, packed_prompt=packed)
 
 
 class Replay:

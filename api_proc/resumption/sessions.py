@@ -33,8 +33,9 @@ from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestFailed
+from protocol.client.packed_prompt import PromptIds
 from protocol.config import ApiConfig
-from protocol.message import Message, TokenIds
+from protocol.message import Message
 from protocol.sampling import FinishReason, SamplingParams
 from protocol.transport.runtime import Clock
 
@@ -199,7 +200,7 @@ class Sessions:
         return session
 
     def submit(
-        self, session: Session, prompt_token_ids: TokenIds, params: SamplingParams
+        self, session: Session, prompt_token_ids: PromptIds, params: SamplingParams
     ) -> HistoryReader:
         """Send one sequence to the core."""
         history = self._new_history(session)

@@ -5,6 +5,7 @@ of the core and of a worker like any other, and so does the search.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from protocol.sampling import MAX_LOGPROBS, FinishReason, SamplingParams
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """Each beam is continued with twice as many candidates."""
+_SLICE_S = 0.002
 
 Submit = Callable[[list[int], SamplingParams], TokenStream]
-"""Sends a request with a prompt to the engine."""
+"""Sends a request to the engine: the prompt, and these tokens of a beam after it."""
 
 
 class BeamSearchOptions(NamedTuple):
@@ -58,9 +60,7 @@ class BeamSearchResult(NamedTuple):
     """Tokens of the prompt in the prefix cache, at the first step."""
 
 
-async def beam_search(
-    submit: Submit, prompt_token_ids: list[int], options: BeamSearchOptions
-) -> BeamSearchResult:
+async def beam_search(submit: Submit, options: BeamSearchOptions) -> BeamSearchResult:
     """Return the best beams; RequestFailed: one of the requests has failed."""
     width, penalty = options.beam_width, options.length_penalty
     num_candidates = 2 * width
@@ -71,7 +71,7 @@ async def beam_search(
     ended: list[Beam] = []
     num_cached_tokens = None
     for _ in range(options.max_tokens):
-        outputs = await _step(submit, [prompt_token_ids + beam.token_ids for beam in beams], params)
+        outputs = await _step(submit, beams, params)
         if beams[0].token_ids == []:
             num_cached_tokens = outputs[0].num_cached_tokens
         candidates = [
@@ -110,14 +110,17 @@ class _Candidate(NamedTuple):
         return self.beam.cumulative_logprob + self.entry.top_logprobs[self.place]
 
 
-async def _step(
-    submit: Submit, prompts: list[list[int]], params: SamplingParams
-) -> list[RequestOutput]:
+async def _step(submit: Submit, beams: list[Beam], params: SamplingParams) -> list[RequestOutput]:
+    """Continue all beams by one token; long prompts are submitted in several turns of the loop."""
     streams: list[TokenStream] = []
     outputs = []
     try:
-        for prompt in prompts:
-            streams.append(submit(prompt, params))
+        began = time.perf_counter()
+        for beam in beams:
+            if time.perf_counter() - began > _SLICE_S:
+                await asyncio.sleep(0)
+                began = time.perf_counter()
+            streams.append(submit(beam.token_ids, params))
         for stream in streams:
             outputs.append(await _only_output(stream))
     finally:
@@ -167,10 +170,8 @@ def _is_over(beams: list[Beam], ended: list[Beam], options: BeamSearchOptions) -
 class BeamSearch:
     """A search whose beams are read as streams; it runs from the first read on."""
 
-    def __init__(
-        self, submit: Submit, prompt_token_ids: list[int], options: BeamSearchOptions
-    ) -> None:
-        self._search = partial(beam_search, submit, prompt_token_ids, options)
+    def __init__(self, submit: Submit, options: BeamSearchOptions) -> None:
+        self._search = partial(beam_search, submit, options)
         self._task: asyncio.Task[BeamSearchResult] | None = None
         self._error: RequestFailed | None = None
         self.streams = [BeamStream(self, rank) for rank in range(options.beam_width)]

@@ -3,6 +3,12 @@
 A lane is a task that owns one helper process and does one job after the other. A helper that
 exceeds the time for a job is killed, and its job refused; if a helper dies, the next one tries its
 job once more. Lanes start when there is work for them, and a killed helper is replaced at once.
+
+An abandoned job, whose request has ended meanwhile, is left alone while it is short: its helper is
+killed once the job has used as much processor time as the start of a helper takes. So the
+replacement never costs more than the job has used already. Clients that disconnect over and over
+can double the work that they cause, and no more, and such a job holds its lane for about two starts
+instead of the time that its size allows.
 """
 
 import asyncio
@@ -13,6 +19,7 @@ import sys
 import threading
 import time
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -146,7 +153,10 @@ class _Lane:
         is_second = False
         while not order.answer.done():
             try:
-                answer = await self._ask(order.body)
+                answer = await self._ask(order)
+            except _Abandoned:
+                self.close()
+                log.info("a process for long texts was killed: the client of its job has left")
             except _HelperDied:
                 self.close()
                 if is_second:
@@ -168,12 +178,12 @@ class _Lane:
             except TextPoolUnavailable as error:
                 log.warning("%s", error)
 
-    async def _ask(self, body: bytes) -> bytes:
+    async def _ask(self, order: _Order) -> bytes:
         if self._helper is not None and self._helper.is_gone:
             self.close()
         if self._helper is None:
             self._helper = await _Helper.start(self._model)
-        return await self._helper.ask(body)
+        return await self._helper.ask(order.body, order.answer.done)
 
     def close(self) -> None:
         if self._helper is not None:
@@ -191,6 +201,10 @@ class _HelperDied(Exception):
     """The process has ended."""
 
 
+class _Abandoned(Exception):
+    """The job's answer is of no use any more, and the job goes on."""
+
+
 class _Helper:
     """The API's end of a helper. After an exception it cannot be used any more."""
 
@@ -200,6 +214,8 @@ class _Helper:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._start_cpu_s = 0.0
+        """Processor time until it was ready."""
 
     @classmethod
     async def start(cls, model: ModelConfig) -> "_Helper":
@@ -217,6 +233,7 @@ class _Helper:
             if not isinstance(error, _HelperDied | TimeoutError):
                 raise
             raise TextPoolUnavailable("the process for long texts does not start") from error
+        helper._start_cpu_s = cpu_seconds(helper._process.pid)
         return helper
 
     @classmethod
@@ -238,16 +255,19 @@ class _Helper:
     def is_gone(self) -> bool:
         return self._process.poll() is not None
 
-    async def ask(self, body: bytes) -> bytes:
-        """Do a job; TextLimitReached, TextPoolUnavailable: it takes too long."""
+    async def ask(self, body: bytes, is_abandoned: Callable[[], bool]) -> bytes:
+        """Do a job; TextLimitReached, TextPoolUnavailable, _Abandoned: it takes too long."""
         limit_s = LIMIT_S + LIMIT_S_PER_MIB * len(body) / 2**20
-        limit_cpu_s = cpu_seconds(self._process.pid) + limit_s
+        began_cpu_s = cpu_seconds(self._process.pid)
         deadline = time.monotonic() + _longest_wait_s(limit_s)
         exchange = asyncio.ensure_future(self._exchange(body))
         del body
         try:
             while not (await asyncio.wait({exchange}, timeout=_CHECK_S))[0]:
-                if cpu_seconds(self._process.pid) >= limit_cpu_s:
+                used_cpu_s = cpu_seconds(self._process.pid) - began_cpu_s
+                if is_abandoned() and used_cpu_s >= self._start_cpu_s:
+                    raise _Abandoned
+                if used_cpu_s >= limit_s:
                     text = f"rendering and tokenizing it takes longer than {limit_s:.1f} s"
                     raise TextLimitReached(text)
                 if time.monotonic() >= deadline:

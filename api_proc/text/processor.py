@@ -54,6 +54,7 @@ THREAD_CHARS = 2**14
 MAX_LONG_TEXTS = 64
 """That wait for the thread, or for the pool."""
 _NICENESS = 5
+_SLICE_IDS = 2**15
 _ID_CHARS = 2
 """Decoding an id takes about as long as encoding this number of characters."""
 
@@ -179,7 +180,8 @@ class TextProcessor:
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, with special tokens."""
-        result = await self._run(Decode(token_ids), _ID_CHARS * len(token_ids), "tokens")
+        body = await _encoded_in_slices(token_ids) if len(token_ids) > _SLICE_IDS else None
+        result = await self._run(Decode(token_ids), _ID_CHARS * len(token_ids), "tokens", body)
         assert isinstance(result, Pieces)
         return "".join(result.pieces)
 
@@ -290,6 +292,15 @@ class TextProcessor:
 def _encoded(job: Job) -> bytes:
     """Return a job as JSON; of a Python program it may contain other objects."""
     return msgspec.json.encode(job, enc_hook=str)
+
+
+async def _encoded_in_slices(token_ids: list[int]) -> bytes:
+    """Return the job `Decode` as JSON, and let other tasks run in between."""
+    parts: list[bytes] = []
+    for start in range(0, len(token_ids), _SLICE_IDS):
+        parts.append(msgspec.json.encode(token_ids[start : start + _SLICE_IDS])[1:-1])
+        await asyncio.sleep(0)
+    return b'{"type":"Decode","token_ids":[%b]}' % b",".join(parts)
 
 
 def too_long(num_tokens: int, max_tokens: int, param: str) -> ApiError:

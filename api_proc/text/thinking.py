@@ -30,4 +30,7 @@ def thinking_budget(
     begin = [] if is_open else tokenizer.encode(form.begin, _MARKER)
     end = tokenizer.encode(form.end, _MARKER)
     ids = map(tokenizer.added_token_id, text.dialect.call_markers)
-    return ThinkingBudget(max_tokens, begin, end, [i for i in ids if i is not None])
+    calls = [i for i in ids if i is not None]
+    # A parser ignores white space before the marker: the model has begun to reason nevertheless.
+    spaces = [] if is_open else tokenizer.space_token_ids
+    return ThinkingBudget(max_tokens, begin, end, calls, spaces)

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +15,13 @@ from api_proc.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetoke
 from api_proc.text.literal import LiteralText, SpecialTokens
 from api_proc.text.shared_ids import shared_ids
 from protocol.config import ConfigError
+from protocol.sampling import MAX_SPACE_TOKENS
 
 FIRST_BYTE_ID = 3
 """Ids 3 to 258 of the byte tokenizer are the bytes 0 to 255."""
 _BATCH_PIECES = 256
+_SPELLINGS_OF_SPACE = " \t\n\v\f\rĠĉĊċČč▁<0x9ABCD2>"
+"""Characters of tokens that may be white space: as text, as bytes, or with marks for spaces."""
 _MIN_SHARED_IDS = 1024
 
 
@@ -67,7 +70,8 @@ class HfTokenizer:
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
         self.special_tokens = special_tokens(config)
         # A text of n characters has at least n / longest_token_chars tokens.
-        self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        vocabulary = self._tokenizer.get_vocab()
+        self.longest_token_chars = max(map(len, vocabulary), default=1)
         self._special_ids = _special_ids(self._tokenizer, self.special_tokens)
         names = map(self._tokenizer.id_to_token, self._special_ids)
         self.special = SpecialTokens(name for name in names if name)
@@ -80,6 +84,9 @@ class HfTokenizer:
         self._table = _TokenTable(
             self._byte_level_bytes if self._is_byte_level else self._piece_bytes
         )
+        spelled = (i for token, i in vocabulary.items() if not token.strip(_SPELLINGS_OF_SPACE))
+        self.space_token_ids = _space_ids(spelled, self._table)
+        """Tokens of white space."""
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
         """Return the ids, or raise `TooManyTokens`."""
@@ -180,6 +187,7 @@ class ByteTokenizer:
         self.special_tokens: dict[str, str] = {}
         self.special = SpecialTokens([])
         self._table = _TokenTable(_byte_of_id)
+        self.space_token_ids = _space_ids(range(FIRST_BYTE_ID, FIRST_BYTE_ID + 256), self._table)
 
     def encode(self, text: str, options: EncodeOptions) -> list[int]:
         data = text.encode("utf-8")
@@ -226,6 +234,12 @@ def _byte_level_alphabet() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _space_ids(token_ids: Iterable[int], table: _TokenTable) -> list[int]:
+    """Return those of the tokens that are white space of ASCII and nothing else."""
+    found = sorted(i for i in token_ids if table[i] and not table[i].strip())
+    return found[:MAX_SPACE_TOKENS]
 
 
 def _special_ids(tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:

@@ -38,6 +38,7 @@ from protocol.client.errors import failure_of
 from protocol.client.kv_feed import KVEventFeed
 from protocol.client.ledger import Ledger, RequestOptions, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
+from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
@@ -158,11 +159,12 @@ class AsyncEngineClient:
                 await self._status_event.wait()
 
     def submit(
-        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[RequestOptions]
+        self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RequestOptions]
     ) -> RequestStream:
         """Accept a request: from here on it survives restarts of everything but this process.
 
-        `params` has an explicit seed. The caller may change `prompt_token_ids` afterwards.
+        `params` has an explicit seed. The caller may change `prompt_token_ids` afterwards. A prompt
+        of many thousands of ids may be packed beforehand, in slices: see `PromptPacking`.
 
         Raises:
             InvalidRequest: a value is out of its bounds, or the model cannot serve the request.
@@ -197,7 +199,7 @@ class AsyncEngineClient:
     def submit_to(
         self,
         receiver: Receiver,
-        prompt_token_ids: list[int],
+        prompt_token_ids: PromptIds,
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AddRequest:
@@ -219,7 +221,7 @@ class AsyncEngineClient:
         return request_id
 
     def _check(
-        self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions
+        self, prompt_token_ids: PromptIds, params: SamplingParams, options: RequestOptions
     ) -> tuple[AddRequest, bytes]:
         self._require_open()
         if self.status is None or self.facts is None:
@@ -229,8 +231,8 @@ class AsyncEngineClient:
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
             raise failure_of(RequestError(ErrorCode.DRAINING, "the engine is shutting down"))
         request_id, now = self._open.ledger.next_request_id(), self._clock.time()
-        add = AddRequest(request_id, prompt_token_ids, params, arrival_time=now, **options)
-        return check_request(add, self.facts)
+        add = AddRequest(request_id, [], params, arrival_time=now, **options)
+        return check_request(add, self.facts, prompt_token_ids)
 
     def cancel(self, request_id: int) -> None:
         """Abort a request, if it is open."""

@@ -38,6 +38,7 @@ from protocol.api_core import (
     validate_request,
 )
 from protocol.client.errors import failure_of
+from protocol.client.packed_prompt import PackedPrompt, PromptIds
 from protocol.core_worker import ModelFacts, PromptLogprobs
 from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
 from protocol.sampling import SamplingParams
@@ -61,25 +62,19 @@ class RequestOptions(TypedDict, total=False):
     """
 
 
-def check_request(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
+def check_request(
+    add: AddRequest, facts: ModelFacts, prompt: PromptIds | None = None
+) -> tuple[AddRequest, bytes]:
     """Check a request as the core will, before it is accepted; RequestFailed names the bound.
 
     Structs check no bounds when they are built, so the encoded request is decoded again. Returns
-    the request, which shares no objects with the caller's, and its body for the wire.
+    the request, which shares no objects with the caller's, and its body for the wire; a long prompt
+    is packed in both. `prompt` is that of a request without one.
     """
-    prompt = add.prompt_token_ids
-    if PACKED_FROM_TOKENS <= len(prompt) <= MAX_TOKEN_IDS:
-        # Ids that can be packed are checked in that form, without an object for each of them.
-        with contextlib.suppress(TypeError, OverflowError):
-            packed = pack_token_ids(prompt)
-            add = msgspec.structs.replace(add, prompt_token_ids=[], packed_prompt=packed)
-    checked, body = _checked(add, facts)
-    if checked.packed_prompt:
-        checked = msgspec.structs.replace(checked, prompt_token_ids=list(prompt), packed_prompt=b"")
-    return checked, body
-
-
-def _checked(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
+    prompt = add.prompt_token_ids if prompt is None else prompt
+    packed, id_bound = _packed(prompt)
+    token_ids = [] if packed or isinstance(prompt, PackedPrompt) else prompt
+    add = msgspec.structs.replace(add, prompt_token_ids=token_ids, packed_prompt=packed)
     try:
         body = encode(add)
     except (TypeError, ValueError, OverflowError, RecursionError) as problem:
@@ -90,10 +85,21 @@ def _checked(add: AddRequest, facts: ModelFacts) -> tuple[AddRequest, bytes]:
     except ProtocolError as problem:
         raise failure_of(_out_of_bounds(str(problem))) from problem
     assert isinstance(checked, AddRequest)
-    error = validate_request(checked, facts)
+    error = validate_request(checked, facts, id_bound)
     if error is not None:
         raise failure_of(error)
     return checked, body
+
+
+def _packed(prompt: PromptIds) -> tuple[bytes, int | None]:
+    """Return the packed ids and their known bound; empty: the ids are not packed."""
+    if isinstance(prompt, PackedPrompt):
+        return prompt
+    if PACKED_FROM_TOKENS <= len(prompt) <= MAX_TOKEN_IDS:
+        # Ids that can be packed are kept in that form, without an object for each of them.
+        with contextlib.suppress(TypeError, OverflowError):
+            return pack_token_ids(prompt), None
+    return b"", None
 
 
 def _out_of_bounds(problem: str) -> RequestError:
@@ -104,7 +110,7 @@ def _out_of_bounds(problem: str) -> RequestError:
     name = AddRequest.__struct_fields__[int(match[1]) - 1]  # the message's own name comes first
     if name == "sampling_params" and match[2] is not None:
         name = SamplingParams.__struct_fields__[int(match[2])]
-    param = "prompt" if name == "prompt_token_ids" else name
+    param = "prompt" if name in ("prompt_token_ids", "packed_prompt") else name
     text = f"{param}: {_PATH.sub('', problem)}"
     return RequestError(ErrorCode.INVALID, text[:MAX_TEXT], param)
 
@@ -171,7 +177,7 @@ class Ledger:
     def accept(self, add: AddRequest, age_s: float = 0.0) -> None:
         """Enter a request accepted `age_s` ago; Overloaded past one of the bounds."""
         assert add.request_id not in self._entries
-        num_tokens = self.num_prompt_tokens + len(add.prompt_token_ids)
+        num_tokens = self.num_prompt_tokens + add.num_prompt_tokens
         limit = self._max_open_tokens
         full = None
         if len(self._entries) >= self._max_open:
@@ -189,7 +195,7 @@ class Ledger:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
-        self.num_prompt_tokens -= len(entry.add.prompt_token_ids)
+        self.num_prompt_tokens -= entry.add.num_prompt_tokens
         return True
 
     def __iter__(self) -> Iterator[int]:

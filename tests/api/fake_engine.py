@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +28,11 @@ from protocol.api_core import (
     PauseMode,
     RequestOutput,
     Status,
-    validate_request,
 )
 from protocol.client.errors import RequestFailed
+from protocol.client.ledger import check_request
 from protocol.client.open_requests import Receiver
+from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
@@ -52,11 +54,24 @@ def repeating(text: str = REPLY, *, per_output: int = 1) -> Script:
     return emitting(ids_of(text) * 100, per_output=per_output)
 
 
+def embed(add: AddRequest) -> Iterator[RequestOutput]:
+    """Return the prompt's first id, its length, and numbers."""
+    pooling = add.sampling_params.pooling
+    assert pooling is not None
+    first = int.from_bytes(add.packed_prompt[:4], "little") or add.prompt_token_ids[0]
+    numbers = [float(first), float(add.num_prompt_tokens), *[0.1] * 14][: pooling.dimensions]
+    packed = struct.pack(f"<{len(numbers)}f", *numbers)
+    yield RequestOutput(add.request_id, 0, [], FinishReason.STOP, embedding=packed)
+
+
 def emitting(token_ids: list[int], *, per_output: int = 1) -> Script:
-    """Emit these tokens, ending at EOS or at max_tokens."""
+    """Emit these tokens, ending at EOS or at max_tokens; or a vector, where that is asked for."""
 
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         params = add.sampling_params
+        if params.pooling is not None:
+            yield from embed(add)
+            return
         output_ids = token_ids[: params.max_tokens]
         if EOS_ID in output_ids and not params.ignore_eos:
             output_ids = output_ids[: output_ids.index(EOS_ID) + 1]
@@ -69,7 +84,7 @@ def emitting(token_ids: list[int], *, per_output: int = 1) -> Script:
                 first,
                 ids,
                 reason if is_last else None,
-                num_cached_tokens=len(add.prompt_token_ids) // 16 * 16 if first == 0 else None,
+                num_cached_tokens=add.num_prompt_tokens // 16 * 16 if first == 0 else None,
                 logprobs=[logprobs_of(i, params.logprobs) for i in ids]
                 if params.logprobs is not None
                 else None,
@@ -91,7 +106,7 @@ def prompt_part(add: AddRequest) -> list[PromptLogprobs] | None:
     num_top = add.sampling_params.prompt_logprobs
     if num_top is None:
         return None
-    entries = [logprobs_of(i, num_top) for i in add.prompt_token_ids[1:]]
+    entries = [logprobs_of(i, num_top) for i in add.unpacked_prompt[1:]]
     return [PromptLogprobs(add.request_id, 1, entries)]
 
 
@@ -136,7 +151,7 @@ class FakeClient:
 
     def submit(
         self,
-        prompt_token_ids: list[int],
+        prompt_token_ids: PromptIds,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -159,7 +174,7 @@ class FakeClient:
     def submit_to(
         self,
         receiver: Receiver,
-        prompt_token_ids: list[int],
+        prompt_token_ids: PromptIds,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -169,7 +184,7 @@ class FakeClient:
     ) -> AddRequest:
         add = AddRequest(
             len(self.requests) + 1,
-            prompt_token_ids,
+            [],
             params,
             priority=priority,
             cache_salt=cache_salt,
@@ -177,9 +192,7 @@ class FakeClient:
             resent=resent,
         )
         assert self.facts is not None
-        error = validate_request(add, self.facts)
-        if error is not None:
-            raise RequestFailed(error)
+        add, _ = check_request(add, self.facts, prompt_token_ids)
         if self.refusal is not None and not resent:
             raise self.refusal
         self._begin(add, receiver)

@@ -63,7 +63,9 @@ class Server:
         """Begin a session without a connection, whose client does not know of it."""
         with self.generation(name, n=n) as generation:
             generation.begin_session(PATH, raw, [Prompt([5, 6], None)])
-            generation.submit([5, 6], SamplingParams(**{"max_tokens": 900, "seed": 1} | params))
+            submit_all(
+                generation, [5, 6], SamplingParams(**{"max_tokens": 900, "seed": 1} | params)
+            )
             await generation.accepted()
             generation.cancel()
         found = self.find(name, raw)
@@ -72,6 +74,11 @@ class Server:
 
     def find(self, name: str, raw: bytes = RAW, last: str | None = None) -> Session | None:
         return self.sessions.find(name, PATH, raw, last)
+
+
+def submit_all(generation: Generation, token_ids: list[int], params: SamplingParams) -> None:
+    for _ in generation.submit(token_ids, token_ids, params):
+        pass
 
 
 def replay(records: Iterable[bytes]) -> list[ReplayedRequest]:

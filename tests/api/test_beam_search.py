@@ -47,7 +47,7 @@ class TinyModel:
         assert params.max_tokens == 1
         self.num_steps += 1
         self.num_open += 1
-        logprobs = self.logprobs(token_ids)
+        logprobs = self.logprobs([*PROMPT, *token_ids])
         order = sorted(range(self.vocab_size), key=lambda i: -logprobs[i])[: params.logprobs]
         tops = [logprobs[i] for i in order]
         return OneToken(self, TokenLogprobs(order[0], tops[0], 1, order, tops))
@@ -79,7 +79,7 @@ def options(**fields: Any) -> BeamSearchOptions:
 
 
 def search(model: TinyModel, wanted: BeamSearchOptions) -> BeamSearchResult:
-    return asyncio.run(beam_search(model.submit, PROMPT, wanted))
+    return asyncio.run(beam_search(model.submit, wanted))
 
 
 def sum_of(model: TinyModel, token_ids: tuple[int, ...]) -> float:
@@ -191,7 +191,7 @@ def test_a_failure_reaches_all_readers_and_leaves_no_request_open() -> None:
         return model.submit(token_ids, params)
 
     async def read() -> list[object]:
-        streams = BeamSearch(submit, PROMPT, options()).streams
+        streams = BeamSearch(submit, options()).streams
         return await asyncio.gather(*(anext(s) for s in streams), return_exceptions=True)
 
     assert asyncio.run(read()) == [failure] * 3
@@ -204,7 +204,7 @@ def test_a_search_that_is_cancelled_ends_its_readers_and_its_requests(fails: boo
     error = RequestFailed(RequestError(ErrorCode.DEADLINE, "late"))
 
     async def read() -> list[object]:
-        streams = BeamSearch(model.submit, PROMPT, options(max_tokens=10**6)).streams
+        streams = BeamSearch(model.submit, options(max_tokens=10**6)).streams
         reading = asyncio.gather(*(anext(s) for s in streams), return_exceptions=True)
         while model.num_steps < 50:
             await asyncio.sleep(0)

@@ -5,8 +5,10 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,17 @@ import pytest
 from api_proc.app import start_sessions
 from api_proc.http import protocol as http_protocol
 from api_proc.http.acceptor import Acceptor
+from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
+from tests.api.fake_engine import (
+    EOS_ID,
+    FakeClient,
+    LiveServer,
+    emitting,
+    ids_of,
+    repeating,
+    wait_until,
+)
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 BODY = {
@@ -201,3 +212,82 @@ def test_without_a_journal_the_rest_of_a_stream_is_not_found(
     headers["Last-Event-ID"] = ""
     answer = httpx.post(live.url + path, json=body_for(path, stream=True), headers=headers)
     assert answer.status_code == 200
+
+
+ROUTES: dict[str, tuple[dict[str, Any], str]] = {
+    PATHS[0]: ({}, "r.{}"),
+    PATHS[1]: ({}, "r.{}"),
+    "/v1/messages": ({"model": "null"}, "r.{}"),
+    "/v1/responses": ({"input": "x"}, "r.{}-0-9"),
+}
+"""By path: the fields of a body that others lack, and how an event's id is written."""
+
+
+def body_of(path: str) -> dict[str, Any]:
+    if path in PATHS:
+        return body_for(path, stream=True)
+    fields = {"max_output_tokens": 40} if path == "/v1/responses" else body_for(PATHS[1])
+    return {**fields, **ROUTES[path][0], "stream": True}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_position_behind_the_end_of_the_answer_is_an_error_of_the_client(
+    make_server: MakeServer, tmp_path: Path, path: str
+) -> None:
+    """It changes nothing: the stream can still be read from another position."""
+    client = FakeClient(script=emitting([*ids_of("hello"), EOS_ID]))
+    live = make_server(client, journal_dir=str(tmp_path))
+    live.call(start_sessions, live.state)
+    with httpx.Client(base_url=live.url, headers={"X-Request-Id": "r"}) as http:
+
+        def come_back(event_id: str) -> httpx.Response:
+            return http.post(path, json=body_of(path), headers={"Last-Event-ID": event_id})
+
+        whole = http.post(path, json=body_of(path))
+        assert whole.status_code == 200, whole.text
+        for num_tokens in (7, 40):
+            answer = come_back(ROUTES[path][1].format(num_tokens))
+            assert answer.status_code == 400
+            assert "has ended after 6" in answer.text
+            assert "Last-Event-ID" in answer.text
+            if path in PATHS:
+                error = answer.json()["error"]
+                assert (error["param"], error["code"]) == ("Last-Event-ID", "invalid_last_event_id")
+        known = re.findall(r"^id: (r\.\S+)$", whole.text, re.MULTILINE)
+        rest = come_back(known[0])
+        assert rest.status_code == 200
+        assert "Last-Event-ID" not in rest.text
+    assert len(client.requests) == 1
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_an_answer_that_ends_before_the_position_ends_the_stream_with_that_error(
+    make_server: MakeServer, tmp_path: Path, path: str
+) -> None:
+    """The stream has begun while the request was running; other connections are not concerned."""
+
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        for i, output in enumerate(emitting([*ids_of("hello"), EOS_ID])(add)):
+            client.is_paused = i == 2
+            yield output
+
+    client = FakeClient(script=script)
+    live = make_server(client, keep_alive_interval_s=0.02, journal_dir=str(tmp_path))
+    live.call(start_sessions, live.state)
+    headers = {"X-Request-Id": "r"}
+    late = headers | {"Last-Event-ID": ROUTES[path][1].format(9)}
+    url, body = live.url + path, body_of(path)
+    with (
+        httpx.stream("POST", url, json=body, headers=headers) as first,
+        httpx.stream("POST", url, json=body, headers=late) as second,
+    ):
+        assert (first.status_code, second.status_code) == (200, 200)
+        client.is_paused = False
+        whole, wrong = first.read().decode(), second.read().decode()
+    assert "Last-Event-ID" not in whole
+    assert "Last-Event-ID states that 9 tokens" in wrong
+    assert "internal" not in wrong
+    if path == "/v1/responses":
+        assert '"status":"completed"' in whole
+        stored = httpx.get(url + "/" + json.loads(whole.splitlines()[-3][6:])["response"]["id"])
+        assert stored.json()["status"] == "completed"

@@ -5,6 +5,7 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -20,9 +21,13 @@ AT_ONCE_S = 0.6 * KEEP_ALIVE_INTERVAL_S
 """Bound on the delay, on a busy machine."""
 
 
-def send(live: LiveServer, path: str, *, stream: bool, n: int = 1) -> socket.socket:
+def ask(live: LiveServer, path: str, *, stream: bool, n: int = 1) -> socket.socket:
     messages = [{"role": "user", "content": "x"}]
     fields = {"prompt": "hi", "messages": messages, "stream": stream, "n": n, "max_tokens": 400}
+    return send(live, path, **fields)
+
+
+def send(live: LiveServer, path: str, **fields: Any) -> socket.socket:
     body = json.dumps(fields).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=5)
@@ -52,7 +57,7 @@ def test_disconnect_before_the_answer_cancels(
     client = FakeClient()
     client.is_paused = True
     live = make_server(client)
-    with send(live, path, stream=stream, n=2) as connection:
+    with ask(live, path, stream=stream, n=2) as connection:
         wait_until(lambda: len(client.requests) == 2)
         leave(connection)  # type: ignore[operator]
         wait_until(lambda: client.cancelled == [1, 2], timeout_s=AT_ONCE_S)
@@ -69,7 +74,7 @@ def test_disconnect_within_a_stream_cancels(make_server: MakeServer, path: str) 
 
     client = FakeClient(script=script)
     live = make_server(client)
-    with send(live, path, stream=True) as connection:
+    with ask(live, path, stream=True) as connection:
         assert b"200 OK" in connection.recv(1000)
         assert client.cancelled == []
         connection.close()
@@ -136,7 +141,7 @@ def test_a_disconnect_and_a_deadline_end_the_tokenization(
 
     setattr(live.text, "encode" if path == PATHS[0] else "encode_chat", encode_for_ever)
     if has_left:
-        with send(live, path, stream=False) as connection:
+        with ask(live, path, stream=False) as connection:
             wait_until(lambda: events == ["begun"])
             close(connection)
     else:
@@ -148,3 +153,36 @@ def test_a_disconnect_and_a_deadline_end_the_tokenization(
         )
     wait_until(lambda: events == ["begun", "ended"], timeout_s=AT_ONCE_S)
     wait_until(lambda: len(live.state.open_requests) == 0, timeout_s=AT_ONCE_S)
+
+
+WORK_ON_TEXT = {
+    "/v1/embeddings": ("encode", {"input": "x"}),
+    "/tokenize": ("encode", {"prompt": "x"}),
+    "/detokenize": ("decode", {"tokens": [5]}),
+    "/apply-template": ("render", {"messages": [{"role": "user", "content": "x"}]}),
+    "/v1/messages/count_tokens": (
+        "encode_chat",
+        {"model": "null", "messages": [{"role": "user", "content": "x"}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("path", WORK_ON_TEXT)
+def test_a_disconnect_ends_the_work_on_a_text(make_server: MakeServer, path: str) -> None:
+    live = make_server(FakeClient())
+    events: list[str] = []
+
+    async def work_for_ever(*_: object, **__: object) -> None:
+        events.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("ended")
+
+    method, fields = WORK_ON_TEXT[path]
+    setattr(live.text, method, work_for_ever)
+    with send(live, path, **fields) as connection:
+        wait_until(lambda: events == ["begun"])
+        close(connection)
+    wait_until(lambda: events == ["begun", "ended"], timeout_s=AT_ONCE_S)
+    wait_until(lambda: live.state.budget.num_requests == 0, timeout_s=AT_ONCE_S)

@@ -1,10 +1,12 @@
 """POST /v1/embeddings: forms of input, encodings, bounds, and ends."""
 
+import asyncio
 import base64
 import json
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,17 @@ import openai
 import pytest
 
 from api_proc.text.embedding_config import EmbeddingConfig, embedding_config
-from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
+from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import RequestFailed
 from protocol.config import ModelConfig
 from protocol.config.settings import configure
-from protocol.sampling import FinishReason, Pooling, PoolingType
+from protocol.sampling import Pooling, PoolingType
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FACTS, FakeClient, LiveServer, ids_of, wait_until
+from tests.api.fake_engine import FACTS, FakeClient, LiveServer, embed, ids_of, wait_until
 
 PATH = "/v1/embeddings"
 HTTP = httpx.Client(timeout=30, trust_env=False)
 """Shared: each client of httpx takes a tenth of a second to make."""
-
-
-def embed(add: AddRequest) -> Iterator[RequestOutput]:
-    """Return the prompt's first id, its length, and zeros."""
-    pooling = add.sampling_params.pooling
-    assert pooling is not None
-    prompt = add.prompt_token_ids
-    numbers = [float(prompt[0]), float(len(prompt)), *[0.1] * 14][: pooling.dimensions]
-    packed = struct.pack(f"<{len(numbers)}f", *numbers)
-    yield RequestOutput(add.request_id, 0, [], FinishReason.STOP, embedding=packed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,6 +152,39 @@ def test_a_response_has_a_bound(make_server: MakeServer) -> None:
     few = make_server(FakeClient(facts=facts, script=embed), max_open_bytes=1024)
     assert post(few, input=[[5]]).status_code == 429
     assert few.state.budget.num_bytes == 0
+
+
+def test_a_request_that_waits_for_its_tokens_holds_what_its_answer_takes(
+    make_server: MakeServer,
+) -> None:
+    """So two that do not fit together are not both begun."""
+    num_bytes = 90 * 2**14 * 22
+    facts = msgspec.structs.replace(FACTS, embedding_size=2**14)
+    live = make_server(FakeClient(facts=facts, script=embed), max_open_bytes=3 * num_bytes // 2)
+    encode, is_released, waiting = live.text.encode, threading.Event(), []
+
+    async def encode_later(*args: Any, **options: Any) -> list[list[int]]:
+        waiting.append(args)
+        while not is_released.is_set():
+            await asyncio.sleep(0.001)
+        return await encode(*args, **options)
+
+    live.text.encode = encode_later  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, live, input=["x"] * 90)
+        wait_until(lambda: len(waiting) == 1)
+        assert live.state.budget.num_bytes >= num_bytes
+        second = pool.submit(post, live, input=["y"] * 90)
+        wait_until(lambda: second.done() or len(waiting) == 2)
+        is_released.set()
+        assert [first.result().status_code, second.result().status_code] == [200, 429]
+    wait_until(lambda: live.state.budget.num_bytes == 0)
+
+
+def test_many_values_in_a_body_are_counted(make_server: MakeServer) -> None:
+    live = make_server(FakeClient(script=embed), max_open_bytes=100_000)
+    assert post(live, input=[[5]] * 2000, dimensions=1).status_code == 429
+    assert live.state.budget.num_bytes == 0
 
 
 def test_a_model_without_hidden_states_is_named(make_server: MakeServer) -> None:

@@ -95,13 +95,16 @@ def test_a_budget_has_the_markers_of_the_model(make_server: MakeServer) -> None:
     live = make_server(reasoning_parser="qwen3")
     begin, end = ids_of("<think>"), ids_of("</think>")
     budget = params_of(live, COMPLETIONS, prompt="x", thinking_token_budget=7).thinking_budget
-    assert budget == ThinkingBudget(7, begin, end)
+    spaces = sorted(ids_of(" \t\n\v\f\r"))
+    assert budget == ThinkingBudget(7, begin, end, [], spaces)
     for path, body in (
         (COMPLETIONS, {"prompt": "x<think>\n"}),
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}),
     ):
         budget = params_of(live, path, thinking_token_budget=0, **body).thinking_budget
-        assert budget == ThinkingBudget(0, [] if path == COMPLETIONS else begin, end)
+        is_open = path == COMPLETIONS
+        markers = ([], end, [], []) if is_open else (begin, end, [], spaces)
+        assert budget == ThinkingBudget(0, *markers)
     for value in (-1, None):
         params = params_of(live, CHAT, thinking_token_budget=value, **USER)
         assert params.thinking_budget is None

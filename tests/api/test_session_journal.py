@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from api_proc.errors import ApiError
@@ -21,7 +22,8 @@ from api_proc.resumption.sessions import Session
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import ErrorCode
 from protocol.sampling import SamplingParams
-from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, until
+from tests.api.fake_engine import FACTS
+from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, submit_all, until
 
 
 class SlowDisk:
@@ -65,24 +67,30 @@ async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
         server.sessions.close()
 
 
+@pytest.mark.parametrize("num_tokens", [500, 8000])
 @play
-async def test_many_sequences_of_one_long_prompt_are_a_small_record(tmp_path: Path) -> None:
+async def test_many_sequences_of_one_long_prompt_are_a_small_record(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    """As a list of ids, and packed."""
+    prompt = [7] * num_tokens
     server = await Server(tmp_path).written()
+    server.client.facts = msgspec.structs.replace(FACTS, max_model_len=9000, num_gpu_blocks=10**4)
     before = server.sessions.journaling.num_bytes
     with server.generation("r", n=200) as generation:
         generation.begin_session(PATH, RAW, [Prompt([], None)])
-        generation.submit([7] * 500, SamplingParams(max_tokens=5, seed=1))
+        submit_all(generation, prompt, SamplingParams(max_tokens=5, seed=1))
         await generation.accepted()
-        assert server.sessions.journaling.num_bytes - before < 50_000
+        assert server.sessions.journaling.num_bytes - before < 50_000 + 4 * num_tokens
         session = server.find("r")
     assert session is not None
     await until(lambda: session.is_ended)
     server.sessions.close()
     successor = await Server(tmp_path).written()
-    assert successor.sessions.journaling.num_bytes < 50_000
+    assert successor.sessions.journaling.num_bytes < 50_000 + 4 * num_tokens
     found = successor.find("r")
     assert found is not None
-    assert [add.prompt_token_ids for add in found.accepted.adds] == [[7] * 500] * 200
+    assert [add.unpacked_prompt for add in found.accepted.adds] == [prompt] * 200
     assert [list(history.token_ids) for history in found.histories] == [OUTPUT_IDS[:5]] * 200
     successor.sessions.close()
 
@@ -265,7 +273,7 @@ async def accept_with_deadline(server: Server, timeout_s: float) -> Session:
     raw = json.dumps({"timeout": timeout_s}).encode()
     with server.generation("r", timeout=timeout_s) as generation:
         generation.begin_session(PATH, raw, [Prompt([5, 6], None)])
-        generation.submit([5, 6], SamplingParams(max_tokens=900, seed=1))
+        submit_all(generation, [5, 6], SamplingParams(max_tokens=900, seed=1))
         await generation.accepted()
         generation.cancel()
     session = server.find("r", raw)
@@ -318,7 +326,7 @@ async def test_a_request_that_ends_in_time_keeps_its_end(tmp_path: Path) -> None
     server = await Server(tmp_path).written()
     with server.generation("r", timeout=0.2) as generation:
         generation.begin_session(PATH, RAW, [Prompt([5, 6], None)])
-        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5, 6], SamplingParams(max_tokens=9, seed=1))
         await generation.accepted()
         assert await read(generation, 9) == OUTPUT_IDS[:9]
         session = server.find("r")

@@ -14,7 +14,7 @@ from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.errors import RequestFailed
 from protocol.sampling import SamplingParams
 from tests.api.fake_engine import emitting
-from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, until
+from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, submit_all, until
 
 
 @play
@@ -54,14 +54,15 @@ async def test_a_position_after_the_end_is_an_error(tmp_path: Path) -> None:
     session = await server.accept("r", max_tokens=9)
     await until(lambda: session.is_ended)
     session.histories[0].token_ids.pop()  # a worker has computed another token
-    for num_sent, is_wrong in ((8, False), (9, True)):
-        with server.generation("r", session) as generation:
-            generation.resume(StreamPosition([num_sent]))
-            if is_wrong:
-                with pytest.raises(RequestFailed, match="before token 9"):
-                    await read(generation, 1)
-            else:
-                assert await read(generation, 1) == []
+    with server.generation("r", session) as generation:
+        generation.resume(StreamPosition([8]))
+        assert await read(generation, 1) == []
+    with server.generation("r", session) as generation, pytest.raises(ApiError) as caught:
+        generation.resume(StreamPosition([9]))
+    error = caught.value
+    assert (error.param, error.code) == ("Last-Event-ID", "invalid_last_event_id")
+    assert "9 tokens of a choice were received" in error.message
+    assert "has ended after 8" in error.message
     assert server.find("r") is session
     server.sessions.close()
 
@@ -97,7 +98,7 @@ async def test_a_disconnect_during_acceptance_leaves_a_session(
     server = await Server(tmp_path).written()
     with server.generation("r") as generation:
         generation.begin_session(PATH, RAW, [Prompt([5, 6], None)])
-        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5, 6], SamplingParams(max_tokens=9, seed=1))
         accepting = asyncio.create_task(generation.accepted())
         await asyncio.sleep(0)
         generation.cancel()
@@ -114,8 +115,8 @@ async def test_a_rejected_request_leaves_nothing(tmp_path: Path) -> None:
     server = await Server(tmp_path).written()
     with contextlib.suppress(RequestFailed), server.generation("r") as generation:
         generation.begin_session(PATH, RAW, [Prompt([5, 6], None)] * 2)
-        generation.submit([5, 6], SamplingParams(max_tokens=9, seed=1))
-        generation.submit([5] * 2000, SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5, 6], SamplingParams(max_tokens=9, seed=1))
+        submit_all(generation, [5] * 2000, SamplingParams(max_tokens=9, seed=1))
         pytest.fail("too long a prompt was accepted")
     assert len(server.sessions) == 0
     assert server.client.cancelled == [1]

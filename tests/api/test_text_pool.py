@@ -39,6 +39,7 @@ from api_proc.text.shared_ids import NUM_SHARED, shared_ids
 from api_proc.text.tokenizer import EncodeOptions, TooManyTokens
 from protocol.config import ModelConfig
 from protocol.config.settings import configure
+from protocol.process.cpu_clock import cpu_seconds
 from protocol.process.failpoints import VARIABLE
 from scripts.testing import eventually, is_alive
 from tests.api.conftest import CHAT_TEMPLATE, CORPUS
@@ -281,6 +282,48 @@ def test_waiting_jobs_are_bounded(pools: Pools, model: ModelConfig) -> None:
     assert first == second == third
 
 
+def test_an_abandoned_job_does_not_hold_its_lane(
+    pools: Pools, pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has used as much processor time as the start of its successor takes."""
+    expected = pools.run(pool, render())
+    helper = helper_of(pool)
+    pid = helper._process.pid
+    assert 0.0 < helper._start_cpu_s < 30.0
+    monkeypatch.setattr(pool_module, "LIMIT_S", 10.0**6)
+
+    async def run() -> Pieces | TokenIdLists:
+        began_cpu_s = cpu_seconds(pid)
+        hostile = asyncio.create_task(pool.run(msgspec.json.encode(render(kind="loops"))))
+        while cpu_seconds(pid) < began_cpu_s + 0.01:
+            await asyncio.sleep(0.001)
+        hostile.cancel()
+        async with asyncio.timeout(40):
+            return await pool.run(msgspec.json.encode(render()))
+
+    assert pools.call(run()) == expected
+    assert not is_alive(pid)
+    assert pid_of(pool) != pid
+
+
+def test_a_short_job_that_is_abandoned_costs_no_helper(pools: Pools, pool: TextPool) -> None:
+    """Else clients that disconnect would make the pool start one after the other."""
+    expected = pools.run(pool, render())
+    pid = pid_of(pool)
+
+    async def run() -> Pieces | TokenIdLists:
+        for _ in range(5):
+            pools.arm("delay:150@1")
+            short = asyncio.create_task(pool.run(msgspec.json.encode(render())))
+            while pools.is_armed():
+                await asyncio.sleep(0.001)
+            short.cancel()
+        return await pool.run(msgspec.json.encode(render()))
+
+    assert pools.call(run()) == expected
+    assert pid_of(pool) == pid
+
+
 def test_a_job_that_has_waited_too_long_is_not_begun(
     pools: Pools, pool: TextPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,14 +410,14 @@ def test_requests_with_long_texts(live: LiveServer, model: ModelConfig) -> None:
         [expected] = text.perform(Encode([[content]], PLAIN, is_literal)).lists  # type: ignore[union-attr]
         sent = httpx.post(live.url + "/v1/completions", json=body | {"max_tokens": 1}, timeout=30)
         assert sent.status_code == 200, sent.text
-        assert live.client.requests[-1].prompt_token_ids == expected
+        assert live.client.requests[-1].unpacked_prompt == expected
         answer = httpx.post(live.url + "/tokenize", json=body, timeout=30).json()
         assert answer["tokens"] == expected
     [expected] = text.perform(EncodeChat(chat, EncodeOptions(False, 10**6))).lists  # type: ignore[union-attr]
     body = {"messages": chat.messages}
     chats = live.url + "/v1/chat/completions"
     assert httpx.post(chats, json=body | {"max_tokens": 1}, timeout=30).status_code == 200
-    assert live.client.requests[-1].prompt_token_ids == expected
+    assert live.client.requests[-1].unpacked_prompt == expected
     assert httpx.post(live.url + "/tokenize", json=body, timeout=30).json()["tokens"] == expected
     answer = httpx.post(live.url + "/detokenize", json={"tokens": expected}, timeout=30).json()
     assert answer["prompt"] == text.tokenizer.decode(expected, skip_special_tokens=False)

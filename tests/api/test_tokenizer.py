@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, models
 
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import chat_templates, read_json, sampling_defaults
@@ -158,6 +159,27 @@ def test_long_text_is_rejected_or_truncated(checkpoint: Path) -> None:
     assert caught.value.num_tokens == len(ids)
     cut = tokenizer.encode("a b c d", EncodeOptions(False, 2, 2))
     assert cut == ids[-2:]
+
+
+SPACE_PIECES = {"▁": 1, "▁▁": 2, "<0x0A>": 3, "<0x41>": 4, "\n": 5, "▁a": 6, "20": 7, "\u3000": 8}
+
+
+def test_tokens_of_white_space_are_known(checkpoint: Path, tmp_path: Path) -> None:
+    """Those of a byte-level vocabulary, of pieces with marks for spaces, and added ones."""
+    demo = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
+    pieces = Tokenizer(models.WordLevel({"<unk>": 0} | SPACE_PIECES, unk_token="<unk>"))
+    pieces.add_tokens([AddedToken("    "), AddedToken("<think>")])
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    found = {}
+    for directory in (checkpoint, demo, tmp_path):
+        tokenizer = HfTokenizer(directory, {})
+        ids = tokenizer._tokenizer.get_vocab().values()
+        known = {i: tokenizer.token_bytes(i) for i in tokenizer.space_token_ids}
+        assert known == {i: tokenizer.token_bytes(i) for i in ids if i in known}
+        assert [i for i in ids if not tokenizer.token_bytes(i).strip() and i not in known] == []
+        found[directory] = tokenizer.space_token_ids
+    assert len(found[demo]) > 20
+    assert found[tmp_path] == [1, 2, 3, 5, pieces.token_to_id("    ")]
 
 
 def test_missing_tokenizer_names_the_file(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def _prompts(count: int, num_chars: int) -> bytes:
     return json.dumps({"prompt": ["x" * num_chars] * count, "max_tokens": 1}).encode()
 
 
+_LARGE_IDS = b"".join(b"%d," % (256 + i % 3800) for i in range(SIZE // 5))
+
 BODIES: Mapping[str, tuple[str, bytes]] = {
     "objects": (CHAT, _with_kwargs(_filled(b"{}"))),
     "names": (CHAT, _with_kwargs(_filled(b'{"a":1}'))),
@@ -78,8 +80,14 @@ BODIES: Mapping[str, tuple[str, bytes]] = {
     "messages": (CHAT, _chat(messages=[{"role": "user", "content": "x" * 900}] * 4096)),
     "ids of a large vocabulary": (
         COMPLETIONS,
-        b'{"prompt":[%b3]}' % b"".join(b"%d," % (256 + i % 3800) for i in range(SIZE // 5)),
+        b'{"prompt":[%b3]}' % _LARGE_IDS,
     ),
+    "long lists of ids": (
+        COMPLETIONS,
+        b'{"prompt":[%b],"max_tokens":1}' % _filled(b"[%b3]" % _LARGE_IDS[:40_000]),
+    ),
+    "ids for a vector": ("/v1/embeddings", b'{"input":[%b3]}' % _LARGE_IDS),
+    "ids for a text": ("/detokenize", b'{"tokens":[%b3]}' % _LARGE_IDS),
     "prose": (
         COMPLETIONS,
         b'{"prompt":"%b","max_tokens":1}' % (b"The quick brown fox jumps. " * (SIZE // 27 - 2)),

@@ -5,6 +5,12 @@ import random
 import pytest
 import torch
 
+from api_proc.chat.events import ReasoningDelta
+from api_proc.chat.parser import OutputParser
+from api_proc.text.processor import TextProcessor
+from api_proc.text.thinking import thinking_budget
+from api_proc.text.tokenizer import EncodeOptions
+from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts
 from protocol.sampling import Grammar, GrammarKind, SamplingParams, ThinkingBudget
 from tests.worker.driving import Run, drive
@@ -19,6 +25,7 @@ from worker_proc.sampling.thinking import forced_token
 
 VOCAB, EOS = 64, 2
 BEGIN, END = [60, 61], [50, 51, 50, 52]
+SPACES = [40, 41]
 FACTS = ModelFacts("null", 1000, 2048, 16, 200, [EOS])
 
 
@@ -34,8 +41,11 @@ def follow(script: list[int], budget: ThinkingBudget, num_tokens: int = 60) -> l
 def expected(script: list[int], budget: ThinkingBudget) -> list[int]:
     """The same, from the definition: one pass that keeps its state."""
     begin, end = budget.begin_token_ids, budget.end_token_ids
-    first = len(begin)
-    if script[:first] != begin:
+    num_spaces = 0
+    while begin and script[num_spaces] in budget.space_token_ids:
+        num_spaces += 1
+    first = num_spaces + len(begin)
+    if script[num_spaces:first] != begin:
         return script
     for place in range(first, first + budget.max_tokens + 1):
         reasoning = script[first:place]
@@ -45,25 +55,55 @@ def expected(script: list[int], budget: ThinkingBudget) -> list[int]:
         n for n in range(len(end) - 1, -1, -1) if reasoning[len(reasoning) - n :] == end[:n]
     )
     forced = end[known:]
-    return script[:place] + forced + script[place + len(forced) :]
+    return (script[:place] + forced + script[place + len(forced) :])[: len(script)]
 
 
-@pytest.mark.parametrize("begin", [[], BEGIN])
+@pytest.mark.parametrize(("begin", "has_spaces"), [([], False), (BEGIN, False), (BEGIN, True)])
 @pytest.mark.parametrize("end", [END, END[:1]])
-def test_the_forced_tokens_follow_from_the_ids(begin: list[int], end: list[int]) -> None:
-    """Over outputs that begin with the marker or not, and contain parts of the end."""
+def test_the_forced_tokens_follow_from_the_ids(
+    begin: list[int], end: list[int], has_spaces: bool
+) -> None:
+    """Over outputs that begin with the marker, with white space or not, with parts of the end."""
     num_forced = 0
     for seed in range(400):
         chance = random.Random(seed)
-        script: list[int] = list(begin) if chance.random() < 0.8 else []
+        script = [
+            chance.choice(SPACES) for _ in range(chance.choice([0, 0, 1, 3, 30]) * has_spaces)
+        ]
+        script += begin if chance.random() < 0.8 else []
         while len(script) < 60:
-            script += chance.choice([[7], [8], end, end[:2], end[:3], begin])
+            script += chance.choice([[7], [8], end, end[:2], end[:3], begin, SPACES[:1]])
         script = script[:60]
-        budget = ThinkingBudget(chance.choice([0, 1, 2, 5, 20, 40]), begin, end)
+        spaces = SPACES if has_spaces else []
+        budget = ThinkingBudget(chance.choice([0, 1, 2, 5, 20, 40]), begin, end, [], spaces)
         output = follow(script, budget)
         assert output == expected(script, budget), (script, budget)
         num_forced += output != script
     assert 20 < num_forced < 400
+
+
+BEFORE_THE_MARKER = [
+    *("", " ", "\n", "\n\n", "\r\n \t", " \v\f ", " " * 90),
+    *("x", " x ", "\u00a0", "\u3000", "\x1c", "\x85", "<", "<th", "<think", ".\n"),
+]
+
+
+@pytest.mark.parametrize("before", BEFORE_THE_MARKER)
+def test_the_budget_begins_where_the_parser_finds_reasoning(before: str) -> None:
+    text = TextProcessor.load(configure(model="null", reasoning_parser="qwen3").model)
+    budget = thinking_budget(text, [5], 9)
+    assert budget is not None
+    output = f"{before}<think>{'r' * 9}"
+    token_ids = text.tokenizer.encode(output, EncodeOptions(False, 10**4))
+    parser = OutputParser(text.dialect, schemas=None, is_reasoning_open=False, make_id=str)
+    counter = parser.reasoning_counter(text.tokenizer.token_bytes)
+    assert counter is not None
+    counter.push(token_ids)
+    reasons = any(isinstance(event, ReasoningDelta) for event in parser.push(output))
+    forced = [forced_token([5, *token_ids[:n]], 1, budget) for n in range(len(token_ids) + 1)]
+    assert forced[:-1] == [None] * len(token_ids)
+    assert (forced[-1] is not None) == reasons == (counter.num_tokens == 9)
+    text.close()
 
 
 def test_no_edit_and_no_sampling_leads_past_the_forced_token(

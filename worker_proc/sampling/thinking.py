@@ -12,13 +12,14 @@ def forced_token(
 ) -> int | None:
     """Return the only token that may follow `token_ids`; None: the budget forces none.
 
-    Only tokens right after the budget can be forced, until the end marker is complete. So at nearly
-    all positions the length alone decides.
+    Only tokens right after the budget can be forced, until the end marker is complete. So reasoning
+    must have begun at one of a few places, and at nearly all positions it has not.
     """
-    begin, end = budget.begin_token_ids, budget.end_token_ids
-    first = num_prompt_tokens + len(begin)
-    num_over = len(token_ids) - first - budget.max_tokens
-    if not 0 <= num_over < len(end) or token_ids[num_prompt_tokens:first] != begin:
+    end = budget.end_token_ids
+    last = len(token_ids) - budget.max_tokens
+    places = range(max(last - len(end) + 1, num_prompt_tokens), last + 1)
+    first = next((n for n in places if _begins(token_ids, num_prompt_tokens, n, budget)), None)
+    if first is None:
         return None
     reasoning = token_ids[first:]
     starts = (place for place, token_id in enumerate(reasoning) if token_id == end[0])
@@ -30,3 +31,14 @@ def forced_token(
     lengths = range(min(len(end) - 1, len(reasoning)), 0, -1)
     num_known = next((n for n in lengths if reasoning[-n:] == end[:n]), 0)
     return end[num_known]
+
+
+def _begins(
+    token_ids: list[int], num_prompt_tokens: int, first: int, budget: ThinkingBudget
+) -> bool:
+    """Whether `first` is the place of the first token of reasoning, behind its begin marker."""
+    begin = budget.begin_token_ids
+    marker = first - len(begin)
+    if marker < num_prompt_tokens or token_ids[marker:first] != begin:
+        return False
+    return set(budget.space_token_ids).issuperset(token_ids[num_prompt_tokens:marker])

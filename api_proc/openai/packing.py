@@ -1,0 +1,28 @@
+"""Long prompts are packed in the turn of their request, before they are submitted."""
+
+import time
+
+from api_proc.http.json_body import Turn
+from protocol.client.packed_prompt import PromptIds, PromptPacking
+from protocol.core_worker import ModelFacts
+
+_SLICE_S = 0.002
+
+
+async def packed_in_turn(
+    prompts: list[list[int]], facts: ModelFacts, turn: Turn
+) -> list[PromptIds]:
+    """Return prompts in the form in which they are submitted; RequestFailed: an id is too large."""
+    forms: list[PromptIds] = []
+    began = time.perf_counter()
+    for token_ids in prompts:
+        if not PromptPacking.is_due(token_ids):
+            forms.append(token_ids)
+            continue
+        packing = PromptPacking(token_ids, facts)
+        for _ in packing.steps():
+            if time.perf_counter() - began > _SLICE_S:
+                await turn.pause()
+                began = time.perf_counter()
+        forms.append(packing.prompt)
+    return forms

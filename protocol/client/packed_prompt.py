@@ -1,0 +1,66 @@
+"""Long prompts in the form of the wire, made in slices.
+
+To pack and check a million ids takes tens of milliseconds. A client whose event loop serves other
+requests too does this beforehand, slice by slice; what is left for `submit` is a few copies.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from protocol.api_core import PACKED_FROM_TOKENS, outside_vocabulary
+from protocol.client.errors import failure_of
+from protocol.core_worker import ModelFacts
+from protocol.message import MAX_TOKEN_IDS, has_ids_from, pack_token_ids
+
+_SLICE_IDS = 2**15
+"""As many take about a millisecond."""
+
+
+class PackedPrompt(NamedTuple):
+    """A prompt as packed ids, all of which are below `id_bound`."""
+
+    packed: bytes
+    id_bound: int
+
+
+PromptIds = list[int] | PackedPrompt
+"""The two forms in which a prompt is submitted."""
+
+
+def extended(prompt: PromptIds, token_ids: list[int]) -> PromptIds:
+    """Return a prompt with further ids at its end."""
+    if isinstance(prompt, list):
+        return prompt + token_ids
+    id_bound = max(prompt.id_bound, max(token_ids, default=0) + 1)
+    return PackedPrompt(prompt.packed + pack_token_ids(token_ids), id_bound)
+
+
+class PromptPacking:
+    """The work on one prompt, whose ids are numbers of 32 bits."""
+
+    prompt: PackedPrompt
+    """Known when all `steps` are done."""
+
+    def __init__(self, token_ids: list[int], facts: ModelFacts) -> None:
+        self._token_ids = token_ids
+        self._facts = facts
+
+    @staticmethod
+    def is_due(token_ids: list[int]) -> bool:
+        """Whether a prompt crosses the link packed: it is long, and not longer than any may be."""
+        return PACKED_FROM_TOKENS <= len(token_ids) <= MAX_TOKEN_IDS
+
+    def steps(self) -> Iterator[None]:
+        """Pack and check; yields after each slice. InvalidRequest: an id is too large."""
+        id_bound = self._facts.vocab_size
+        pieces: list[bytes] = []
+        highest = 0
+        for start in range(0, len(self._token_ids), _SLICE_IDS):
+            token_ids = self._token_ids[start : start + _SLICE_IDS]
+            pieces.append(pack_token_ids(token_ids))
+            if has_ids_from(pieces[-1], id_bound):
+                highest = max(highest, *token_ids)
+            yield
+        if highest >= id_bound:
+            raise failure_of(outside_vocabulary(highest, self._facts, "prompt"))
+        self.prompt = PackedPrompt(b"".join(pieces), id_bound)
