@@ -60,7 +60,8 @@ def test_serving_compares_with_a_peer_in_turn_and_every_figure_is_in_the_json(
     assert {run["seed"] for run in runs} == {7, 8}
     for run in runs:
         assert run["figures"].keys() == FIGURES
-        assert min(run["figures"].values()) > (0 if run["server"] == "base" else -1)
+        assert min(run["figures"].values()) >= 0  # events that wait together have no gap
+        assert run["figures"]["tokens_per_s"] > 0
         assert run["figures"]["ttft_p99_ms"] >= run["figures"]["ttft_p50_ms"]
     assert content["command"][3:] == command.split()
     assert content["engine"]["model"] == "null"
