@@ -23,6 +23,10 @@ VARIANTS = {
     "core/test_stateful.py": {
         "test_any_sequence_of_events_keeps_every_promise": "2 3 4",  # .ci/run runs them, too
     },
+    "scripts/test_bench.py": {
+        "test_startup_measures_both_starts": "",
+        "test_growth_measures_each_point_and_leaves_out_what_does_not_fit": "",
+    },
     "scripts/test_bench_scheduler.py": {
         "test_the_table_compares_with_vllm_where_there_is_a_figure": "",
     },
@@ -133,7 +137,8 @@ VARIANTS = {
             "llama_wide_vocab_tied-auto-float32 llama_mlp_bias-auto-float32 "
             "llama_mlp_bias-auto-bfloat16 gpt2_gelu_tanh-auto-float32 gpt2-auto-float32 "
             "gemma3-auto-float32 llama-off-bfloat16 granite-auto-float32 glm4-auto-bfloat16 "
-            "olmo2-auto-float32 phi3-auto-float32"
+            "olmo2-auto-float32 phi3-auto-float32 gpt2_gelu_tanh-auto-bfloat16 "
+            "granite-auto-bfloat16 phi3-auto-bfloat16"
         ),
     },
     "worker/test_hybrid_kv.py": {
@@ -154,7 +159,9 @@ VARIANTS = {
         "test_outputs_equal_generate_in_every_mode": (
             "sdpa-llama_tied sdpa-qwen2 sdpa-qwen3 sdpa-gemma2 sdpa-phi3 "
             "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe sdpa-deepseek_v3 sdpa-mistral_window "
-            "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4"
+            "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4 "
+            "sdpa-gemma3_vision native-llama_tied native-granite4_dense native-smollm3 native-opt "
+            "native-qwen2 native-mixtral"
         ),
     },
     "worker/test_speculation.py": {

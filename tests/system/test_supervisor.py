@@ -73,7 +73,7 @@ def test_with_work_to_do_the_tenth_death_in_a_row_delays_a_stream_no_more_than_t
     engine = start_engine("--null-step-ms", "10", "--standby-workers", "1")
     stalls = []
     with open_stream(engine, 8_000) as stream:
-        for role in [Role.WORKER, Role.CORE] * 10:
+        for role in [Role.WORKER, Role.CORE] * 5:
             os.kill(engine.pid(role), signal.SIGKILL)
             killed_at = last = time.monotonic()
             longest, num_events = 0.0, 0
