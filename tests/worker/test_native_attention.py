@@ -1,5 +1,6 @@
 """The native kernel equals the plain backend, with the same bits however the work is cut."""
 
+import copy
 import random
 import shutil
 from collections.abc import Sequence
@@ -93,11 +94,12 @@ def native_backend(
     dtype: torch.dtype,
     windows: Sequence[int | None] = (None,),
     library: NativeLibrary | None = None,
+    heads_per_kv_head: int = 1,
 ) -> NativeBackend:
     build()
     library = library or load_library()
     assert library is not None
-    return NativeBackend(library, block_size, dtype, windows)
+    return NativeBackend(library, block_size, dtype, windows, heads_per_kv_head)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,43 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
             for start in range(0, length, chunk):
                 rows += texts.attend(layer, [(i, start, min(chunk, length - start))])
             assert torch.equal(together[i], torch.cat(rows))
+
+
+@pytest.mark.parametrize("uses_tiles", [True, False])
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[5]], ids=str)
+def test_a_shared_prefix_is_read_once_and_changes_no_bit(
+    spec: LayerSpec, block_size: int, uses_tiles: bool, without_tiles: NativeLibrary
+) -> None:
+    """Rows of a group have the bits that each has alone, whatever part of their text is shared."""
+    texts = Texts(spec, block_size, torch.bfloat16)
+    longest = len(LENGTHS) - 1
+    backend = native_backend(
+        block_size,
+        torch.bfloat16,
+        library=None if uses_tiles else without_tiles,
+        heads_per_kv_head=spec.num_heads // spec.num_kv_heads,
+    )
+    layer, length = texts.layer(backend), LENGTHS[longest]
+    common = texts.requests[longest].block_tables[0]
+    used = {block for request in texts.requests for block in request.block_tables[0]}
+    free = iter(sorted(set(range(1, NUM_BLOCKS)) - used))
+    for i in range(24):
+        num_common = (0, 3, len(common) - 1)[i % 3]
+        own = [next(free) for _ in common[num_common:]]
+        request = copy.copy(texts.requests[longest])
+        request.block_tables = [common[:num_common] + own]
+        texts.requests.append(request)
+        texts.rows.append(texts.rows[longest])
+        (rows,) = texts.attend(layer, [(len(texts.requests) - 1, 0, length)])
+    sharing = range(len(LENGTHS), len(texts.requests))
+    # Contexts of every length up to a span, and a chunk between them.
+    parts = [(index, length - 1 - index % 20, 1) for index in sharing]
+    parts.insert(5, (longest, 3, length - 3))
+    together = texts.attend(layer, parts)
+    assert 1 < backend.steps[0].num_groups < len(parts)
+    for (_, start, count), got in zip(parts, together, strict=True):
+        assert torch.equal(rows[start : start + count], got)
 
 
 def test_rows_of_the_null_slot_leave_no_trace() -> None:

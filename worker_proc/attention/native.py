@@ -5,10 +5,12 @@ step.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
+from worker_proc.attention.shared_prefixes import group_by_prefix
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
@@ -17,7 +19,7 @@ from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, 
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
-PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS = 16, 32, 16  # of attention_pairs.h
+PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pairs.h
 ITEM_TOKENS = 64  # of one chunk that a thread computes at a time
 
 
@@ -34,6 +36,22 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
     )
 
 
+class WorkItems(NamedTuple):
+    """How threads share a step, as `Step` of attention.h describes it."""
+
+    segments: list[int]
+    tokens: list[int]
+    group_items: list[int]
+    group_shared: list[int]
+
+    def add(self, segments: list[int], tokens: list[int], num_shared: int) -> None:
+        """Add a group of items."""
+        self.segments.extend(segments)
+        self.tokens.extend(tokens)
+        self.group_items.append(len(self.segments))
+        self.group_shared.append(num_shared)
+
+
 class NativeBackend:
     """Attention by the native kernel, in place."""
 
@@ -45,10 +63,14 @@ class NativeBackend:
         block_size: int,
         dtype: torch.dtype,
         windows: Sequence[int | None] = (None,),
+        heads_per_kv_head: int = 1,
     ) -> None:
+        """Take the window of each KV group, and the most query heads that share a KV head."""
         self._library = library
+        self._heads_per_kv_head = heads_per_kv_head
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
+        self._reads_pairs = library.has_pairs and self._is_bf16 and block_size % PAIR_SLOTS == 0
         self._windows = windows
         self._layers: dict[PagedLayer, LayerArgs] = {}
         self.steps: list[StepArgs] = []
@@ -65,24 +87,55 @@ class NativeBackend:
 
     def begin_step(self, inputs: StepInputs) -> None:
         parts = inputs.parts
-        items = [
-            (segment, token)
-            for segment, part in enumerate(parts)
-            for token in range(0, part.num_tokens, ITEM_TOKENS)
-        ]
-        items.sort(key=lambda item: parts[item[0]].num_tokens)
         self._arrays = []
         rows = self._pointer(inputs.first_rows)
         counts = self._pointer([part.num_tokens for part in parts])
         starts = self._pointer([part.start for part in parts])
-        segments = self._pointer([segment for segment, _ in items])
-        tokens = self._pointer([token for _, token in items])
         self.steps = []
         for group, slots in enumerate(inputs.slot_mappings):
             offsets, tables = map(self._pointer, self._tables(parts, group))
+            items = self._share_work(parts, group)
             self._arrays.append(slots)
-            columns = (slots.data_ptr(), rows, counts, starts, offsets, tables, segments, tokens)
-            self.steps.append(StepArgs(len(slots), len(items), ITEM_TOKENS, *columns))
+            sizes = (len(slots), len(items.segments), ITEM_TOKENS, len(items.group_shared))
+            columns = (slots.data_ptr(), rows, counts, starts, offsets, tables)
+            self.steps.append(StepArgs(*sizes, *columns, *map(self._pointer, items)))
+
+    def _share_work(self, parts: Sequence[ScheduledRequest], group: int) -> WorkItems:
+        """Cut the parts into items, and group those of one token that begin with the same blocks.
+
+        The longest parts come last: threads take them first.
+        """
+        work = WorkItems([], [], [0], [])
+        singles = [segment for segment, part in enumerate(parts) if part.num_tokens == 1]
+        groups, alone = self._group_by_prefix(parts, singles, group)
+        for members, num_shared in groups:
+            work.add(members, [0] * len(members), num_shared)
+        for segment in alone:
+            work.add([segment], [0], 0)
+        chunks = [segment for segment, part in enumerate(parts) if part.num_tokens > 1]
+        for segment in sorted(chunks, key=lambda segment: parts[segment].num_tokens):
+            for token in range(0, parts[segment].num_tokens, ITEM_TOKENS):
+                work.add([segment], [token], 0)
+        return work
+
+    def _group_by_prefix(
+        self, parts: Sequence[ScheduledRequest], singles: list[int], group: int
+    ) -> tuple[list[tuple[list[int], int]], list[int]]:
+        """Return groups with their number of shared positions, whole spans, and what is in none."""
+        if not self._reads_pairs or self._windows[group] is not None:
+            return [], singles
+        size = self._block_size
+        tables = {segment: parts[segment].request.block_tables[group] for segment in singles}
+        most, least = PAIR_ROWS // self._heads_per_kv_head, -(-PAIR_SPAN // size)
+        groups, alone = group_by_prefix(tables, most, least)
+        shared = []
+        for members, num_blocks in groups:
+            length = min(num_blocks * size, *(parts[segment].start for segment in members))
+            if length >= PAIR_SPAN:
+                shared.append((members, length // PAIR_SPAN * PAIR_SPAN))
+            else:
+                alone += members
+        return shared, alone
 
     def _pointer(self, column: list[int]) -> int:
         """Return the address of the values as int32, valid until the next step begins."""
@@ -115,9 +168,7 @@ class NativeBackend:
         """Return whether the kernels for pairs cover a layer."""
         dims = (spec.head_dim, spec.value_head_dim)
         return (
-            self._library.has_pairs
-            and self._is_bf16
-            and self._block_size % PAIR_SLOTS == 0
+            self._reads_pairs
             and all(dim % PAIR_DIMS == 0 for dim in dims)
             and spec.num_heads // spec.num_kv_heads <= PAIR_ROWS
         )

@@ -29,11 +29,14 @@ struct Layer {
 // row from first_row[s] and in their text from start[s]; its block b is tables[table_offset[s] + b],
 // for those blocks that the layer's window shows to any of its tokens. Offsets may be negative.
 struct Step {
-  int32_t num_rows, num_items, item_size;
+  int32_t num_rows, num_items, item_size, num_groups;
   const int64_t* slots;
   const int32_t *first_row, *num_tokens, *start, *table_offset, *tables;
   // Items share the work: item_size tokens of a segment, from item_token[i] on.
   const int32_t *item_segment, *item_token;
+  // Group g is the items from group_item[g] to group_item[g + 1]: one item, or whole segments whose
+  // first group_shared[g] positions, a multiple of 64, are in the same blocks.
+  const int32_t *group_item, *group_shared;
 };
 
 // Strides in elements; the last dimension is contiguous.
@@ -290,23 +293,15 @@ void attend_tile(Tile& tile, Padding<T>& padding, const Layer& layer, const Step
   }
 }
 
-// Calls f(segment, first token, tokens, kv_head) for tiles of all items, which the threads share.
+// Calls f(segment, first token, tokens) for the tiles of an item.
 template <class F>
-void for_items(Team& team, const Layer& layer, const Step& step, int tokens_per_tile, const F& f) {
-  // The longest chunks begin first, and their last tiles, with the longest contexts, before others.
-  const int total = step.num_items * layer.num_kv_heads;
-  for (int64_t taken; (taken = team.take(total)) < total;) {
-    const int item = total - 1 - static_cast<int>(taken);
-    const int piece = item / layer.num_kv_heads;
-    const int segment = step.item_segment[piece];
-    const int begin = step.item_token[piece];
-    const int left = step.num_tokens[segment] - begin;
-    const int num_tokens = left < step.item_size ? left : step.item_size;
-    const int num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
-    const int tile_size = (num_tokens + num_tiles - 1) / num_tiles;
-    for (int at = 0; at < num_tokens; at += tile_size)
-      f(segment, begin + at, std::min(tile_size, num_tokens - at), item % layer.num_kv_heads);
-  }
+void for_tiles(const Step& step, int item, int tokens_per_tile, const F& f) {
+  const int segment = step.item_segment[item], begin = step.item_token[item];
+  const int num_tokens = std::min(step.num_tokens[segment] - begin, step.item_size);
+  const int num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
+  const int tile_size = (num_tokens + num_tiles - 1) / num_tiles;
+  for (int at = 0; at < num_tokens; at += tile_size)
+    f(segment, begin + at, std::min(tile_size, num_tokens - at));
 }
 
 // Stores keys and values, and attends; the caller ends the phase.
@@ -323,10 +318,16 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   tile.window = layer.window;
   tile.softcap = softcap;
   const int tokens_per_tile = kTileRows / (layer.num_heads / layer.num_kv_heads);
-  for_items(team, layer, step, tokens_per_tile, [&](int segment, int token, int count, int kv_head) {
-    attend_tile<T>(tile, padding, layer, step, segment, token, count, kv_head, query, out,
-                   out_stride, scale);
-  });
+  // The longest chunks begin first, and their last tiles, with the longest contexts, before others.
+  const int total = step.num_items * layer.num_kv_heads;
+  for (int64_t taken; (taken = team.take(total)) < total;) {
+    const int place = total - 1 - static_cast<int>(taken), kv_head = place % layer.num_kv_heads;
+    for_tiles(step, place / layer.num_kv_heads, tokens_per_tile,
+              [&](int segment, int token, int count) {
+                attend_tile<T>(tile, padding, layer, step, segment, token, count, kv_head, query,
+                               out, out_stride, scale);
+              });
+  }
 }
 
 }  // namespace

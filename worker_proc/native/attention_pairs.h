@@ -20,20 +20,33 @@ namespace {
 
 constexpr int kSpanSlots = 64;
 constexpr int kSpanGroups = kSpanSlots / kLanes;
-constexpr int kPairRows = 16;          // query rows of a tile
+constexpr int kPairRows = 32;  // query rows of a tile
+constexpr int kHalfRows = 16;  // of an AMX tile
 constexpr int kGroupPairs = kLanes / 2;
 
-// Some query rows of one KV head, with the state of their softmax.
+// Some query rows of one KV head, with the state of their softmax. Scores are in powers of two.
 struct PairTile {
   int num_rows, dim, vdim, window;
   float scale, softcap;
   int position[kPairRows];
-  float top[kPairRows], sum[kPairRows];
-  alignas(64) Unit query[kPairRows][kMaxDim / 2];
-  alignas(64) float scores[kPairRows][kSpanSlots];
+  float top[kPairRows];
+  alignas(64) float sums[kPairRows][kLanes];
+  alignas(64) float scores[2][kPairRows][kSpanSlots];  // of a span, and of the next one
   alignas(64) Bf16 weights[kPairRows][kSpanSlots];
-  alignas(64) float out[kPairRows][kMaxDim];
   alignas(64) Unit last_values[kGroupPairs * kMaxDim];  // of a group that is not full
+
+  Unit* query(int row) { return queries_ + row * dim / 2; }
+  float* out(int row) { return outs_ + row * out_stride(); }
+  int out_stride() const { return vdim + kLanes; }  // rows share few sets of the first cache
+
+ private:
+  alignas(64) Unit queries_[kPairRows * kMaxDim / 2];
+  alignas(64) float outs_[kPairRows * (kMaxDim + kLanes)];
+};
+
+// Consecutive rows of a tile.
+struct RowRange {
+  int first, count;
 };
 
 // The groups of 16 slots of one span.
@@ -44,7 +57,8 @@ struct PairSpan {
 };
 
 template <int R>
-void score_with_vectors(PairTile& tile, int first, const PairSpan& span) {
+void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
+                        float (*scores)[kSpanSlots]) {
   Vec sums[R][kSpanGroups];
   for (int r = 0; r < R; r++)
     for (int g = 0; g < kSpanGroups; g++) sums[r][g] = Vec{};
@@ -57,18 +71,18 @@ void score_with_vectors(PairTile& tile, int first, const PairSpan& span) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int g = 0; g < kSpanGroups; g++)
-        sums[r][g] = add_product<Bf16>(sums[r][g], tile.query[first + r][d], keys[g]);
+        sums[r][g] = add_product<Bf16>(sums[r][g], tile.query(first + r)[d], keys[g]);
   }
   for (int r = 0; r < R; r++)
     for (int g = 0; g < kSpanGroups; g++)
-      std::memcpy(tile.scores[first + r] + g * kLanes, &sums[r][g], sizeof(Vec));
+      std::memcpy(scores[first + r] + g * kLanes, &sums[r][g], sizeof(Vec));
 }
 
 template <int R, int C>
 void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& span) {
   Vec sums[R][C];
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sums[r][c] = load(tile.out[first + r] + column + c * kLanes);
+    for (int c = 0; c < C; c++) sums[r][c] = load(tile.out(first + r) + column + c * kLanes);
   for (int g = span.first_group; g < span.num_groups; g++)
     for (int pair = 0; pair < kGroupPairs; pair++) {
       const Unit* values = span.values[g] + pair * tile.vdim + column;
@@ -85,7 +99,7 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
     }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++)
-      std::memcpy(tile.out[first + r] + column + c * kLanes, &sums[r][c], sizeof(Vec));
+      std::memcpy(tile.out(first + r) + column + c * kLanes, &sums[r][c], sizeof(Vec));
 }
 
 template <int R>
@@ -98,10 +112,11 @@ void add_rows_with_vectors(PairTile& tile, int first, const PairSpan& span) {
 
 // Calls f(number of rows as a constant, first row) for parts of a tile.
 template <class F>
-void for_parts(int num_rows, const F& f) {
-  int first = 0;
-  for (; first + 6 <= num_rows; first += 6) f(std::integral_constant<int, 6>{}, first);
-  switch (num_rows - first) {
+void for_parts(RowRange rows, const F& f) {
+  int first = rows.first;
+  const int end = rows.first + rows.count;
+  for (; first + 6 <= end; first += 6) f(std::integral_constant<int, 6>{}, first);
+  switch (end - first) {
     case 1: return f(std::integral_constant<int, 1>{}, first);
     case 2: return f(std::integral_constant<int, 2>{}, first);
     case 3: return f(std::integral_constant<int, 3>{}, first);
@@ -125,14 +140,15 @@ struct alignas(64) PairTileConfig {
   }
 };
 
-void score_with_tiles(PairTile& tile, const PairSpan& span) {
+void score_with_tiles(PairTile& tile, int first, const PairSpan& span,
+                      float (*scores)[kSpanSlots]) {
   finish_stores();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (int d = 0; d < tile.dim / 2; d += kLanes) {
-    _tile_loadd(4, tile.query[0] + d, sizeof(tile.query[0]));
+    _tile_loadd(4, tile.query(first) + d, tile.dim * sizeof(Bf16));
     _tile_loadd(6, span.keys[0] + d * kLanes, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(6, span.keys[1] + d * kLanes, 64);
@@ -142,66 +158,91 @@ void score_with_tiles(PairTile& tile, const PairSpan& span) {
     _tile_loadd(6, span.keys[3] + d * kLanes, 64);
     _tile_dpbf16ps(3, 4, 6);
   }
-  _tile_stored(0, tile.scores[0], sizeof(tile.scores[0]));
-  _tile_stored(1, tile.scores[0] + kLanes, sizeof(tile.scores[0]));
-  _tile_stored(2, tile.scores[0] + 2 * kLanes, sizeof(tile.scores[0]));
-  _tile_stored(3, tile.scores[0] + 3 * kLanes, sizeof(tile.scores[0]));
+  float* to = scores[first];
+  _tile_stored(0, to, sizeof(scores[0]));
+  _tile_stored(1, to + kLanes, sizeof(scores[0]));
+  _tile_stored(2, to + 2 * kLanes, sizeof(scores[0]));
+  _tile_stored(3, to + 3 * kLanes, sizeof(scores[0]));
 }
 
-void add_with_tiles(PairTile& tile, const PairSpan& span) {
+void add_with_tiles(PairTile& tile, int first, const PairSpan& span) {
   finish_stores();
-  const int64_t stride = sizeof(tile.out[0]), value_stride = tile.vdim * sizeof(Unit);
+  const int64_t stride = tile.out_stride() * sizeof(float), value_stride = tile.vdim * sizeof(Unit);
   for (int column = 0; column < tile.vdim; column += 2 * kLanes) {
-    _tile_loadd(0, tile.out[0] + column, stride);
-    _tile_loadd(1, tile.out[0] + column + kLanes, stride);
+    float* out = tile.out(first) + column;
+    _tile_loadd(0, out, stride);
+    _tile_loadd(1, out + kLanes, stride);
     for (int g = span.first_group; g < span.num_groups; g++) {
-      _tile_loadd(5, tile.weights[0] + g * kLanes, sizeof(tile.weights[0]));
+      _tile_loadd(5, tile.weights[first] + g * kLanes, sizeof(tile.weights[0]));
       _tile_loadd(7, span.values[g] + column, value_stride);
       _tile_dpbf16ps(0, 5, 7);
       _tile_loadd(7, span.values[g] + column + kLanes, value_stride);
       _tile_dpbf16ps(1, 5, 7);
     }
-    _tile_stored(0, tile.out[0] + column, stride);
-    _tile_stored(1, tile.out[0] + column + kLanes, stride);
+    _tile_stored(0, out, stride);
+    _tile_stored(1, out + kLanes, stride);
   }
 }
 
 #endif
 
+// 2 to the power of x, for x <= 0 or not much above, with a relative error of 1e-7 at most; 0 where
+// that is less than a normal number.
+inline __m512 power_of_two(__m512 x) {
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(x, whole);
+  __m512 y = _mm512_set1_ps(1.327647174e-3f);
+  for (const float c : {9.675541540e-3f, 5.550713276e-2f, 2.402211972e-1f, 6.931469671e-1f, 1.0f})
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
+  return _mm512_maskz_scalef_ps(is_normal, y, whole);
+}
+
 // Turns a row's scores of a span into weights.
-inline void weigh_row(PairTile& tile, int r, const PairSpan& span) {
+inline void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores) {
+  constexpr float kLog2E = 1.44269504f;
   const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - span.base;
   const int end = std::min(tile.position[r] - span.base + 1, span.count);
+  float factor = tile.scale * kLog2E;
   __m512 s[kSpanGroups];
-  float highest = kNegInf;
-  for (int g = 0; g < kSpanGroups; g++) {
-    Vec v = load(tile.scores[r] + g * kLanes) * tile.scale;
-    if (tile.softcap > 0) v = tanh_of(v * (1.0f / tile.softcap)) * tile.softcap;
-    const int from = std::clamp(low - g * kLanes, 0, kLanes);
-    const int to = std::clamp(end - g * kLanes, 0, kLanes);
-    const uint32_t seen = ((1u << to) - 1) & ~((1u << from) - 1);
-    s[g] = _mm512_mask_mov_ps(_mm512_set1_ps(kNegInf), static_cast<__mmask16>(seen), (__m512)v);
-    highest = std::max(highest, _mm512_reduce_max_ps(s[g]));
+  for (int g = 0; g < kSpanGroups; g++) s[g] = _mm512_load_ps(scores + g * kLanes);
+  if (tile.softcap > 0) {
+    factor = tile.softcap * kLog2E;
+    for (int g = 0; g < kSpanGroups; g++)
+      s[g] = (__m512)tanh_of((Vec)s[g] * (tile.scale / tile.softcap));
   }
+  const __m512 unseen = _mm512_set1_ps(kNegInf);
+  if (low > 0 || end < kSpanSlots)
+    for (int g = 0; g < kSpanGroups; g++) {
+      const int from = std::clamp(low - g * kLanes, 0, kLanes);
+      const int to = std::clamp(end - g * kLanes, 0, kLanes);
+      const uint32_t seen = ((1u << to) - 1) & ~((1u << from) - 1);
+      s[g] = _mm512_mask_mov_ps(unseen, static_cast<__mmask16>(seen), s[g]);
+    }
+  const __m512 highest_of = _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3]));
+  const float highest = _mm512_reduce_max_ps(highest_of) * factor;
   if (highest > tile.top[r]) {
     if (tile.top[r] != kNegInf) {
-      const float factor = exp_of(splat(tile.top[r] - highest))[0];
-      tile.sum[r] *= factor;
-      for (int i = 0; i < tile.vdim; i += kLanes) {
-        const Vec scaled = load(tile.out[r] + i) * factor;
-        std::memcpy(tile.out[r] + i, &scaled, sizeof(Vec));
-      }
+      const __m512 less = power_of_two(_mm512_set1_ps(tile.top[r] - highest));
+      _mm512_store_ps(tile.sums[r], _mm512_mul_ps(_mm512_load_ps(tile.sums[r]), less));
+      float* out = tile.out(r);
+      for (int i = 0; i < tile.vdim; i += kLanes)
+        _mm512_store_ps(out + i, _mm512_mul_ps(_mm512_load_ps(out + i), less));
     }
     tile.top[r] = highest;
   }
-  Vec total{};
-  for (int g = 0; g < kSpanGroups; g++) {
-    const Vec p = (Vec)s[g] == kNegInf ? splat(0.0f) : exp_of((Vec)s[g] - tile.top[r]);
-    total += p;
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)p);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(tile.weights[r] + g * kLanes), half);
+  if (tile.top[r] == kNegInf) {  // the row sees nothing yet
+    std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
+    return;
   }
-  tile.sum[r] += fold(total, [](Vec a, Vec b) { return a + b; });
+  const __m512 factors = _mm512_set1_ps(factor), top = _mm512_set1_ps(tile.top[r]);
+  for (int g = 0; g < kSpanGroups; g++)
+    s[g] = power_of_two(_mm512_fmsub_ps(s[g], factors, top));
+  for (int g = 0; g < kSpanGroups; g += 2)
+    _mm512_store_si512(tile.weights[r] + g * kLanes,
+                       (__m512i)_mm512_cvtne2ps_pbh(s[g + 1], s[g]));
+  const __m512 total = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
+  _mm512_store_ps(tile.sums[r], _mm512_add_ps(_mm512_load_ps(tile.sums[r]), total));
 }
 
 // Replaces the values of a group that is not full: what follows is not the text's, and may be NaN.
@@ -218,15 +259,24 @@ inline void mask_values(PairTile& tile, PairSpan& span) {
   values = tile.last_values;
 }
 
-inline void attend_pair_context(PairTile& tile, const Layer& layer, const Step& step, int segment,
-                                int kv_head) {
-  const int size = layer.block_size, groups_per_block = size / kLanes;
-  const int last = tile.position[tile.num_rows - 1];
-  const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
-  const int earliest = visible_from > 0 ? visible_from : 0;
-  const int64_t group_keys = tile.dim / 2 * kLanes, group_values = kGroupPairs * tile.vdim;
-  const int64_t table = step.table_offset[segment];  // may be negative
-  for (int base = earliest / kSpanSlots * kSpanSlots; base <= last; base += kSpanSlots) {
+[[gnu::always_inline]] inline void prefetch_to_second_cache(const Unit* units, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) _mm_prefetch(units + i, _MM_HINT_T1);
+}
+
+// The context of one segment, as one KV head of a layer holds it.
+class PairContext {
+ public:
+  PairContext(const PairTile& tile, const Layer& layer, const Step& step, int segment, int kv_head)
+      : layer_(layer),
+        tables_(step.tables),
+        table_(step.table_offset[segment]),
+        kv_head_(kv_head),
+        groups_per_block_(layer.block_size / kLanes),
+        group_keys_(tile.dim / 2 * kLanes),
+        group_values_(kGroupPairs * tile.vdim) {}
+
+  // The span from `base` on, of rows that see positions from `earliest` to `last`.
+  PairSpan span(int base, int earliest, int last) const {
     PairSpan span;
     span.base = base;
     span.count = std::min(kSpanSlots, last - base + 1);
@@ -235,73 +285,196 @@ inline void attend_pair_context(PairTile& tile, const Layer& layer, const Step& 
     for (int g = 0; g < kSpanGroups; g++) {
       // Where a group is past the context, or in a block that the window has passed, the keys of
       // another one are scored, and masked.
-      const int wanted = base / kLanes + g;
-      const int group = std::clamp(wanted, earliest / size * groups_per_block, last / kLanes);
-      const int64_t block = step.tables[table + group / groups_per_block];
-      const int64_t head = block * layer.num_kv_heads + kv_head;
-      const int64_t place = head * groups_per_block + group % groups_per_block;
-      span.keys[g] = static_cast<const Unit*>(layer.keys) + place * group_keys;
-      span.values[g] = static_cast<const Unit*>(layer.values) + place * group_values;
+      const int first = earliest / layer_.block_size * groups_per_block_;
+      const int64_t place = place_of(std::clamp(base / kLanes + g, first, last / kLanes));
+      span.keys[g] = static_cast<const Unit*>(layer_.keys) + place * group_keys_;
+      span.values[g] = static_cast<const Unit*>(layer_.values) + place * group_values_;
     }
-    mask_values(tile, span);
+    return span;
+  }
+
+  // Blocks lie anywhere, so the hardware does not foresee the next one.
+  [[gnu::always_inline]] void prefetch_span(const PairSpan& span) const {
+    for (int g = span.first_group; g < span.num_groups; g++) {
+      prefetch_to_second_cache(span.keys[g], group_keys_);
+      prefetch_to_second_cache(span.values[g], group_values_);
+    }
+  }
+
+ private:
+  // Where the pools have a group of 16 positions.
+  int64_t place_of(int group) const {
+    const int64_t block = tables_[table_ + group / groups_per_block_];
+    const int64_t head = block * layer_.num_kv_heads + kv_head_;
+    return head * groups_per_block_ + group % groups_per_block_;
+  }
+
+  const Layer& layer_;
+  const int32_t* tables_;
+  const int64_t table_;  // may be negative
+  const int kv_head_, groups_per_block_;
+  const int64_t group_keys_, group_values_;
+};
+
+// Adds the positions from `begin`, a multiple of a span, to `last` to the state of some rows. More
+// than kHalfRows of them begin with the tile's first.
+inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context, int begin,
+                             int last) {
+  const int visible_from = tile.window ? tile.position[rows.first] - tile.window + 1 : 0;
+  const int earliest = std::max(visible_from, begin);
+  const bool is_decode = rows.count <= kHalfRows / 2;  // memory takes longer than the rows do
+#ifdef __AMX_BF16__
+  // Where halves differ, the second one computes a row too many, which is never read.
+  const int num_halves = rows.count > kHalfRows ? 2 : 1;
+  const int half = (rows.count + num_halves - 1) / num_halves;
+  const PairTileConfig config(half);
+  finish_stores();
+  if (troika_has_tiles) _tile_loadconfig(&config);
+#endif
+  const auto score = [&](const PairSpan& span, float (*scores)[kSpanSlots]) {
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
-      score_with_tiles(tile, span);
-      for (int r = 0; r < tile.num_rows; r++) weigh_row(tile, r, span);
-      add_with_tiles(tile, span);
-      continue;
+      for (int i = 0; i < num_halves; i++)
+        score_with_tiles(tile, rows.first + i * half, span, scores);
+      return;
     }
 #endif
-    for_parts(tile.num_rows, [&](auto count, int first) {
-      score_with_vectors<decltype(count)::value>(tile, first, span);
+    for_parts(rows, [&](auto count, int first) {
+      score_with_vectors<decltype(count)::value>(tile, first, span, scores);
     });
-    for (int r = 0; r < tile.num_rows; r++) weigh_row(tile, r, span);
-    for_parts(tile.num_rows, [&](auto count, int first) {
+  };
+  const auto add_values = [&](const PairSpan& span) {
+#ifdef __AMX_BF16__
+    if (troika_has_tiles) {
+      for (int i = 0; i < num_halves; i++) add_with_tiles(tile, rows.first + i * half, span);
+      return;
+    }
+#endif
+    for_parts(rows, [&](auto count, int first) {
       add_rows_with_vectors<decltype(count)::value>(tile, first, span);
     });
+  };
+  int turn = 0;
+  PairSpan span = context.span(earliest / kSpanSlots * kSpanSlots, earliest, last);
+  score(span, tile.scores[turn]);
+  for (bool has_next = true; has_next; turn ^= 1) {
+    // The next span is scored first, so that its products run while this one's rows are weighed.
+    PairSpan next;
+    has_next = span.base + kSpanSlots <= last;
+    if (has_next) {
+      next = context.span(span.base + kSpanSlots, earliest, last);
+      score(next, tile.scores[turn ^ 1]);
+      if (is_decode && next.base + kSpanSlots <= last)
+        context.prefetch_span(context.span(next.base + kSpanSlots, earliest, last));
+    }
+    for (int r = rows.first; r < rows.first + rows.count; r++)
+      weigh_row(tile, r, span, tile.scores[turn][r]);
+    mask_values(tile, span);
+    add_values(span);
+    span = next;
   }
-}
-
-// Computes the tokens first_token.. of a segment for one KV head: at most kPairRows query rows.
-inline void attend_pair_tile(PairTile& tile, const Layer& layer, const Step& step, int segment,
-                             int first_token, int num_tokens, int kv_head, const Rows& query,
-                             Bf16* out, int64_t out_stride) {
-  const int per_kv = layer.num_heads / layer.num_kv_heads;
-  tile.num_rows = num_tokens * per_kv;
-  for (int r = 0; r < tile.num_rows; r++) {
-    const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
-    const int64_t row = step.first_row[segment] + token;
-    const Bf16* q = static_cast<const Bf16*>(query.data) + row * query.row_stride +
-                    head * query.head_stride;
-    std::memcpy(tile.query[r], q, tile.dim * sizeof(Bf16));
-    std::memset(tile.out[r], 0, tile.vdim * sizeof(float));
-    tile.position[r] = step.start[segment] + token;
-    tile.top[r] = kNegInf;
-    tile.sum[r] = 0.0f;
-  }
-#ifdef __AMX_BF16__
-  if (troika_has_tiles) {
-    const PairTileConfig config(tile.num_rows);
-    finish_stores();
-    _tile_loadconfig(&config);
-  }
-#endif
-  attend_pair_context(tile, layer, step, segment, kv_head);
 #ifdef __AMX_BF16__
   if (troika_has_tiles) _tile_release();
 #endif
-  for (int r = 0; r < tile.num_rows; r++) {
-    const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
-    Bf16* o = out + (step.first_row[segment] + token) * out_stride + head * tile.vdim;
-    const float factor = 1.0f / tile.sum[r];
-    for (int d = 0; d < tile.vdim; d += kLanes) {
-      // A sum of zeros may have either sign.
-      const Vec v = load(tile.out[r] + d) * factor + 0.0f;
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(o + d),
-                          (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+
+// Tokens of one segment, whose rows for one KV head a tile holds.
+struct PairTokens {
+  int segment, first, count;
+  RowRange rows;
+};
+
+// One KV head of a layer in one step.
+class PairHead {
+ public:
+  PairHead(PairTile& tile, const Layer& layer, const Step& step, int kv_head, const Rows& query,
+           Bf16* out, int64_t out_stride)
+      : tile_(tile),
+        layer_(layer),
+        step_(step),
+        kv_head_(kv_head),
+        per_kv_(layer.num_heads / layer.num_kv_heads),
+        query_(query),
+        out_(out),
+        out_stride_(out_stride) {}
+
+  // Computes some tokens of a segment: at most kPairRows query rows.
+  void attend_tile(int segment, int first, int count) {
+    tile_.num_rows = 0;
+    const PairTokens tokens = add_queries(segment, first, count);
+    attend_context(tokens, 0);
+    save_results(tokens);
+  }
+
+  // Computes whole segments that begin with the same `num_shared` positions, which are read once.
+  void attend_group(const int32_t* segments, int num_segments, int num_shared) {
+    if (layer_.window) {  // each row sees others of them
+      for (int i = 0; i < num_segments; i++)
+        attend_tile(segments[i], 0, step_.num_tokens[segments[i]]);
+      return;
+    }
+    PairTokens tokens[kPairRows];
+    tile_.num_rows = 0;
+    for (int i = 0; i < num_segments; i++)
+      tokens[i] = add_queries(segments[i], 0, step_.num_tokens[segments[i]]);
+    attend_pair_rows(tile_, {0, tile_.num_rows}, context_of(segments[0]), 0, num_shared - 1);
+    for (int i = 0; i < num_segments; i++) {
+      attend_context(tokens[i], num_shared);
+      save_results(tokens[i]);
     }
   }
-}
+
+ private:
+  PairContext context_of(int segment) const {
+    return PairContext(tile_, layer_, step_, segment, kv_head_);
+  }
+
+  void attend_context(const PairTokens& tokens, int begin) {
+    const int last = tile_.position[tokens.rows.first + tokens.rows.count - 1];
+    attend_pair_rows(tile_, tokens.rows, context_of(tokens.segment), begin, last);
+  }
+
+  // Begins the rows of some tokens behind those that the tile has.
+  PairTokens add_queries(int segment, int first, int count) {
+    const PairTokens tokens{segment, first, count, {tile_.num_rows, count * per_kv_}};
+    for (int i = 0; i < tokens.rows.count; i++) {
+      const int r = tile_.num_rows++, token = first + i / per_kv_;
+      const int64_t row = step_.first_row[segment] + token;
+      const Bf16* q = static_cast<const Bf16*>(query_.data) + row * query_.row_stride +
+                      (kv_head_ * per_kv_ + i % per_kv_) * query_.head_stride;
+      std::memcpy(tile_.query(r), q, tile_.dim * sizeof(Bf16));
+      std::memset(tile_.out(r), 0, tile_.vdim * sizeof(float));
+      std::memset(tile_.sums[r], 0, sizeof(tile_.sums[r]));
+      tile_.position[r] = step_.start[segment] + token;
+      tile_.top[r] = kNegInf;
+    }
+    return tokens;
+  }
+
+  void save_results(const PairTokens& tokens) {
+    for (int i = 0; i < tokens.rows.count; i++) {
+      const int r = tokens.rows.first + i, head = kv_head_ * per_kv_ + i % per_kv_;
+      const int64_t row = step_.first_row[tokens.segment] + tokens.first + i / per_kv_;
+      Bf16* o = out_ + row * out_stride_ + head * tile_.vdim;
+      const float sum = fold(load(tile_.sums[r]), [](Vec a, Vec b) { return a + b; });
+      const float factor = 1.0f / sum;
+      for (int d = 0; d < tile_.vdim; d += kLanes) {
+        // A sum of zeros may have either sign.
+        const Vec v = load(tile_.out(r) + d) * factor + 0.0f;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(o + d),
+                            (__m256i)_mm512_cvtneps_pbh((__m512)v));
+      }
+    }
+  }
+
+  PairTile& tile_;
+  const Layer& layer_;
+  const Step& step_;
+  const int kv_head_, per_kv_;
+  const Rows& query_;
+  Bf16* const out_;
+  const int64_t out_stride_;
+};
 
 // Keys and values of this step's tokens; two tokens of one pair of slots may be stored at once.
 inline void store_pairs(Team& team, const Layer& layer, const Step& step, const Rows& key,
@@ -339,9 +512,19 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   tile.scale = scale;
   tile.softcap = softcap;
   const int tokens_per_tile = kPairRows / (layer.num_heads / layer.num_kv_heads);
-  for_items(team, layer, step, tokens_per_tile, [&](int segment, int token, int count, int kv_head) {
-    attend_pair_tile(tile, layer, step, segment, token, count, kv_head, query, out, out_stride);
-  });
+  // The last groups begin first, as in attention.h.
+  const int total = step.num_groups * layer.num_kv_heads;
+  for (int64_t taken; (taken = team.take(total)) < total;) {
+    const int place = total - 1 - static_cast<int>(taken), group = place / layer.num_kv_heads;
+    PairHead head(tile, layer, step, place % layer.num_kv_heads, query, out, out_stride);
+    const int first = step.group_item[group], num_items = step.group_item[group + 1] - first;
+    if (num_items > 1)
+      head.attend_group(step.item_segment + first, num_items, step.group_shared[group]);
+    else
+      for_tiles(step, first, tokens_per_tile, [&](int segment, int token, int count) {
+        head.attend_tile(segment, token, count);
+      });
+  }
 }
 
 }  // namespace

@@ -88,9 +88,9 @@ class StepArgs(ctypes.Structure):
     """`Step` of attention.h."""
 
     _fields_ = (
-        *_fields("num_rows num_items item_size", _INT),
+        *_fields("num_rows num_items item_size num_groups", _INT),
         *_fields("slots first_row num_tokens start table_offset tables", _POINTER),
-        *_fields("item_segment item_token", _POINTER),
+        *_fields("item_segment item_token group_item group_shared", _POINTER),
     )
 
 
