@@ -1,7 +1,6 @@
 """Which texts of a step begin with the same blocks, so that a kernel reads these once for all."""
 
-from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping
 from typing import NamedTuple
 
 COMPARED_BLOCKS = 64  # by which texts are ordered
@@ -15,7 +14,7 @@ class PrefixGroup(NamedTuple):
 
 
 def group_by_prefix(
-    tables: Mapping[int, Sequence[int]], max_members: int, min_blocks: int
+    tables: Mapping[int, list[int]], max_members: int, min_blocks: int
 ) -> tuple[list[PrefixGroup], list[int]]:
     """Return groups of texts that begin alike, and the texts of no group, given lists of block ids.
 
@@ -25,32 +24,42 @@ def group_by_prefix(
     for text, table in tables.items():
         families.setdefault(table[0], []).append(text)
     groups: list[PrefixGroup] = []
-    rest: list[int] = []
+    alone: list[int] = []
     for family in families.values():
         if len(family) == 1:
-            rest += family
+            alone += family
             continue
-        # Those with long prefixes in common are adjacent, then.
+        # Texts with much in common are adjacent, then.
         family.sort(key=lambda text: tables[text][:COMPARED_BLOCKS])
-        while family:
-            first = tables[family[0]]
-            beginning = first[:min_blocks]
-            most = min(len(family), max_members)
-            members = list(
-                takewhile(lambda text: tables[text][:min_blocks] == beginning, family[:most])
-            )
-            family = family[len(members) :]
-            if len(members) > 1 and len(beginning) == min_blocks:
-                num_blocks = min(_num_common(first, tables[text]) for text in members[1:])
-                groups.append(PrefixGroup(members, num_blocks))
+        at = 0
+        while at < len(family):
+            group = _take_group(family[at : at + max_members], tables, min_blocks)
+            if group.num_blocks:
+                groups.append(group)
             else:
-                rest += members
-    return groups, rest
+                alone += group.members
+            at += len(group.members)
+    return groups, alone
 
 
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix of two lists."""
-    low, high = 0, min(len(first), len(second))
+def _take_group(texts: list[int], tables: Mapping[int, list[int]], min_blocks: int) -> PrefixGroup:
+    """Return the first of some texts with those behind it that may join it."""
+    first = tables[texts[0]]
+    members, num_blocks = texts[:1], len(first)
+    for text in texts[1:]:
+        common = _num_common(first, tables[text], num_blocks)
+        if common < min_blocks:
+            break
+        members.append(text)
+        num_blocks = common
+    return PrefixGroup(members, num_blocks if len(members) > 1 else 0)
+
+
+def _num_common(first: list[int], second: list[int], most: int) -> int:
+    """Return the length of the common prefix of two lists, or `most` if that is less."""
+    if first[:most] == second[:most]:
+        return min(most, len(first), len(second))
+    low, high = 0, min(most, len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
