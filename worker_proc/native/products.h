@@ -185,15 +185,34 @@ struct alignas(64) TileConfig {
   }
 };
 
+// The sums of up to 32 rows and one pair of panels, which are passed on while the next are computed:
+// the vector unit is free then.
+struct PendingSums {
+  alignas(64) float values[2][2][kAmxRows][kLanes];
+  int64_t row, pair, count = 0, num_passed = 0;
+
+  template <class Out>
+  [[gnu::always_inline]] void pass_on(int64_t num_rows, const Out& out) {
+    for (const int64_t end = std::min(num_passed + num_rows, count); num_passed < end; num_passed++) {
+      const auto& tile = values[num_passed / kAmxRows];
+      const int64_t i = num_passed % kAmxRows;
+      out(row + num_passed, pair, load(tile[0][i]), load(tile[1][i]));
+    }
+  }
+};
+
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
 template <bool HasLower, class Out>
 void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
+                    bool prefetches_next_pair, PendingSums& sums, PendingSums& last,
                     const Out& out) {
   const Unit* low = w.panel(pair);
   const Unit* high = low + kLanes * w.num_units;
   const Unit* upper = rows.data + row * rows.stride;
   const Unit* lower = upper + kAmxRows * rows.stride;
   const int64_t stride = rows.stride * sizeof(Unit);
+  const int64_t num_steps = w.num_units / kUnitStep;
+  const int64_t passed_per_step = (last.count + num_steps - 1) / num_steps;
   _tile_zero(0);
   _tile_zero(1);
   if (HasLower) _tile_zero(2);
@@ -209,16 +228,21 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
+    if (prefetches_next_pair) {
+      const Unit* next = w.panel(pair + 1) + unit * kPairOutputs;
+#pragma GCC unroll 32
+      for (int i = 0; i < kPairOutputs; i++) __builtin_prefetch(next + i * kLanes);
+    }
+    last.pass_on(passed_per_step, out);
   }
-  alignas(64) float sums[2][2][kAmxRows][kLanes];
-  _tile_stored(0, sums[0][0], 64);
-  _tile_stored(1, sums[0][1], 64);
-  if (HasLower) _tile_stored(2, sums[1][0], 64);
-  if (HasLower) _tile_stored(3, sums[1][1], 64);
-  for (int64_t i = 0; i < count; i++) {
-    const auto& tile = sums[i / kAmxRows];
-    out(row + i, pair, load(tile[0][i % kAmxRows]), load(tile[1][i % kAmxRows]));
-  }
+  _tile_stored(0, sums.values[0][0], 64);
+  _tile_stored(1, sums.values[0][1], 64);
+  if (HasLower) _tile_stored(2, sums.values[1][0], 64);
+  if (HasLower) _tile_stored(3, sums.values[1][1], 64);
+  sums.row = row;
+  sums.pair = pair;
+  sums.count = count;
+  sums.num_passed = 0;
 }
 
 template <class Out>
@@ -227,23 +251,28 @@ void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t l
   constexpr int64_t kBothRows = 2 * kAmxRows;
   const int64_t last_whole = row + (last_row - row) / kBothRows * kBothRows;
   const TileConfig whole(kBothRows), rest(last_row - last_whole);
+  PendingSums sums[2];
+  int turn = 0;
   finish_stores();
   if (last_whole > row) {
     _tile_loadconfig(&whole);
     for (int64_t pair = first_pair; pair < last_pair; pair++)
-      for (int64_t at = row; at < last_whole; at += kBothRows)
-        multiply_tiles<true>(w, rows, at, kBothRows, pair, out);
+      for (int64_t at = row; at < last_whole; at += kBothRows, turn ^= 1) {
+        const bool prefetches = at == row && pair + 1 < last_pair;
+        multiply_tiles<true>(w, rows, at, kBothRows, pair, prefetches, sums[turn], sums[turn ^ 1],
+                             out);
+      }
   }
-  const int64_t count = last_row - last_whole;
-  if (count > 0) {
+  if (const int64_t count = last_row - last_whole; count > 0) {
+    const auto multiply = count > kAmxRows ? multiply_tiles<true, Out> : multiply_tiles<false, Out>;
     _tile_loadconfig(&rest);
-    for (int64_t pair = first_pair; pair < last_pair; pair++)
-      if (count > kAmxRows)
-        multiply_tiles<true>(w, rows, last_whole, count, pair, out);
-      else
-        multiply_tiles<false>(w, rows, last_whole, count, pair, out);
+    for (int64_t pair = first_pair; pair < last_pair; pair++, turn ^= 1) {
+      const bool prefetches = last_whole == row && pair + 1 < last_pair;
+      multiply(w, rows, last_whole, count, pair, prefetches, sums[turn], sums[turn ^ 1], out);
+    }
   }
   _tile_release();
+  sums[turn ^ 1].pass_on(kBothRows, out);
 }
 
 #endif
@@ -263,7 +292,7 @@ void multiply_part(const Weights& w, UnitRows rows, int64_t row, int64_t last_ro
 template <typename T, class Out>
 void multiply(Team& team, const Weights& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;    // the weights are all that matters: each thread reads a part
-  constexpr int64_t kGroupRows = 128; // rows that stay in a core's cache
+  constexpr int64_t kGroupRows = 256; // rows that stay in a core's cache
   if (num_rows <= kFewRows) {
     multiply_part<T>(w, rows, 0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), out);
     return;
