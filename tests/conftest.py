@@ -24,7 +24,7 @@ VARIANTS = {
         "test_any_sequence_of_events_keeps_every_promise": "2 3 4",  # .ci/run runs them, too
     },
     "scripts/test_bench.py": {
-        "test_startup_measures_both_starts": "",
+        "test_startup_measures_each_start": "",
         "test_growth_measures_each_point_and_leaves_out_what_does_not_fit": "",
     },
     "scripts/test_bench_scheduler.py": {

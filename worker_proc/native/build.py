@@ -26,13 +26,18 @@ COMPILE_TIMEOUT_S = 300.0
 def library_path() -> Path:
     """Return the path of the library for these sources, flags and this CPU."""
     parts = [(Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    parts += [" ".join(FLAGS).encode(), _cpu_description().encode()]
+    parts += [" ".join(FLAGS).encode(), cpu_description().encode()]
     digest = hashlib.blake2b(b"".join(parts), digest_size=10)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "troika" / f"native-{digest.hexdigest()}.so"
+    return cache_directory() / f"native-{digest.hexdigest()}.so"
 
 
-def _cpu_description() -> str:
+def cache_directory() -> Path:
+    """Return where files for later starts are kept; RuntimeError: there is no home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "troika"
+
+
+def cpu_description() -> str:
+    """Return what instructions this CPU has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

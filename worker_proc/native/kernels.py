@@ -185,6 +185,7 @@ class NativeLibrary:
 
     def __init__(self, path: Path, *, uses_tiles: bool = True) -> None:
         """Load the library; without `uses_tiles` its kernels use no AMX."""
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
@@ -254,7 +255,7 @@ class NativeLibrary:
         num_units = _round_up(num_inputs * weight.itemsize, _UNIT_BYTES * _UNIT_STEP) // _UNIT_BYTES
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
-        panels = torch.zeros(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
+        panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
         is_bf16 = weight.dtype == torch.bfloat16
         self._library.troika_pack(
             weight.data_ptr(), is_bf16, num_outputs, num_inputs, gates, panels.data_ptr()
