@@ -66,7 +66,8 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     settings = (config.model, cache, config.scheduler, config.parallel, config.worker)
     yield msgspec.msgpack.encode(settings)
     directory = Path(config.model.model).resolve()
-    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+    found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
+    for path in sorted(path for path in found if path.is_file()):
         stat = path.stat()
         yield msgspec.msgpack.encode(
             (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
