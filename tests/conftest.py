@@ -161,7 +161,7 @@ VARIANTS = {
             "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe sdpa-deepseek_v3 sdpa-mistral_window "
             "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4 "
             "sdpa-gemma3_vision native-llama_tied native-granite4_dense native-smollm3 native-opt "
-            "native-qwen2 native-mixtral"
+            "sdpa-olmoe native-qwen2 native-mixtral native-olmoe"
         ),
     },
     "worker/test_speculation.py": {

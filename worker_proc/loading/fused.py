@@ -9,11 +9,13 @@ a tensor in another way: there a row's bits can depend on its place.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import nn
 
+from worker_proc.loading.experts import ExpertWeights, FusedExperts, Routing
 from worker_proc.loading.packed_linear import make_linear
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
@@ -133,6 +135,8 @@ def _fused(
     names = {name for name, _ in module.named_children()}
     if names - _ACTIVATIONS in _MLP_CHILDREN:
         return _fused_mlp(module, library, number)
+    if names == {"gate", "experts"}:
+        return _fused_experts(module, library, number)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
         activation = _activation_of(module, library, number)
         return None if activation is None else (activation, FusedActivation(library, activation))
@@ -160,6 +164,51 @@ def _fused_mlp(module: nn.Module, library: NativeLibrary, number: int | None) ->
     weight, bias = gates
     candidates = {int(activation): lambda: FusedMLP(library, activation, weight, bias, down)}
     return _agreeing(module, weight.shape[1], candidates, number)
+
+
+def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None) -> _Fused | None:
+    """Return a mixture of experts; its number has the activation, and how its router weighs."""
+    parts = dict(module.named_children())
+    router, experts = parts["gate"], dict(parts["experts"].named_parameters())
+    weights = dict(router.named_parameters())
+    if set(weights) != {"weight"} or set(experts) != {"gate_up_proj", "down_proj"}:
+        return None
+    gate_up, down = experts["gate_up_proj"], experts["down_proj"]
+    num_experts, hidden_size, size = down.shape if down.dim() == 3 else (0, 0, 0)
+    if gate_up.shape != (num_experts, 2 * size, hidden_size):
+        return None
+    if weights["weight"].shape != (num_experts, hidden_size):
+        return None
+    if len({tensor.dtype for tensor in (gate_up, down, weights["weight"])}) > 1:
+        return None
+    known = None if number is None else number // 4
+    activation = _activation_of(getattr(parts["experts"], "act_fn", None), library, known)
+    num_chosen = getattr(router, "top_k", None)
+    if activation is None or not isinstance(num_chosen, int) or num_chosen > num_experts:
+        return None
+    if number is None:
+        weighting = _weighting(router, hidden_size, down.dtype)
+        if weighting is None:
+            return None
+        number = 4 * activation + weighting
+    routing = Routing(num_chosen, bool(number & 2), bool(number & 1))
+    whole = ExpertWeights(weights["weight"], gate_up, down)
+    make = partial(FusedExperts, library, activation, routing, whole)
+    proven = None if known is None else number
+    return _agreeing(module, hidden_size, {number: make}, proven, is_typical=True)
+
+
+def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
+    """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded."""
+    generator = torch.Generator().manual_seed(2)
+    try:
+        _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
+    except (TypeError, ValueError, RuntimeError):
+        return None  # a module of another interface
+    if not isinstance(weights, torch.Tensor):
+        return None
+    normalizes = bool(((weights.float().sum(dim=-1) - 1.0).abs() < MAX_ERROR[dtype]).all())
+    return 2 * normalizes + (weights.dtype == dtype)
 
 
 def _gates_of(parts: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -205,10 +254,13 @@ def _agreeing(
     size: int,
     candidates: Mapping[int, Callable[[], nn.Module]],
     proven: int | None,
+    *,
+    is_typical: bool = False,
 ) -> _Fused | None:
     """Return the candidate that is closest to what `module` does, if it agrees at every scale.
 
-    One may be proven by an earlier start, and is not tried.
+    One may be proven by an earlier start, and is not tried. With `is_typical` half of the rows may
+    differ: rounding sends them to other experts.
     """
     if proven is not None:
         return proven, candidates[proven]()
@@ -224,10 +276,11 @@ def _agreeing(
     best, least = None, MAX_ERROR[dtype]
     for number, make in candidates.items():
         candidate = make()
-        error = max(
-            float((candidate(trial).float() - want).abs().max() / want.abs().max())
+        errors = [
+            (candidate(trial).float() - want).abs().amax(dim=-1) / want.abs().max()
             for trial, want in zip(trials, expected, strict=True)
-        )
+        ]
+        error = max(float(rows.median() if is_typical else rows.max()) for rows in errors)
         if error <= least:
             best, least = (number, candidate), error
     return best

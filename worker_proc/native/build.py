@@ -15,7 +15,10 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("attention.cpp", "decoder.cpp", "linear.cpp", "pointwise.cpp", "sampling.cpp")
-HEADERS = ("attention.h", "attention_pairs.h", "pointwise.h", "products.h", "team.h", "vec.h")
+HEADERS = (
+    *("attention.h", "attention_pairs.h", "experts.h", "pointwise.h", "products.h", "team.h"),
+    "vec.h",
+)
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-shared", "-fPIC"),
