@@ -58,6 +58,9 @@ class ExpertBuffers(NamedTuple):
     target: int
 
 
+_NUM_BUFFERS = len(ExpertBuffers._fields)
+
+
 class FusedExperts(nn.Module):
     """The sum of down(f(gate(x)) · up(x)) over the experts of each row, times their weights."""
 
@@ -78,6 +81,8 @@ class FusedExperts(nn.Module):
         self._gate_up = library.pack_experts(gate_up.detach(), gates=True)
         self._down = library.pack_experts(down.detach())
         self._library = library
+        instructions = self.instructions(ExpertBuffers(*range(_NUM_BUFFERS)))
+        self._instructions = (Instruction * len(instructions))(*instructions)
 
     @property
     def choice_width(self) -> int:
@@ -134,8 +139,7 @@ class FusedExperts(nn.Module):
         buffers = (BufferArgs * len(made))(
             *(BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in made)
         )
-        instructions = self.instructions(ExpertBuffers(*range(len(made))))
-        array = (Instruction * len(instructions))(*instructions)
+        array = self._instructions
         program = ProgramArgs(ctypes.addressof(array), len(array), self.dtype == torch.bfloat16)
         run = RunArgs(ctypes.addressof(buffers), None, None, None, len(rows))
         self._library.execute(program, run)
