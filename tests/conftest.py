@@ -24,7 +24,7 @@ VARIANTS = {
         "test_any_sequence_of_events_keeps_every_promise": "2 3 4",  # .ci/run runs them, too
     },
     "scripts/test_bench.py": {
-        "test_startup_measures_both_starts": "",
+        "test_startup_measures_each_start": "",
         "test_growth_measures_each_point_and_leaves_out_what_does_not_fit": "",
     },
     "scripts/test_bench_scheduler.py": {
@@ -161,7 +161,7 @@ VARIANTS = {
             "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe sdpa-deepseek_v3 sdpa-mistral_window "
             "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4 "
             "sdpa-gemma3_vision native-llama_tied native-granite4_dense native-smollm3 native-opt "
-            "native-qwen2 native-mixtral"
+            "sdpa-olmoe native-qwen2 native-mixtral native-olmoe"
         ),
     },
     "worker/test_speculation.py": {

@@ -44,6 +44,8 @@ from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
+from worker_proc.loading.proofs import Proofs, proven
+from worker_proc.loading.start_cache import StartCache
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
@@ -236,19 +238,28 @@ class Calibration(NamedTuple):
     """For each layer, as the native decoder computes it; empty: the modules compute them."""
 
 
-def load_model_runner(config: EngineConfig, progress: ReportProgress) -> ModelRunner:
-    """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py."""
+def load_model_runner(
+    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
+) -> ModelRunner:
+    """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py.
+
+    With `keeps_proofs`, what is proven here is not proven again at the next start.
+    """
     torch.set_num_threads(config.worker.num_threads or available_cpus())
-    prepared = prepare_model(config, progress)
+    prepared = prepare_model(config, progress, keeps_proofs=keeps_proofs)
     return build_runner(prepared, config, calibrate(prepared, config, progress), progress)
 
 
-def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedModel:
+def prepare_model(
+    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
+) -> PreparedModel:
     """Load the configured checkpoint, and fuse and pack its modules where possible."""
     device = resolve_device(config.model.device)
+    kept = Proofs(config) if keeps_proofs and device.type == "cpu" else None
     if device.type == "cpu":
         start_building()
-    loaded = load_model(config.model.model, config.model.dtype, device, progress)
+    proofs = None if kept is None else kept.without_kernels()
+    loaded = load_model(config.model.model, config.model.dtype, device, progress, proofs)
     wanted_len = config.model.max_model_len
     if wanted_len is not None and wanted_len > loaded.model_len:
         raise CheckpointError(
@@ -256,17 +267,26 @@ def prepare_model(config: EngineConfig, progress: ReportProgress) -> PreparedMod
             f" that {config.model.model} can compute"
         )
     library = load_library() if device.type == "cpu" else None
+    proofs = None if kept is None else kept.with_kernels(library)
     if can_pack(loaded.dtype, device):
         progress("pack_weights", 0, 1)
         if library is not None:
-            fuse_modules(loaded.model, library, loaded.dtype)
+            _fuse(loaded, library, proofs)
         pack_linears(
             loaded.model,
             library,
             lambda done, total: progress("pack_weights", done, total),
         )
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
-    return PreparedModel(loaded, library, load_grammars(vocabulary))
+    return PreparedModel(loaded, library, load_grammars(vocabulary), proofs)
+
+
+def _fuse(loaded: LoadedModel, library: NativeLibrary, proofs: StartCache | None) -> None:
+    """Fuse modules, and keep which ones."""
+    known = None if proofs is None else proofs.get("fused", dict[str, int])
+    fused = fuse_modules(loaded.model, library, loaded.dtype, known)
+    if proofs is not None and known is None:
+        proofs.put("fused", fused)
 
 
 def load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
@@ -283,8 +303,13 @@ def calibrate(
     prepared: PreparedModel, config: EngineConfig, progress: ReportProgress
 ) -> Calibration:
     """Check a loaded model with the threads that are set; its pool is undefined afterwards."""
-    loaded = prepared.loaded
     progress("check_model", 0, 1)
+    name = f"calibration-{torch.get_num_threads()}"
+    return proven(prepared.proofs, name, Calibration, lambda: _calibrate(prepared, config))
+
+
+def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
+    loaded = prepared.loaded
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     attach_cache(loaded, backend, layout, num_blocks_needed(layout))

@@ -136,7 +136,7 @@ def test_control_gives_the_processor_time_of_each_process(result: Path) -> None:
     assert embedded.figures["api_us"] < http.figures["api_us"]
 
 
-def test_startup_measures_both_starts(result: Path) -> None:
+def test_startup_measures_each_start(result: Path) -> None:
     assert tool.main(f"startup --model null --repeats 1 --json {result}".split()) == 0
     runs = report.load(result).runs
     assert [run.workload for run in runs] == ["first", "second"]

@@ -19,6 +19,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -165,6 +166,7 @@ ARCHITECTURES = (
             **SHAPE, **_EXPERTS, num_experts=4, moe_intermediate_size=48, norm_topk_prob=True
         ),
     ),
+    Architecture("olmoe", lambda: OlmoeConfig(**SHAPE, **_EXPERTS, num_experts=4)),
     Architecture(
         "deepseek_v3",
         lambda: DeepseekV3Config(

@@ -17,9 +17,11 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
+    Qwen3MoeConfig,
 )
 
 from protocol.config import (
@@ -92,6 +94,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "glm4": Glm4Config(**_EVEN, attention_bias=True),
     "olmo2": Olmo2Config(**(_ODD | {"head_dim": 12})),
     "phi3": Phi3Config(**_EVEN),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_ODD, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
+    ),
+    "mixtral": MixtralConfig(**_EVEN, num_local_experts=5),
     "gpt2": GPT2Config(
         vocab_size=509, n_embd=76, n_inner=102, n_layer=2, n_head=4, n_positions=512
     ),

@@ -55,7 +55,7 @@ def test_norms_of_both_kinds(
     heads = torch.randn(1, 9, 4 * SIZE).to(dtype).view(1, 9, 4, SIZE)
     inputs = [heads, heads.transpose(1, 2), heads[0, :1], heads[:, :, 0], heads[:, :0]]
     wanted = [model(rows) for rows in inputs]
-    assert fuse_modules(model, library, dtype) == 1
+    assert len(fuse_modules(model, library, dtype)) == 1
     assert isinstance(model[0], FusedRMSNorm)
     for rows, want in zip(inputs, wanted, strict=True):
         assert_close(want, model(rows))
@@ -72,7 +72,7 @@ def test_gated_mlps(
     model = nn.Sequential(make_mlp(activation, bias=bias).to(dtype))
     inputs = [torch.randn(*shape, SIZE).to(dtype) * 3 for shape in ((1, 1), (1, 40), (200,))]
     wanted = [model(rows) for rows in inputs]
-    assert fuse_modules(model, library, dtype) == 1
+    assert len(fuse_modules(model, library, dtype)) == 1
     assert isinstance(model[0], FusedMLP)
     for rows, want in zip(inputs, wanted, strict=True):
         assert_close(want, model(rows))
@@ -88,7 +88,7 @@ def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> N
     wide = torch.randn(1, 40, 2 * SIZE).to(dtype) * 4
     inputs = [wide, wide[..., :SIZE], wide[:, :0], torch.tensor([[-1e30, -90.0, 90.0, 1e30]])]
     wanted = [model(rows) for rows in inputs]
-    assert fuse_modules(model, library, dtype) == 1
+    assert len(fuse_modules(model, library, dtype)) == 1
     assert isinstance(model[0], FusedActivation)
     for rows, want in zip(inputs, wanted, strict=True):
         assert_close(want, model(rows))
@@ -114,8 +114,32 @@ def test_modules_that_compute_something_else_stay(
         nn.Dropout(),
     ).to(dtype)
     before = [type(module) for module in model]
-    assert fuse_modules(model, library, dtype) == 0
+    assert fuse_modules(model, library, dtype) == {}
     assert before == [type(module) for module in model]
+
+
+def test_a_later_start_fuses_the_same_and_tries_nothing(
+    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules that another start has not fused stay, too."""
+
+    def make_model() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(
+            *(LlamaRMSNorm(SIZE), Gemma2RMSNorm(SIZE), nn.LayerNorm(SIZE)),
+            *(make_mlp("gelu_pytorch_tanh"), make_mlp("gelu"), ACT2FN["silu"]),
+        )
+
+    first, later = make_model(), make_model()
+    fused = fuse_modules(first, library, torch.float32)
+    assert set(fused) == {"0", "1", "3", "5"}
+    rows = torch.randn(3, SIZE)
+    monkeypatch.setattr(torch, "randn", None)  # of which trials are made
+    monkeypatch.setattr(torch, "linspace", None)
+    assert fuse_modules(later, library, torch.float32, fused) == fused
+    assert [type(module) for module in later] == [type(module) for module in first]
+    for one, other in zip(first, later, strict=True):
+        assert torch.equal(one(rows), other(rows))
 
 
 @torch.inference_mode()

@@ -62,6 +62,7 @@ class ProbedModel:
 
     layers: list[ProbedLayer]  # in the order in which the forward calls them
     parameters: frozenset[str]
+    num_weights: int  # in all parameters, also those that it does not use
 
 
 def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
@@ -99,7 +100,8 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if probe.storages.holds(parameter)
     )
-    return ProbedModel(layers, frozenset(names))
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    return ProbedModel(layers, frozenset(names), num_weights)
 
 
 class _UsedStorages(TorchDispatchMode):

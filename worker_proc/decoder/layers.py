@@ -10,6 +10,7 @@ from torch import nn
 
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
 from worker_proc.loading.packed_linear import NativeLinear
 from worker_proc.native.kernels import PackedWeight, Rotation
@@ -62,8 +63,9 @@ class DecoderLayer(NamedTuple):
     key_norm: FusedRMSNorm | None
     attention: nn.Module
     out: PackedWeight
-    mlp: FusedMLP
-    down: PackedWeight
+    mlp: FusedMLP | FusedExperts
+    down: PackedWeight | None
+    """Of an MLP; a mixture of experts has its own."""
     hidden_size: int
     residual_factor: float
 
@@ -93,7 +95,7 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     attention, mlp = children.pop("self_attn", None), children.pop("mlp", None)
     matching = (names for names in NORM_NAMES if set(names) - {""} == set(children))
     norms = next((_norms(children, names) for names in matching), None)
-    if norms is None or attention is None or not isinstance(mlp, FusedMLP):
+    if norms is None or attention is None or not isinstance(mlp, FusedMLP | FusedExperts):
         return None
     if next(attention.parameters(recurse=False), None) is not None:
         return None
@@ -101,11 +103,12 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     names = ["qkv_proj"] if "qkv_proj" in parts else ["q_proj", "k_proj", "v_proj"]
     linears = [parts.pop(name, None) for name in names]
     qkv = [linear for linear in linears if isinstance(linear, NativeLinear)]
-    out, down = parts.pop("o_proj", None), mlp.down_proj
+    out = parts.pop("o_proj", None)
     query_norm, key_norm = parts.pop("q_norm", None), parts.pop("k_norm", None)
     if len(qkv) < len(linears) or parts or not isinstance(out, NativeLinear):
         return None
-    if not isinstance(down, NativeLinear):
+    down = mlp.down_proj if isinstance(mlp, FusedMLP) else None
+    if not isinstance(down, NativeLinear | None) or (down is None and isinstance(mlp, FusedMLP)):
         return None
     if not isinstance(query_norm, FusedRMSNorm | None):
         return None
@@ -119,15 +122,15 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
         attention,
         out.packed,
         mlp,
-        down.packed,
+        None if down is None else down.packed,
         out.out_features,
         factor,
     )
     spec = read.paged.spec
     widths = [linear.out_features for linear in qkv]
     fits = out.in_features == spec.num_heads * spec.value_head_dim
-    fits = fits and down.out_features == out.out_features and _fit(read, widths, spec)
-    return read if fits else None
+    width = mlp.hidden_size if down is None else down.out_features
+    return read if fits and width == out.out_features and _fit(read, widths, spec) else None
 
 
 def _norms(children: dict[str, nn.Module], names: Sequence[str]) -> Norms | None:

@@ -16,9 +16,9 @@ from torch import nn
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings
-from worker_proc.loading.fused import FusedRMSNorm
+from worker_proc.loading.experts import ExpertBuffers, FusedExperts
+from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
 from worker_proc.native.kernels import (
-    PANEL_OUTPUTS,
     BufferArgs,
     Epilogue,
     Instruction,
@@ -28,13 +28,13 @@ from worker_proc.native.kernels import (
     ProgramArgs,
     RunArgs,
     projection,
+    row_stride,
 )
 
 HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED = range(6)
+LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(6, 10)
+"""Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
 _ROW_BYTES = 64
-_ALIAS_BYTES = 2048
-"""Rows that are a multiple of it apart share few sets of the first cache."""
-
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's positions: `[1, T, num_rotated]` each."""
@@ -56,16 +56,24 @@ class DecoderStack:
         self._settings = settings
         self._dtype = dtype
         hidden_size = layers[0].hidden_size
+        mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
+        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedMLP)]
         widths = {
             HIDDEN: hidden_size,
             NORMED: hidden_size,
             QKV: max(sum(part.num_outputs for part in layer.qkv) for layer in layers),
             ATTENDED: max(_num_inputs(layer.out, dtype) for layer in layers),
-            INNER: max(layer.mlp.size for layer in layers),
+            INNER: max((mlp.size for mlp in mlps), default=0),
             PROJECTED: hidden_size,
+            LOGITS: max((mixture.num_experts for mixture in mixtures), default=0),
+            CHOICES: max((mixture.choice_width for mixture in mixtures), default=0),
+            GATHERED: hidden_size if mixtures else 0,
+            EXPERT_INNER: max((mixture.size for mixture in mixtures), default=0),
         }
+        num_chosen = max((mixture.routing.num_chosen for mixture in mixtures), default=0)
         self._hidden_size = hidden_size
-        self._strides = [_stride(widths[i], dtype.itemsize) for i in range(len(widths))]
+        self._strides = [row_stride(widths[i], dtype.itemsize) for i in range(len(widths))]
+        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2
         self._max_rows = 0
         self._hidden = torch.empty(0, hidden_size, dtype=dtype)
         """The first buffer, which keeps the memory of all."""
@@ -106,15 +114,17 @@ class DecoderStack:
         """
         if num_rows > self._max_rows:
             self._max_rows = num_rows + num_rows // 4
-            memory = torch.zeros(
-                self._max_rows * sum(self._strides) + _ROW_BYTES, dtype=torch.uint8
-            )
+            sizes = [
+                self._max_rows * num_rows * stride
+                for num_rows, stride in zip(self._rows_of_token, self._strides, strict=True)
+            ]
+            memory = torch.zeros(sum(sizes) + _ROW_BYTES, dtype=torch.uint8)
             start = -memory.data_ptr() % _ROW_BYTES
-            size = self._max_rows * self._strides[HIDDEN]
-            self._hidden = memory[start : start + size].view(self._dtype).view(self._max_rows, -1)
-            for index, stride in enumerate(self._strides):
+            rows = memory[start : start + sizes[HIDDEN]]
+            self._hidden = rows.view(self._dtype).view(self._max_rows, -1)
+            for index, (size, stride) in enumerate(zip(sizes, self._strides, strict=True)):
                 self._buffers[index] = BufferArgs(memory.data_ptr() + start, stride)
-                start += self._max_rows * stride
+                start += size
         return self._hidden[:num_rows]
 
     def _program_for(self, angles: Sequence[Angles]) -> "Program":
@@ -201,9 +211,14 @@ def _layer(
     )
     program += [rotate, attend, *_residual(layer.out, ATTENDED, norms.after_attention, factor)]
     before_mlp, source = _normed(norms.before_mlp)
-    activate = {"epilogue": Epilogue.ACTIVATE, "activation": layer.mlp.activation}
     program += before_mlp
+    if isinstance(layer.mlp, FusedExperts):
+        buffers = ExpertBuffers(source, LOGITS, CHOICES, GATHERED, EXPERT_INNER, PROJECTED)
+        program += layer.mlp.instructions(buffers)
+        return program + _added(norms.after_mlp, layer.hidden_size, factor)
+    activate = {"epilogue": Epilogue.ACTIVATE, "activation": layer.mlp.activation}
     program.append(projection(layer.mlp.gate_up, source=source, target=INNER, **activate))
+    assert layer.down is not None
     return program + _residual(layer.down, INNER, norms.after_mlp, factor)
 
 
@@ -235,17 +250,14 @@ def _residual(
     if norm is None:
         adding = {"epilogue": Epilogue.ADD_TO, "factor": factor}
         return [projection(weight, source=source, target=HIDDEN, **adding)]
-    return [
-        projection(weight, source=source, target=PROJECTED),
-        _norm(norm, PROJECTED, PROJECTED),
-        Instruction(
-            kind=Kind.ADD,
-            source=PROJECTED,
-            target=HIDDEN,
-            size=len(norm.weight),
-            factor=factor,
-        ),
-    ]
+    projected = projection(weight, source=source, target=PROJECTED)
+    return [projected, *_added(norm, len(norm.weight), factor)]
+
+
+def _added(norm: FusedRMSNorm | None, size: int, factor: float) -> list[Instruction]:
+    """Add what is projected to the residual, with a norm before or without."""
+    add = Instruction(kind=Kind.ADD, source=PROJECTED, target=HIDDEN, size=size, factor=factor)
+    return [add] if norm is None else [_norm(norm, PROJECTED, PROJECTED), add]
 
 
 def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Instruction:
@@ -263,12 +275,6 @@ def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Inst
 
 def _num_inputs(weight: PackedWeight, dtype: torch.dtype) -> int:
     return weight.num_units * 4 // dtype.itemsize
-
-
-def _stride(width: int, itemsize: int) -> int:
-    """Return the bytes between rows, which have room for whole panels."""
-    stride = -(-width // PANEL_OUTPUTS) * PANEL_OUTPUTS * itemsize
-    return stride + _ROW_BYTES if stride % _ALIAS_BYTES == 0 else stride
 
 
 def _pointers(addresses: list[int]) -> Any:

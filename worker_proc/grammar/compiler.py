@@ -102,9 +102,12 @@ def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
         return llguidance.LLTokenizer(wrapper, eos_token=eos)
     file = Path(vocabulary.directory) / "tokenizer.json"
     try:
-        tokenizer = json.loads(file.read_bytes())
-        tokenizer["padding"] = tokenizer["truncation"] = None
-        return llguidance.LLTokenizer(json.dumps(tokenizer), eos_token=eos)
+        text = file.read_text(encoding="utf-8")
+        tokenizer = json.loads(text)
+        if tokenizer.get("padding") is not None or tokenizer.get("truncation") is not None:
+            tokenizer["padding"] = tokenizer["truncation"] = None
+            text = json.dumps(tokenizer)
+        return llguidance.LLTokenizer(text, eos_token=eos)
     except Exception as error:
         raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
 

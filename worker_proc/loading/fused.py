@@ -8,12 +8,14 @@ The kernels compute every row alike. torch computes elementwise functions in vec
 a tensor in another way: there a row's bits can depend on its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import nn
 
+from worker_proc.loading.experts import ExpertWeights, FusedExperts, Routing
 from worker_proc.loading.packed_linear import make_linear
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
@@ -33,6 +35,8 @@ TRIAL_RANGE = 9.0
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
+_Fused = tuple[int, nn.Module]
+"""The number of a kernel among those of its kind, and the module that computes with it."""
 
 
 class FusedRMSNorm(nn.Module):
@@ -92,32 +96,50 @@ class FusedMLP(nn.Module):
         return out
 
 
-def fuse_modules(model: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> int:
-    """Replace modules for which a kernel is proven, before packing; returns their number."""
-    num_fused = 0
+def fuse_modules(
+    model: nn.Module,
+    library: NativeLibrary,
+    dtype: torch.dtype,
+    proven: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Replace modules for which a kernel is proven, before packing.
+
+    Returns the number of the kernel that each of them is replaced by, by the module's name.
+    `proven` is this result of an earlier start, with which nothing is tried.
+    """
+    fused: dict[str, int] = {}
     gone: set[nn.Module] = set()
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in () if parent in gone else parent.named_children():
-            fused = _fused(child, library, dtype)
-            if fused is not None:
-                setattr(parent, name, fused)
+            child_path = f"{path}.{name}".lstrip(".")
+            if proven is not None and child_path not in proven:
+                continue
+            number = None if proven is None else proven[child_path]
+            found = _fused(child, library, dtype, number)
+            if found is not None:
+                fused[child_path], replacement = found
+                setattr(parent, name, replacement)
                 gone.update(child.modules())
                 for part in child.modules():  # may be referred to elsewhere: drop their weights
                     part._parameters.clear()
-                num_fused += 1
-    return num_fused
+    return fused
 
 
 @torch.inference_mode()
-def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.Module | None:
+def _fused(
+    module: nn.Module, library: NativeLibrary, dtype: torch.dtype, number: int | None
+) -> _Fused | None:
+    """Return the kernel of a module; its `number` among those of its kind may be proven already."""
     if dtype not in NATIVE_DTYPES:
         return None
     names = {name for name, _ in module.named_children()}
     if names - _ACTIVATIONS in _MLP_CHILDREN:
-        return _fused_mlp(module, library)
+        return _fused_mlp(module, library, number)
+    if names == {"gate", "experts"}:
+        return _fused_experts(module, library, number)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
-        activation = _activation_of(module, library)
-        return None if activation is None else FusedActivation(library, activation)
+        activation = _activation_of(module, library, number)
+        return None if activation is None else (activation, FusedActivation(library, activation))
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
     if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):
@@ -125,25 +147,68 @@ def _fused(module: nn.Module, library: NativeLibrary, dtype: torch.dtype) -> nn.
     weight = parameters["weight"]
     if weight.dim() != 1 or weight.dtype != dtype:
         return None
-    return _agreeing(
-        module,
-        len(weight),
-        lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
-        lambda: FusedRMSNorm(library, weight, epsilon, round_first=False),
-        lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
-    )
+    candidates = {
+        0: lambda: FusedRMSNorm(library, weight, epsilon, round_first=True),
+        1: lambda: FusedRMSNorm(library, weight, epsilon, round_first=False),
+        2: lambda: FusedRMSNorm(library, weight.float() + 1.0, epsilon, round_first=False),
+    }
+    return _agreeing(module, len(weight), candidates, number)
 
 
-def _fused_mlp(module: nn.Module, library: NativeLibrary) -> nn.Module | None:
+def _fused_mlp(module: nn.Module, library: NativeLibrary, number: int | None) -> _Fused | None:
     parts = dict(module.named_children())
-    activation = _activation_of(parts.get("act_fn", parts.get("activation_fn")), library)
+    activation = _activation_of(parts.get("act_fn", parts.get("activation_fn")), library, number)
     gates, down = _gates_of(parts), parts["down_proj"]
     if activation is None or gates is None or not isinstance(down, nn.Linear):
         return None
     weight, bias = gates
-    return _agreeing(
-        module, weight.shape[1], lambda: FusedMLP(library, activation, weight, bias, down)
-    )
+    candidates = {int(activation): lambda: FusedMLP(library, activation, weight, bias, down)}
+    return _agreeing(module, weight.shape[1], candidates, number)
+
+
+def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None) -> _Fused | None:
+    """Return a mixture of experts; its number has the activation, and how its router weighs."""
+    parts = dict(module.named_children())
+    router, experts = parts["gate"], dict(parts["experts"].named_parameters())
+    weights = dict(router.named_parameters())
+    if set(weights) != {"weight"} or set(experts) != {"gate_up_proj", "down_proj"}:
+        return None
+    gate_up, down = experts["gate_up_proj"], experts["down_proj"]
+    num_experts, hidden_size, size = down.shape if down.dim() == 3 else (0, 0, 0)
+    if gate_up.shape != (num_experts, 2 * size, hidden_size):
+        return None
+    if weights["weight"].shape != (num_experts, hidden_size):
+        return None
+    if len({tensor.dtype for tensor in (gate_up, down, weights["weight"])}) > 1:
+        return None
+    known = None if number is None else number // 4
+    activation = _activation_of(getattr(parts["experts"], "act_fn", None), library, known)
+    num_chosen = getattr(router, "top_k", None)
+    if activation is None or not isinstance(num_chosen, int) or num_chosen > num_experts:
+        return None
+    if number is None:
+        weighting = _weighting(router, hidden_size, down.dtype)
+        if weighting is None:
+            return None
+        number = 4 * activation + weighting
+    routing = Routing(num_chosen, bool(number & 2), bool(number & 1))
+    whole = ExpertWeights(weights["weight"], gate_up, down)
+    make = partial(FusedExperts, library, activation, routing, whole)
+    proven = None if known is None else number
+    return _agreeing(module, hidden_size, {number: make}, proven, is_typical=True)
+
+
+def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
+    """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded."""
+    generator = torch.Generator().manual_seed(2)
+    try:
+        _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
+    except (TypeError, ValueError, RuntimeError):
+        return None  # a module of another interface
+    if not isinstance(weights, torch.Tensor):
+        return None
+    normalizes = bool(((weights.float().sum(dim=-1) - 1.0).abs() < MAX_ERROR[dtype]).all())
+    return 2 * normalizes + (weights.dtype == dtype)
 
 
 def _gates_of(parts: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -160,10 +225,14 @@ def _gates_of(parts: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor |
     return torch.cat([gate.weight, up.weight]), bias
 
 
-def _activation_of(function: object, library: NativeLibrary) -> Activation | None:
+def _activation_of(
+    function: object, library: NativeLibrary, number: int | None
+) -> Activation | None:
     """Return the activation that a module or function computes; tried in float32."""
     if not callable(function):
         return None
+    if number is not None:
+        return Activation(number)
     values = torch.linspace(-TRIAL_RANGE, TRIAL_RANGE, NUM_TRIAL_VALUES)
     large = torch.tensor([*LARGE_VALUES, *(-value for value in LARGE_VALUES)])
     values = torch.cat([values, large]).view(1, NUM_TRIAL_ROWS, -1)
@@ -181,9 +250,20 @@ def _activation_of(function: object, library: NativeLibrary) -> Activation | Non
 
 
 def _agreeing(
-    module: nn.Module, size: int, *candidates: Callable[[], nn.Module]
-) -> nn.Module | None:
-    """Return the candidate that is closest to what `module` does, if it agrees at every scale."""
+    module: nn.Module,
+    size: int,
+    candidates: Mapping[int, Callable[[], nn.Module]],
+    proven: int | None,
+    *,
+    is_typical: bool = False,
+) -> _Fused | None:
+    """Return the candidate that is closest to what `module` does, if it agrees at every scale.
+
+    One may be proven by an earlier start, and is not tried. With `is_typical` half of the rows may
+    differ: rounding sends them to other experts.
+    """
+    if proven is not None:
+        return proven, candidates[proven]()
     dtype = next(module.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     # Off zero, so that a norm that subtracts the mean does not pass.
@@ -194,12 +274,13 @@ def _agreeing(
     except (TypeError, RuntimeError):
         return None  # a module of another interface
     best, least = None, MAX_ERROR[dtype]
-    for make in candidates:
+    for number, make in candidates.items():
         candidate = make()
-        error = max(
-            float((candidate(trial).float() - want).abs().max() / want.abs().max())
+        errors = [
+            (candidate(trial).float() - want).abs().amax(dim=-1) / want.abs().max()
             for trial, want in zip(trials, expected, strict=True)
-        )
+        ]
+        error = max(float(rows.median() if is_typical else rows.max()) for rows in errors)
         if error <= least:
-            best, least = candidate, error
+            best, least = (number, candidate), error
     return best

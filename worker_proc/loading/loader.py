@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
-from worker_proc.attention.probe import ProbedLayer, probe_model
+from worker_proc.attention.probe import ProbedLayer, ProbedModel, probe_model
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
@@ -30,7 +30,10 @@ from worker_proc.loading.checkpoint import (
     describe_rejection,
     is_unused_buffer,
 )
+from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.host_limits import available_memory
+from worker_proc.loading.proofs import proven
+from worker_proc.loading.start_cache import StartCache
 from worker_proc.runner import ReportProgress
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -52,7 +55,11 @@ class LoadedModel:
 
 
 def load_model(
-    directory: str, dtype: str, device: torch.device, progress: ReportProgress
+    directory: str,
+    dtype: str,
+    device: torch.device,
+    progress: ReportProgress,
+    proofs: StartCache | None = None,
 ) -> LoadedModel:
     """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored)."""
     progress("inspect", 0, 1)
@@ -64,14 +71,11 @@ def load_model(
         )
     text_config = config.get_text_config(decoder=True)
     _check_config(config, text_config)
-    no_model = f"{config.model_type}: no causal language model"
-    with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
-        meta_model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
-    probed = probe_model(meta_model, text_config.num_hidden_layers)
+    probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
     model_len = _model_len(text_config)
     torch_dtype = _resolve_dtype(dtype, config, device)
     stored = check_stored_dtypes(directory)
-    check_room(sum(p.numel() for p in meta_model.parameters()) * torch_dtype.itemsize, device)
+    check_room(probed.num_weights * torch_dtype.itemsize, device)
     progress("inspect", 1, 1)
     model = _load_weights(directory, torch_dtype, stored, progress).to(device)
     _release_unused(model, probed.parameters)
@@ -84,6 +88,15 @@ def load_model(
         model_len=model_len,
         eos_token_ids=_eos_token_ids(model, text_config),
     )
+
+
+def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
+    """Build the model without memory, and run it."""
+    load_meta_kernels()
+    no_model = f"{config.model_type}: no causal language model"
+    with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    return probe_model(model, config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def check_room(num_bytes: int, device: torch.device) -> None:
@@ -158,16 +171,11 @@ def _load_weights(
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     try:
         with _reported(progress):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, by name
-                output_loading_info=True,
-            )
+            try:
+                model, info = _from_pretrained(directory, dtype)
+            except NotImplementedError:  # a module computes something while it is built
+                load_meta_kernels()
+                model, info = _from_pretrained(directory, dtype)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
@@ -183,6 +191,21 @@ def _load_weights(
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
     return model
+
+
+def _from_pretrained(directory: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model, and the names of weights that have not been loaded."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation=IMPLEMENTATION,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # they are reported by name
+        output_loading_info=True,
+    )
+    return model, info
 
 
 def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.kernels import NativeLibrary
 
 
@@ -13,3 +14,5 @@ class PreparedModel(NamedTuple):
     loaded: LoadedModel
     kernels: NativeLibrary | None
     grammars: GrammarCompiler | None = None
+    proofs: StartCache | None = None
+    """What is proven about this model at each start is kept here."""

@@ -15,7 +15,10 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("attention.cpp", "decoder.cpp", "linear.cpp", "pointwise.cpp", "sampling.cpp")
-HEADERS = ("attention.h", "attention_pairs.h", "pointwise.h", "products.h", "team.h", "vec.h")
+HEADERS = (
+    *("attention.h", "attention_pairs.h", "experts.h", "pointwise.h", "products.h", "team.h"),
+    "vec.h",
+)
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-shared", "-fPIC"),
@@ -26,13 +29,18 @@ COMPILE_TIMEOUT_S = 300.0
 def library_path() -> Path:
     """Return the path of the library for these sources, flags and this CPU."""
     parts = [(Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    parts += [" ".join(FLAGS).encode(), _cpu_description().encode()]
+    parts += [" ".join(FLAGS).encode(), cpu_description().encode()]
     digest = hashlib.blake2b(b"".join(parts), digest_size=10)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "troika" / f"native-{digest.hexdigest()}.so"
+    return cache_directory() / f"native-{digest.hexdigest()}.so"
 
 
-def _cpu_description() -> str:
+def cache_directory() -> Path:
+    """Return where files for later starts are kept; RuntimeError: there is no home directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "troika"
+
+
+def cpu_description() -> str:
+    """Return what instructions this CPU has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -5,6 +5,7 @@
 // barrier ends it. Values are rounded to the model's dtype where transformers' modules round.
 
 #include "attention_pairs.h"
+#include "experts.h"
 #include "pointwise.h"
 #include "products.h"
 
@@ -18,6 +19,10 @@ enum Kind : int32_t {
   kRotate,
   kAttend,
   kAdd,
+  kChoose,
+  kGather,
+  kExperts,
+  kCombine,
 };
 
 enum Epilogue : int32_t {
@@ -47,6 +52,9 @@ struct Instruction {
   int32_t num_heads, num_kv_heads, head_dim, num_rotated, rotation;
   int32_t angles, has_wide_angles;  // the kind of angles, and whether they are float32
   int32_t group;
+  int32_t num_experts, num_chosen;  // experts, and those of one row
+  int32_t choices;                  // index of the buffer with the choices of each row
+  int32_t normalizes, rounds_weights;
   float factor, epsilon, scale, softcap;
   int64_t num_units, num_pairs;
   const void* weight;
@@ -83,6 +91,10 @@ class Executor {
       case kRotate: return rotate(i);
       case kAttend: return attend_to(i);
       case kAdd: return add(i);
+      case kChoose: return choose(i);
+      case kGather: return gather(i);
+      case kExperts: return compute_experts(i);
+      case kCombine: return combine(i);
     }
   }
 
@@ -90,6 +102,11 @@ class Executor {
   T* row(int buffer, int64_t index) const {
     const Buffer& b = run_.buffers[buffer];
     return reinterpret_cast<T*>(static_cast<char*>(b.data) + index * b.stride);
+  }
+
+  UnitRows unit_rows(int buffer) const {
+    const Buffer& b = run_.buffers[buffer];
+    return {static_cast<const Unit*>(b.data), b.stride / static_cast<int64_t>(sizeof(Unit))};
   }
 
   static Vec round(Vec v) { return rounded(v, T{}); }
@@ -104,9 +121,7 @@ class Executor {
   // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
   // zeros past the last output; a product may be stored from a column on.
   void project(const Instruction& i) {
-    const Buffer& source = run_.buffers[i.source];
-    const UnitRows rows{static_cast<const Unit*>(source.data),
-                        source.stride / static_cast<int64_t>(sizeof(Unit))};
+    const UnitRows rows = unit_rows(i.source);
     const Weights weights{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     const auto biased = [&](int64_t pair, int half, Vec sum) {
       if (i.bias) sum += load(i.bias + pair * kPairOutputs + half * kLanes);
@@ -211,6 +226,73 @@ class Executor {
     for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
       for (int d = 0; d < i.size; d += kLanes)
         accumulate(row(i.target, r) + d, load(row(i.source, r) + d), i.factor);
+  }
+
+  // choices = the experts of each row, by the logits in source
+  void choose(const Instruction& i) {
+    std::vector<float> scratch;
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      choose_experts(row(i.source, r), i.num_experts, i.num_chosen,
+                     {i.normalizes != 0, i.rounds_weights != 0}, choices(i, r), scratch);
+  }
+
+  // target = the rows of source, once for each of their experts, sorted by expert
+  void gather(const Instruction& i) {
+    const SortedChoices sorted = sort(i);
+    const int64_t size = std::min(run_.buffers[i.source].stride, run_.buffers[i.target].stride);
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      for (int c = 0; c < i.num_chosen; c++)
+        std::memcpy(row(i.target, sorted.place(r * i.num_chosen + c)), row(i.source, r), size);
+  }
+
+  // target = source * weight of the expert, for sorted rows. The weights of all experts lie side by
+  // side.
+  void compute_experts(const Instruction& i) {
+    const int64_t expert_units = i.num_pairs * kPairOutputs * i.num_units;
+    const auto weights = [&](int64_t expert) {
+      const Unit* panels = static_cast<const Unit*>(i.weight) + expert * expert_units;
+      return Weights{panels, i.num_units, i.num_pairs};
+    };
+    const SortedChoices sorted = sort(i);
+    const UnitRows rows = unit_rows(i.source);
+    if (i.epilogue == kActivate)
+      multiply_sorted<T>(team_, sorted, i.num_experts, rows, weights,
+                         [&](int64_t place, int64_t pair, Vec gate, Vec up) {
+                           const Vec opened = activation_of(round(gate), i.activation);
+                           save(round(opened) * round(up), row(i.target, place) + pair * kLanes,
+                                kLanes);
+                         });
+    else
+      multiply_sorted<T>(team_, sorted, i.num_experts, rows, weights,
+                         [&](int64_t place, int64_t pair, Vec low, Vec high) {
+                           T* out = row(i.target, place) + pair * kPairOutputs;
+                           save(low, out, kLanes);
+                           save(high, out + kLanes, kLanes);
+                         });
+  }
+
+  // target = the sum of what the experts of a row have computed in source, each times its weight
+  void combine(const Instruction& i) {
+    const SortedChoices sorted = sort(i);
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      for (int d = 0; d < i.size; d += kLanes) {
+        Vec sum = splat(0.0f);
+        for (int c = 0; c < i.num_chosen; c++) {
+          const Vec value = load(row(i.source, sorted.place(r * i.num_chosen + c)) + d);
+          const Vec product = value * choices(i, r)[c].weight;
+          sum += i.rounds_weights ? round(product) : product;
+        }
+        save(sum, row(i.target, r) + d, kLanes);
+      }
+  }
+
+  Choice* choices(const Instruction& i, int64_t r) const {
+    return reinterpret_cast<Choice*>(row(i.choices, r));
+  }
+
+  SortedChoices sort(const Instruction& i) const {
+    return SortedChoices(run_.num_rows, i.num_chosen, i.num_experts,
+                         [&](int64_t r) { return choices(i, r); });
   }
 
   const Run& run_;

@@ -25,6 +25,11 @@ PANEL_OUTPUTS = 32
 """Of a pair of panels, in which weights are packed."""
 _GATES = 16  # of a pair of panels
 _UNIT_BYTES, _UNIT_STEP = 4, 16
+CHOICE_BYTES = 8
+"""Of `Choice` in experts.h."""
+_ROW_BYTES = 64
+_ALIAS_BYTES = 2048
+"""Rows that are a multiple of it apart share few sets of the first cache."""
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 6, _FLOAT, _FLOAT),
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
@@ -52,6 +57,10 @@ class Kind(enum.IntEnum):
     ROTATE = 2
     ATTEND = 3
     ADD = 4
+    CHOOSE = 5
+    GATHER = 6
+    EXPERTS = 7
+    COMBINE = 8
 
 
 class Rotation(enum.IntEnum):
@@ -112,7 +121,8 @@ class Instruction(ctypes.Structure):
     _fields_ = (
         *_fields("kind source target size column epilogue activation rounds_first", _INT),
         *_fields(
-            "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group",
+            "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
+            " num_experts num_chosen choices normalizes rounds_weights",
             _INT,
         ),
         *_fields("factor epsilon scale softcap", _FLOAT),
@@ -185,6 +195,7 @@ class NativeLibrary:
 
     def __init__(self, path: Path, *, uses_tiles: bool = True) -> None:
         """Load the library; without `uses_tiles` its kernels use no AMX."""
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
@@ -254,7 +265,7 @@ class NativeLibrary:
         num_units = _round_up(num_inputs * weight.itemsize, _UNIT_BYTES * _UNIT_STEP) // _UNIT_BYTES
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
-        panels = torch.zeros(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
+        panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
         is_bf16 = weight.dtype == torch.bfloat16
         self._library.troika_pack(
             weight.data_ptr(), is_bf16, num_outputs, num_inputs, gates, panels.data_ptr()
@@ -264,6 +275,14 @@ class NativeLibrary:
             halves = pad(halves.detach(), (0, num_pairs * step - columns))
             bias = halves.view(len(halves), num_pairs, step).transpose(0, 1).reshape(-1)
         return PackedWeight(panels, bias, num_units, num_pairs)
+
+    def pack_experts(self, weights: torch.Tensor, *, gates: bool = False) -> PackedWeight:
+        """Pack `[num_experts, num_outputs, num_inputs]`, one expert after the other.
+
+        All but the panels is that of one expert.
+        """
+        packed = [self.pack(weight, None, gates=gates) for weight in weights]
+        return packed[0]._replace(panels=torch.cat([one.panels for one in packed]))
 
     def project(self, instruction: Instruction, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""
@@ -326,6 +345,12 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
         num_pairs=weight.num_pairs,
         **{"target": 1, "factor": 1.0, **fields},
     )
+
+
+def row_stride(width: int, itemsize: int) -> int:
+    """Return the bytes between rows of a program's buffer, which have room for whole panels."""
+    stride = _round_up(width, PANEL_OUTPUTS) * itemsize
+    return stride + _ROW_BYTES if stride % _ALIAS_BYTES == 0 else stride
 
 
 def load_library() -> NativeLibrary | None:

@@ -1,36 +1,48 @@
-"""Imports the model's libraries without the parts that a worker never uses, in half of the time.
+"""Imports the model's libraries without the parts that a worker rarely uses, in half of the time.
 
 transformers imports torch's distributed tensors, and torch.compile with all of its dependencies,
-only to mark how its own functions would be sharded or compiled. A worker does neither.
+only to mark how its own functions would be sharded or compiled. A worker does neither. torch itself
+imports rules for the shapes of its operators in Python, which only models without memory need.
 """
 
+import functools
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from worker_proc.loading.deferred_module import META_KERNELS, defer
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.startup.import_structure import Folder, fingerprint
+
 _DYNAMO = "torch._dynamo"
+_IMPORT_UTILS = "transformers.utils.import_utils"
+_MODELS = "models"
+"""Folder of transformers with a folder for each model."""
 
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
     """Within this context, imports find no distributed torch, and torch.compile only by name.
 
-    Code that uses more of `torch._dynamo` than its decorators gets the real package.
-    The garbage collector is off meanwhile, since nearly all new objects stay.
+    Code that uses more of `torch._dynamo` than its decorators gets the real package. The garbage
+    collector is off meanwhile, since nearly all new objects stay.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
+        _defer_meta_kernels()
         import torch.distributed
 
         _defer_dynamo()
         with _replaced(torch.distributed, "is_available", lambda: False):
-            _scan_models_once()
+            _import_transformers()
             yield
     finally:
         if was_enabled:
@@ -48,44 +60,90 @@ def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
         setattr(module, name, original)
 
 
-def _scan_models_once() -> None:
-    """Let transformers read its models for their names once; it does so for two packages."""
-    from transformers.utils import import_utils
+def _import_transformers() -> None:
+    """Import transformers, with its list of models from an earlier start."""
 
-    scan = getattr(import_utils, "create_import_structure_from_path", None)
-    if scan is None:  # another version of transformers
-        return
+    def replace(import_utils: ModuleType) -> None:
+        scan = getattr(import_utils, "create_import_structure_from_path", None)
+        if scan is None:  # another version of transformers
+            return
 
-    def scan_folder(path: str | Path) -> Any:
-        path = Path(path)
-        return scan(path.parent if path.suffix else path)  # a file stands for its folder
+        structure = functools.cache(lambda folder: _structure_of(folder, scan))
 
-    with _replaced(import_utils, "create_import_structure_from_path", scan_folder):
+        def scan_folder(path: str | Path) -> Any:
+            folder = Path(path).parent if Path(path).suffix else Path(path)
+            return structure(folder) if folder.name == _MODELS else scan(path)
+
+        replaced.enter_context(_replaced(import_utils, scan.__name__, scan_folder))
+
+    with ExitStack() as replaced, _after_import(_IMPORT_UTILS, replace):
         import transformers.models  # noqa: F401
 
 
-class _Deferred(ModuleType):
-    """A package with a few names, which is loaded when another one is accessed."""
+@contextmanager
+def _after_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
+    """Let `act` change a module when its code has been executed, before another one uses it."""
+    finder = _Finder(name, act)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        assert self.__spec__ is not None
-        assert self.__spec__.loader is not None
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
+
+class _Finder(MetaPathFinder):
+    """Finds one module where the others would, with a loader that also calls a function."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self._act(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def _structure_of(folder: Path, scan: Callable[[Path], Any]) -> Any:
+    """Return what `scan` makes of a folder, which takes half a second."""
+    cache = StartCache("imports", [fingerprint(folder)])
+    kept = cache.get("structure", Folder)
+    if kept is not None:
+        return kept.structure()
+    scanned = scan(folder)
+    folder_to_keep = Folder.of(scanned)
+    if folder_to_keep is not None:
+        cache.put("structure", folder_to_keep)
+    return scanned
+
+
+def _defer_meta_kernels() -> None:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or "torch" in sys.modules:
+        return
+    # find_spec(META_KERNELS) would import torch.
+    spec = PathFinder.find_spec(META_KERNELS, torch.submodule_search_locations)
+    if spec is not None:
+        defer(spec)
 
 
 def _defer_dynamo() -> None:
     spec = None if _DYNAMO in sys.modules else importlib.util.find_spec(_DYNAMO)
     if spec is None:
         return
-    module = importlib.util.module_from_spec(spec)
-    module.__class__ = _Deferred
+    module = defer(spec)
     for name in ("allow_in_graph", "assume_constant_result", "disable"):
         setattr(module, name, _as_it_is)
-    sys.modules[_DYNAMO] = module
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:

@@ -39,7 +39,7 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
     if resolve_device(config.model.device).type != "cpu":
         raise ValueError("standby_workers needs device cpu: no other device survives a fork")
     torch.set_num_threads(1)
-    prepared = prepare_model(config, progress)
+    prepared = prepare_model(config, progress, keeps_proofs=True)
     found = SharedCalibration()
     calibration = calibrate(prepared, config, progress)  # also loads what the first forward loads
     found.keep(1, calibration)

@@ -42,7 +42,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
     with lean_imports():
         from worker_proc.model_runner import load_model_runner
 
-    return load_model_runner(config, progress)
+    return load_model_runner(config, progress, keeps_proofs=True)
 
 
 def load_to_fork(config: EngineConfig, progress: ReportProgress) -> RunnerFactory:

@@ -1,0 +1,127 @@
+"""A second start proves nothing again, and any change to what a proof depends on does."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from protocol.config import EngineConfig
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.driving import drive
+from tests.worker.test_bitwise import engine_config
+from worker_proc import model_runner
+from worker_proc.loading import fused, loader
+from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.native import kernels
+from worker_proc.native.build import build, compiler
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+PROOFS = {"probe_model": loader, "_activation_of": fused, "_calibrate": model_runner}
+CONFIGS = {architecture.name: architecture.config for architecture in ARCHITECTURES}
+PROMPTS = [[5, 6, 7, 8, 9], [9, 9, 9]]
+
+Start = Callable[[EngineConfig], ModelRunner]
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what is tried, with a cache directory that has only the kernels."""
+    library = kernels.NativeLibrary(build())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_runner, "load_library", lambda: library)
+    monkeypatch.setattr(model_runner, "start_building", lambda: None)
+    count: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name != "_activation_of" or args[-1] is None:
+                count[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, module in PROOFS.items():
+        monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+    return count
+
+
+def start(config: EngineConfig) -> ModelRunner:
+    return load_model_runner(config, lambda *_: None, keeps_proofs=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_second_start_proves_nothing_and_computes_the_same(
+    name: str, tmp_path: Path, tried: Counter[str]
+) -> None:
+    build_checkpoint(tmp_path / "model", CONFIGS[name]())
+    config = engine_config(tmp_path / "model", "float32")
+    first = start(config)
+    assert set(tried) == set(PROOFS)
+    tried.clear()
+    second = start(config)
+    assert not tried
+    assert second.facts == first.facts
+    assert second.facts.decoder == "native"
+    params = SamplingParams(max_tokens=12)
+    expected = drive(first, PROMPTS, params).output_token_ids
+    assert drive(second, PROMPTS, params).output_token_ids == expected
+
+
+def change_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace one bit, and set the time of the last change back."""
+    path = directory / "model.safetensors"
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def change_environment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+
+
+def change_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.0.0")
+
+
+@pytest.mark.parametrize("change", [change_weights, change_environment, change_version])
+def test_a_change_has_everything_proven_again(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    tried: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build_checkpoint(tmp_path / "model", CONFIGS["llama"]())
+    config = engine_config(tmp_path / "model", "float32")
+    start(config)
+    tried.clear()
+    change(tmp_path / "model", monkeypatch)
+    start(config)
+    assert set(tried) == set(PROOFS)
+
+
+def test_other_kernels_settings_and_threads_are_proven_by_themselves(
+    tmp_path: Path, tried: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_checkpoint(tmp_path / "model", CONFIGS["llama"]())
+    config = engine_config(tmp_path / "model", "float32")
+    start(config)
+    tried.clear()
+    cache = msgspec.structs.replace(config.cache, block_size=8)
+    start(msgspec.structs.replace(config, cache=cache))
+    assert set(tried) == set(PROOFS)
+    tried.clear()
+    cache = msgspec.structs.replace(config.cache, num_gpu_blocks_override=99)
+    start(msgspec.structs.replace(config, cache=cache))
+    assert not tried  # a successor has the number of blocks that its predecessor found
+    monkeypatch.setattr(model_runner, "load_library", lambda: None)
+    start(config)
+    assert set(tried) == {"_calibrate"}

@@ -1,0 +1,42 @@
+"""Modules of libraries that are loaded when they are needed, and not with the library."""
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+META_KERNELS = "torch._meta_registrations"
+
+
+class DeferredModule(ModuleType):
+    """A module with a few names or none, which is loaded when another one is accessed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.load()
+        return getattr(self, name)
+
+    def load(self) -> None:
+        """Execute the module's code; from then on it is an ordinary module."""
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        load_meta_kernels()  # the compiler needs them, too
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+
+
+def defer(spec: ModuleSpec) -> ModuleType:
+    """Enter a module whose code is not executed yet."""
+    module = importlib.util.module_from_spec(spec)
+    module.__class__ = DeferredModule
+    sys.modules[spec.name] = module
+    return module
+
+
+def load_meta_kernels() -> None:
+    """Load the rules for shapes without which some operators fail on torch's device "meta"."""
+    module = sys.modules.get(META_KERNELS)
+    if isinstance(module, DeferredModule):
+        module.load()

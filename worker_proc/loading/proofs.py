@@ -1,0 +1,82 @@
+"""What is proven about a model at its load, kept for later starts on the same machine.
+
+The key holds whatever a proof depends on: the checkpoint's files, the settings, this package's
+code, the libraries, the compiled kernels, the CPU, and the environment that steers computation. A
+file counts as unchanged while its size, its inode and both of its times are: the time of the last
+change of the inode cannot be set back.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+import transformers
+
+from protocol.config import EngineConfig
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.native.build import cpu_description
+from worker_proc.native.kernels import NativeLibrary
+
+_PACKAGE = Path(__file__).parents[1]
+_STEERING = (
+    *("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_"),
+    *("TRANSFORMERS_",),
+)
+"""Beginnings of the names of variables that change how libraries compute."""
+
+T = TypeVar("T")
+
+
+class Proofs:
+    """The proofs about the configured checkpoint: without kernels, and with a native library."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._key = list(_key(config))
+
+    def without_kernels(self) -> StartCache:
+        """Return what holds whatever computes the model."""
+        return StartCache("proofs", self._key)
+
+    def with_kernels(self, library: NativeLibrary | None) -> StartCache:
+        """Return what is proven of these kernels, or of torch's."""
+        name = b"" if library is None else library.path.name.encode()
+        return StartCache("proofs", [*self._key, name])
+
+
+def proven(proofs: StartCache | None, name: str, type_: type[T], prove: Callable[[], T]) -> T:
+    """Return what an earlier start has proven; else prove it now, and keep that."""
+    found = None if proofs is None else proofs.get(name, type_)
+    if found is None:
+        found = prove()
+        if proofs is not None:
+            proofs.put(name, found)
+    return found
+
+
+def _key(config: EngineConfig) -> Iterator[bytes]:
+    # A successor is started with the number of blocks that its predecessor has found memory for.
+    cache = msgspec.structs.replace(
+        config.cache, num_gpu_blocks_override=None, kv_cache_memory_bytes=None
+    )
+    settings = (config.model, cache, config.scheduler, config.parallel, config.worker)
+    yield msgspec.msgpack.encode(settings)
+    directory = Path(config.model.model).resolve()
+    found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
+    for path in sorted(path for path in found if path.is_file()):
+        stat = path.stat()
+        yield msgspec.msgpack.encode(
+            (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        )
+    code = hashlib.blake2b()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        code.update(path.read_bytes())
+    yield code.digest()
+    yield f"{sys.version} {torch.__version__} {transformers.__version__}".encode()
+    yield cpu_description().encode()
+    steering = {name: value for name, value in os.environ.items() if name.startswith(_STEERING)}
+    yield msgspec.msgpack.encode(sorted(steering.items()))

@@ -1,0 +1,86 @@
+"""Keeps what a start has found out, for later starts, in the user's cache.
+
+A result is found again only under the key that it was kept under: whatever it depends on belongs
+into the key. A file that is damaged, or that another user owns, counts as absent. Without a
+directory that can be written, nothing is kept.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from worker_proc.native.build import cache_directory
+
+MAX_KEYS = 64
+"""Of one kind; the ones that were kept first are removed."""
+_DIGEST_BYTES = 16
+
+T = TypeVar("T")
+
+log = logging.getLogger("troika.worker")
+
+
+class StartCache:
+    """The results of one kind under one key, each with a name."""
+
+    def __init__(self, kind: str, key: Iterable[bytes]) -> None:
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for part in key:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        self._kind, self._key = kind, digest.hexdigest()
+
+    def get(self, name: str, type_: type[T]) -> T | None:
+        """Return a result of an earlier start, if there is one."""
+        try:
+            with (self._directory() / name).open("rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.getuid():
+                    return None
+                content = file.read()
+            body = content[_DIGEST_BYTES:]
+            if content[:_DIGEST_BYTES] != _digest(body):
+                return None
+            return msgspec.msgpack.decode(body, type=type_)
+        except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: no home directory
+            return None
+
+    def put(self, name: str, result: object) -> None:
+        """Keep a result for later starts, if possible."""
+        try:
+            directory = self._directory()
+            if not directory.is_dir():
+                directory.mkdir(parents=True, mode=0o700)
+                self._remove_first(directory.parent)
+            body = msgspec.msgpack.encode(result)
+            # Renamed when complete, so that no process reads an incomplete file.
+            fd, scratch = tempfile.mkstemp(dir=directory)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(_digest(body) + body)
+                os.replace(scratch, directory / name)
+            except OSError:
+                os.unlink(scratch)
+                raise
+        except (OSError, RuntimeError) as error:
+            log.debug("%s is not kept for later starts: %s", name, error)
+
+    def _directory(self) -> Path:
+        return cache_directory() / self._kind / self._key
+
+    @staticmethod
+    def _remove_first(parent: Path) -> None:
+        keys = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in keys[:-MAX_KEYS]:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path)
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,119 @@
+// Mixtures of experts: which experts compute a row, and their products over the rows of a step.
+//
+// A row's bits depend on nothing but the row. Its choices are made from its own logits, every
+// product is one chain of sums (products.h), and its experts are added in the order in which they
+// were chosen. Rows are sorted by expert only to read each expert's weights once.
+
+#pragma once
+
+#include <vector>
+
+#include "pointwise.h"
+#include "products.h"
+
+namespace {
+
+// The experts of one row, the most probable first, and their weights.
+struct Choice {
+  int32_t expert;
+  float weight;
+};
+
+// How probabilities become weights, as the model's router does it.
+struct Weighting {
+  bool is_normalized;  // the chosen ones add up to 1
+  bool is_rounded;     // to the model's dtype
+};
+
+// Chooses the most probable experts of a row by the softmax of its logits; of equal ones the first.
+template <typename T>
+inline void choose_experts(const T* logits, int num_experts, int num_chosen, Weighting weighting,
+                           Choice* choices, std::vector<float>& scratch) {
+  scratch.assign((num_experts + kLanes - 1) / kLanes * kLanes, kNegInf);
+  for (int e = 0; e < num_experts; e++) scratch[e] = widen(logits[e]);
+  Vec most = splat(kNegInf);
+  for (size_t e = 0; e < scratch.size(); e += kLanes) {
+    const Vec v = load(&scratch[e]);
+    most = v > most ? v : most;
+  }
+  const float greatest = fold(most, [](Vec a, Vec b) { return a > b ? a : b; });
+  Vec sums = splat(0.0f);
+  for (size_t e = 0; e < scratch.size(); e += kLanes) {
+    Vec powers = exp_of(load(&scratch[e]) - greatest);
+    const int count = lanes_at(static_cast<int>(e), num_experts);
+    for (int lane = count; lane < kLanes; lane++) powers[lane] = 0.0f;
+    sums += powers;
+    save(powers, &scratch[e], kLanes);
+  }
+  const float sum = fold(sums, [](Vec a, Vec b) { return a + b; });
+  float chosen_sum = 0.0f;
+  for (int c = 0; c < num_chosen; c++) {
+    int best = -1;
+    for (int e = 0; e < num_experts; e++)
+      if (scratch[e] >= 0.0f && (best < 0 || scratch[e] > scratch[best])) best = e;
+    if (best < 0) best = 0;  // the logits are not finite, and the row is lost anyway
+    choices[c] = {best, scratch[best] / sum};
+    chosen_sum += choices[c].weight;
+    scratch[best] = -1.0f;
+  }
+  for (int c = 0; c < num_chosen; c++) {
+    if (weighting.is_normalized) choices[c].weight /= chosen_sum;
+    if (weighting.is_rounded) choices[c].weight = rounded(splat(choices[c].weight), T{})[0];
+  }
+}
+
+// The choices of all rows, sorted by expert. Every thread makes the same one for itself.
+class SortedChoices {
+ public:
+  // `choices(row)` are those of a row.
+  template <class Choices>
+  SortedChoices(int64_t num_rows, int num_chosen, int num_experts, const Choices& choices)
+      : first_(num_experts + 1), place_(num_rows * num_chosen) {
+    for (int64_t r = 0; r < num_rows; r++)
+      for (int c = 0; c < num_chosen; c++) first_[choices(r)[c].expert + 1]++;
+    for (int e = 0; e < num_experts; e++) first_[e + 1] += first_[e];
+    std::vector<int64_t> next(first_.begin(), first_.end() - 1);
+    for (int64_t r = 0; r < num_rows; r++)
+      for (int c = 0; c < num_chosen; c++)
+        place_[r * num_chosen + c] = next[choices(r)[c].expert]++;
+  }
+
+  // The places of one expert's rows, [first, last).
+  int64_t first(int expert) const { return first_[expert]; }
+  int64_t last(int expert) const { return first_[expert + 1]; }
+
+  // The place of choice c of row r, at index r * num_chosen + c.
+  int64_t place(int64_t index) const { return place_[index]; }
+
+ private:
+  std::vector<int64_t> first_, place_;
+};
+
+// Calls out(place, pair, low, high) with the sums of sorted rows and the weights of their experts;
+// the threads of a team share them. `weights(expert)` are an expert's.
+template <typename T, class ExpertWeights, class Out>
+void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, UnitRows rows,
+                     const ExpertWeights& weights, const Out& out) {
+  constexpr int64_t kGroupRows = 128;  // rows that stay in a core's cache
+  struct Group {
+    int32_t expert;
+    int64_t first, last;
+  };
+  std::vector<Group> groups;
+  for (int32_t e = 0; e < num_experts; e++)
+    for (int64_t at = sorted.first(e); at < sorted.last(e); at += kGroupRows)
+      groups.push_back({e, at, std::min(at + kGroupRows, sorted.last(e))});
+  if (groups.empty()) return;
+  const int64_t num_groups = static_cast<int64_t>(groups.size());
+  const int64_t num_pairs = weights(0).num_pairs;
+  const int64_t wanted = (8 * team.size + num_groups - 1) / num_groups;
+  const int64_t num_pieces = std::max<int64_t>(1, std::min(num_pairs, wanted));
+  for (int64_t task; (task = team.take(num_groups * num_pieces)) < num_groups * num_pieces;) {
+    const Group& group = groups[task / num_pieces];
+    const int64_t piece = task % num_pieces;
+    multiply_part<T>(weights(group.expert), rows, group.first, group.last,
+                     num_pairs * piece / num_pieces, num_pairs * (piece + 1) / num_pieces, out);
+  }
+}
+
+}  // namespace
