@@ -94,6 +94,9 @@ class ModelConfig(Section):
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
     """Longest prompt and output together, in tokens. Default: as in config.json, less if the KV
     cache cannot hold that."""
+    speculative_model: PathText | None = None
+    """Checkpoint directory of a smaller model with the same tokenizer, which guesses tokens ahead
+    for this one: see num_speculative_tokens. Default: they are guessed from repetitions."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Base of the seeds drawn for requests that bring none; 0: unpredictable."""
 
@@ -164,8 +167,11 @@ class SchedulerConfig(Section):
     max_steps_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
     """Steps dispatched to the worker before the first returns."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
-    """Most tokens that are guessed ahead for a request, from repetitions in its text, and verified
-    together in one step; 0: none. Never changes what is sampled."""
+    """Most tokens that are guessed ahead for a request, by speculative_model or from repetitions in
+    its text, and verified together in one step; 0: none. Never changes what is sampled."""
+    adaptive_speculation: bool = True
+    """Guess as many tokens as pay for themselves, by measured acceptance and step times, and none
+    where none does; off: always num_speculative_tokens."""
     max_num_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 10_000
     """Most requests in the queue; past it: refused with 429."""
     max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 2**22
@@ -382,6 +388,15 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
         "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
+    )
+    has_draft_model = config.model.speculative_model is not None
+    yield (
+        has_draft_model and scheduler.num_speculative_tokens == 0,
+        "speculative_model needs num_speculative_tokens of at least 1",
+    )
+    yield (
+        has_draft_model and config.model.model == "null",
+        "speculative_model works with a model only, not with the null model",
     )
     max_model_len = config.model.max_model_len
     if max_model_len is not None:

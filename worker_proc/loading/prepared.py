@@ -13,3 +13,9 @@ class PreparedModel(NamedTuple):
     loaded: LoadedModel
     kernels: NativeLibrary | None
     grammars: GrammarCompiler | None = None
+    draft: LoadedModel | None = None
+    """The draft model, whose modules are fused and packed, too."""
+
+    def of_draft(self, draft: LoadedModel) -> "PreparedModel":
+        """Return the draft model as a model of its own."""
+        return PreparedModel(draft, self.kernels)
