@@ -32,6 +32,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int = 1
     num_speculative_tokens: int = 0
     """Most drafts of a request that the worker verifies in one step; 0: no speculation."""
+    adaptive_speculation: bool = False
+    has_draft_model: bool = False
+    """A draft model makes the drafts, which costs time; else repetitions do."""
 
     # How prompts are cut.
     enable_chunked_prefill: bool = True
@@ -83,6 +86,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "eos_token_ids": tuple(facts.eos_token_ids),
             "swap_cost_tokens": swap_cost_tokens,
             "policy": config.scheduler.scheduling_policy,
+            "has_draft_model": config.model.speculative_model is not None,
         }
         return cls(**{name: values[name] for name in cls.__struct_fields__})
 

@@ -18,9 +18,9 @@ from protocol.core_worker import (
 )
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
+from worker_proc.drafting.draft_progress import DraftProgress
+from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.grammar.state import GrammarState
-from worker_proc.sampling.draft_progress import DraftProgress
-from worker_proc.sampling.drafter import NgramIndex
 
 
 class MirrorError(Exception):

@@ -30,6 +30,8 @@ from worker_proc.calibration.self_check import (
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.install import decoding, find_settings, install, uninstall
 from worker_proc.decoder.layers import LayerSettings
+from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
+from worker_proc.drafting.repetitions import propose_repetitions
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
@@ -49,9 +51,7 @@ from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
-from worker_proc.sampling.draft_model import DraftModel, num_spare_blocks
 from worker_proc.sampling.pooling import captured_hidden_states, pool
-from worker_proc.sampling.repetitions import propose_repetitions
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import DraftedRow, count_valid
 

@@ -142,6 +142,7 @@ class ScheduledStep:
         preempted_req_ids: list[int],
         finished_req_ids: list[int],
         copies: tuple[BlockCopies, BlockCopies],
+        draft_limits: dict[int, int],
     ) -> SchedulerOutput:
         """Build the message, which omits requests that get one token and no block."""
         swap_out, swap_in = copies
@@ -155,6 +156,7 @@ class ScheduledStep:
             finished_req_ids=finished_req_ids,
             swap_out=swap_out,
             swap_in=swap_in,
+            draft_limits=draft_limits,
         )
 
 

@@ -32,6 +32,8 @@ OPTIONS: Values = {
     "max_num_batched_tokens": (20, 3, 8, 64),
     "max_num_scheduled_tokens": (None, None, 3, 12),
     "num_speculative_tokens": (0, 0, 1, 4),
+    "adaptive_speculation": (False, True, True),
+    "has_draft_model": (False, True),
     "enable_chunked_prefill": (True, True, False),
     "long_prefill_token_threshold": (0, 0, 1, 5),
     "long_prefill_token_threshold_adaptive": (False, False, True),

@@ -184,6 +184,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "victim_choice": "cheapest",
         "enable_prefix_caching": False,
         "enable_kv_events": False,
+        "adaptive_speculation": False,
         "scheduler_reserve_full_isl": False,
         "watermark": 0.25,
     }
@@ -195,6 +196,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     options = engine.running.scheduler.options
     expected = settings | {
         "policy": "priority",
+        "has_draft_model": False,
         "num_blocks": 100,
         "block_size": 16,
         "kv_groups": tuple(groups),

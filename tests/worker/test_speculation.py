@@ -11,9 +11,9 @@ from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoi
 from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.test_mirror import new, step
 from tests.worker.test_parity import make_runner
+from worker_proc.drafting import repetitions
+from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.model_runner import ModelRunner
-from worker_proc.sampling import repetitions
-from worker_proc.sampling.drafter import NgramIndex
 
 NUM_DRAFTS = 4
 NUM_BLOCKS = 400

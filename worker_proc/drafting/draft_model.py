@@ -18,12 +18,12 @@ import torch
 from protocol.core_worker import ModelFacts, SchedulerOutput
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.drafting.draft_progress import DraftProgress
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
-from worker_proc.sampling.draft_progress import DraftProgress
 from worker_proc.sampling.sampler import Sampler
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.mirror import ScheduledRequest
-from worker_proc.sampling.drafter import NgramIndex
 
 
 def propose_repetitions(scheduled: Sequence[ScheduledRequest]) -> None:
