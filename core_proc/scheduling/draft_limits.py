@@ -284,6 +284,7 @@ class DraftLimits:
         """Add a share of the step's time to the credit for trials, and take what they have cost."""
         if self._credit_ns is None:
             self._credit_ns = _FIRST_TRIAL_STEPS * plain.compute_ns
+            self._is_review_due = True
         self._credit_ns += TRIAL_SHARE * output.forward_ns
         if not self.is_active:
             token_ns = plain.compute_ns / max(kind.num_sampling, 1)
