@@ -44,6 +44,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_partial_prefills: int = 0
     max_long_partial_prefills: int = 0
     elastic_token_budget: bool = False
+    target_itl_ms: float = 0.0
+    """Longest step beside decoding requests, by which prompts are cut; 0: no limit."""
 
     # Which request is first, and which one is preempted.
     policy: str = "fcfs"
@@ -109,6 +111,7 @@ _LEAST = {
     "max_steps_in_flight": 1,
     "num_speculative_tokens": 0,
     "long_prefill_token_threshold": 0,
+    "target_itl_ms": 0.0,
     "max_num_partial_prefills": 0,
     "max_long_partial_prefills": 0,
 }

@@ -43,6 +43,7 @@ from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.scheduling.admission import Admission, Capacity
 from core_proc.scheduling.partial_prefills import PartialPrefills
+from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
 from core_proc.scheduling.results import Failure, StepResult
 from core_proc.scheduling.speculation import Speculation
@@ -84,6 +85,7 @@ class Scheduler:
         self.victims = VictimChoice(options, self.policy, self.kv, self.swapper)
         self.partial_prefills = PartialPrefills(options)
         self.speculation = Speculation(options)
+        self.prompt_budget = PromptBudget(options)
         self._admission = Admission(options, self.kv, self.partial_prefills)
         self._futile: _Futile | None = None
 
@@ -135,6 +137,8 @@ class Scheduler:
                 return None
             self.speculation.limits.review(self.running)
         step = ScheduledStep(self.options.token_budget, self._threshold())
+        num_decoding = len(self.running) - len(self.partial_prefills)
+        step.prompt_left = self.prompt_budget.num_tokens(num_decoding)
         self._schedule_running(step)
         if not step.ran_out_of_blocks:
             self._schedule_waiting(step)
@@ -205,6 +209,8 @@ class Scheduler:
             return
         if num_new > 1 or request.sampling_params.pooling is not None:
             num_new = min(step.limit(request, num_new), step.budget)
+            if request.num_tokens - computed > 1:
+                num_new = step.limit_prompt(num_new)
         else:
             num_new = 1
         while not self._grow(request, num_new, step):
@@ -227,6 +233,8 @@ class Scheduler:
         """Grant tokens to a running request; at the end of its tokens it samples."""
         step.grant(request, num_new)
         before = request.num_computed_tokens
+        if request.num_tokens - before > 1:
+            step.grant_prompt(num_new)
         computed = request.num_computed_tokens = before + num_new
         num_quiet, num_ahead = 0, computed - request.num_tokens
         if num_ahead >= 0:
@@ -404,6 +412,7 @@ class Scheduler:
         )
         self._preempted_req_ids, self._finished_req_ids = [], []
         self.in_flight.append((self.next_step_id, step.sampling))
+        self.prompt_budget.sent(step.num_tokens, step.num_prompt_tokens)
         self.next_step_id += 1
         self.num_scheduled_tokens += step.num_tokens
         self.largest_step = max(self.largest_step, step.num_tokens)
@@ -417,6 +426,7 @@ class Scheduler:
         assert self.in_flight, f"output of step {output.step_id}, but none is in flight"
         step_id, sampling = self.in_flight[0]
         assert output.step_id == step_id, f"output of step {output.step_id}, not of {step_id}"
+        self.prompt_budget.step_ended(output)
         num_tokens = len(output.sampled_token_ids)
         if self.speculation.is_on:
             return self._update_speculated(output)
@@ -656,6 +666,7 @@ class Scheduler:
         """
         self.in_flight.clear()
         self.speculation.workers_lost()
+        self.prompt_budget.workers_lost()
         for request in self.running:
             self.speculation.forget(request)
             self._requeue(request)

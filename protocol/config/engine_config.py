@@ -148,6 +148,9 @@ class SchedulerConfig(Section):
     elastic_token_budget: bool = False
     """While no request waits, prompts use the rest of a step's tokens, up to
     max_num_batched_tokens."""
+    target_itl_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    """Milliseconds between two tokens of a running request that prompts beside it should not
+    exceed: they are cut by measured step times. 0: no limit."""
     scheduling_policy: Annotated[str, Meta(pattern="^(fcfs|priority|shortest|fair)$")] = "fcfs"
     """Order of admission: fcfs, priority (lower first), shortest (fewest tokens to compute, with
     ageing) or fair (tenants share by tenant_weights)."""
@@ -388,6 +391,14 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
         "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
+    )
+    yield (
+        scheduler.target_itl_ms > 0 and not scheduler.enable_chunked_prefill,
+        "target_itl_ms needs enable_chunked_prefill: it cuts prompts",
+    )
+    yield (
+        scheduler.target_itl_ms > 0 and scheduler.elastic_token_budget,
+        "target_itl_ms works without elastic_token_budget only: it would lift the limit",
     )
     has_draft_model = config.model.speculative_model is not None
     yield (

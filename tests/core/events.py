@@ -40,6 +40,7 @@ OPTIONS: Values = {
     "max_num_partial_prefills": (0, 0, 1, 2),
     "max_long_partial_prefills": (0, 0, 1),
     "elastic_token_budget": (False, False, True),
+    "target_itl_ms": (0.0, 0.0, 0.5, 3.0),
     "policy": ("fcfs", "priority", "shortest", "fair"),
     "tenant_weights": ({}, {"a": 3.0}),
     "preempt_for_priority": (False, True),

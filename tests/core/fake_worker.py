@@ -205,9 +205,10 @@ class FakeWorker:
             if self._guess is not None:
                 request.drafts = self._guess(req_id, self._position(request))[: request.draft_limit]
             num_drafts.append(len(request.drafts))
-        if self._guess is None:
-            return ModelRunnerOutput(step_id, sampled)
         forward_ns, draft_ns, wait_ns = self.times_ns or (0, 0, 0)
+        if self._guess is None:
+            times = {"forward_ns": forward_ns, "wait_ns": wait_ns}
+            return ModelRunnerOutput(step_id, sampled, **times)
         return ModelRunnerOutput(
             step_id,
             sampled,

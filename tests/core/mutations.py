@@ -237,6 +237,12 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "prompt tokens are not counted",
+        "scheduling/step.py",
+        "self.num_prompt_tokens += num_tokens",
+        "self.num_prompt_tokens += 0",
+    ),
+    Mutation(
         "pending tokens count as drafts",
         "scheduler.py",
         "num_ahead if is_known else 0",
