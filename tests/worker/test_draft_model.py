@@ -18,6 +18,7 @@ from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run, drive
 from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.test_parity import make_runner
+from worker_proc.drafting.draft_model import num_spare_blocks
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 
@@ -186,3 +187,18 @@ def test_a_model_whose_blocks_are_all_freed_takes_no_draft_model(
 ) -> None:
     with pytest.raises(UnsupportedModel, match="no-enable-hybrid-kv-cache"):
         runner("mistral_window", "llama")
+
+
+def test_its_cache_is_taken_from_the_same_memory(checkpoint: Callable[[str], Path]) -> None:
+    """A draft model of the model's size halves the blocks, and its spare ones come on top."""
+    memory = {"kv_cache_memory_bytes": 4 << 20}
+    alone = make_runner(checkpoint("llama"), None, **memory)
+    drafting = make_runner(
+        checkpoint("llama"),
+        None,
+        num_speculative_tokens=NUM_DRAFTS,
+        speculative_model=checkpoint("llama"),
+        **memory,
+    )
+    num_spare = 64 * num_spare_blocks(4, NUM_DRAFTS)
+    assert drafting.facts.num_gpu_blocks == (alone.facts.num_gpu_blocks - num_spare) // 2

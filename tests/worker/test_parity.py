@@ -70,13 +70,13 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 
 def make_runner(
     directory: Path,
-    num_blocks: int,
+    num_blocks: int | None,
     dtype: str = "float32",
     num_speculative_tokens: int = 0,
     speculative_model: Path | None = None,
     **cache: Any,
 ) -> ModelRunner:
-    """Load a checkpoint on the CPU with a pool of `num_blocks`."""
+    """Load a checkpoint on the CPU with a pool of `num_blocks`; None: as the memory allows."""
     config = EngineConfig(
         model=ModelConfig(
             model=str(directory),
