@@ -7,6 +7,7 @@ and time is what the worker has reported.
 from binascii import crc32
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,52 +18,74 @@ from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import SamplingParams
-from tests.core.fake_worker import FakeWorker
 
 MS = 1_000_000
 MOST = 6
-TOKEN, WRONG = 7, 8
+TOKEN = 7
 Right = Callable[[int, int], bool]
 """Whether the draft for the output of a request at a position is right."""
 
 
-class TimedWorker(FakeWorker):
-    """A worker with a draft model that has computed what it needs, and knows what is right."""
+@dataclass
+class Mirrored:
+    """One request of the worker."""
+
+    num_known: int
+    num_prompt_tokens: int
+    num_computed: int
+    draft_limit: int
+
+
+class TimedWorker:
+    """A worker that computes nothing: each draft is right or wrong as `right` has it."""
 
     def __init__(
         self, right: Right, *, row_ms: float = 0.2, pass_ms: float = 2.0, most: int = MOST
     ) -> None:
-        super().__init__(
-            16,
-            4096,
-            lambda req_id, position: TOKEN,
-            guess=lambda req_id, position: [
-                TOKEN if right(req_id, place) else WRONG
-                for place in range(position, position + most)
-            ],
-            most_drafts=most,
-        )
+        self._right = right
         self._row_ms = row_ms
         self._pass_ms = pass_ms
+        self._most = most
+        self._mirror: dict[int, Mirrored] = {}
         self.now_ms = 0.0
         self.num_drafts = 0
 
-    def execute(self, sent: SchedulerOutput) -> ModelRunnerOutput:
-        rows_ms = 10 + self._row_ms * sent.total_num_scheduled_tokens
-        output = super().execute(sent)
-        draft_ms = self._pass_ms * max(output.num_draft_tokens, default=0)
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for req_id in step.finished_req_ids:
+            del self._mirror[req_id]
+        for new in step.scheduled_new_reqs:
+            num_known = len(new.token_ids) // 4
+            self._mirror[new.req_id] = Mirrored(num_known, num_known, 0, self._most)
+        for req_id, limit in step.draft_limits.items():
+            self._mirror[req_id].draft_limit = limit
+        counts, drafts = [], []
+        for req_id, request in self._mirror.items():
+            num_tokens = step.num_scheduled_tokens.get(req_id, 1)
+            num_verified = request.num_computed + num_tokens - request.num_known
+            if num_tokens == 0:
+                continue
+            assert 0 <= num_verified <= self._most
+            position = request.num_known - request.num_prompt_tokens
+            num_right = 0
+            while num_right < num_verified and self._right(req_id, position + num_right):
+                num_right += 1
+            request.num_known += num_right + 1
+            request.num_computed = request.num_known - 1
+            counts.append(num_right + 1)
+            drafts.append(request.draft_limit)
+        rows_ms = 10 + self._row_ms * step.total_num_scheduled_tokens
+        draft_ms = self._pass_ms * max(drafts, default=0)
         wait_ms = 0.1 if draft_ms == 0 else 0.5
         self.now_ms += rows_ms + draft_ms + wait_ms
-        self.num_drafts += sum(output.num_draft_tokens)
-        times = (int((rows_ms + draft_ms) * MS), int(draft_ms * MS), int(wait_ms * MS))
+        self.num_drafts += sum(drafts)
         return ModelRunnerOutput(
-            output.step_id,
-            output.sampled_token_ids,
-            output.num_sampled_tokens,
-            output.num_draft_tokens,
-            forward_ns=times[0],
-            draft_ns=times[1],
-            wait_ns=times[2],
+            step.step_id,
+            [TOKEN] * sum(counts),
+            counts,
+            drafts,
+            forward_ns=int((rows_ms + draft_ms) * MS),
+            draft_ns=int(draft_ms * MS),
+            wait_ns=int(wait_ms * MS),
         )
 
 
@@ -87,7 +110,8 @@ def run(
     while scheduler.has_unfinished or pipe:
         while (step := scheduler.schedule()) is not None:
             pipe.append(step)
-        check_invariants(scheduler)
+        if scheduler.next_step_id % 50 == 0:
+            check_invariants(scheduler)
         results = scheduler.update_from_output(worker.execute(pipe.popleft()))
         num_tokens += sum(len(result.new_token_ids) for result in results)
     assert num_tokens == num_requests * max_tokens
