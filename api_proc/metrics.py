@@ -56,6 +56,7 @@ _SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _ENGINE_GAUGES = (
     ("num_requests_running", "Requests in the running set.", "num_running_reqs"),
     ("num_requests_waiting", "Requests in the queue.", "num_waiting_reqs"),
+    ("num_requests_speculating", "Running requests with drafts.", "num_speculating_reqs"),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_cache_usage"),
 )
 _ENGINE_COUNTERS = (

@@ -33,6 +33,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     scheduler.swapper.check_invariants(waiting)
     scheduler.partial_prefills.check_invariants(running)
     scheduler.queues.due_index.check_invariants(running)
+    scheduler.speculation.check_invariants(running)
 
 
 def _check_running(request: Request, num_owed: int, block_size: int) -> None:

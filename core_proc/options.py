@@ -32,6 +32,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int = 1
     num_speculative_tokens: int = 0
     """Most drafts of a request that the worker verifies in one step; 0: no speculation."""
+    adaptive_speculation: bool = False
+    has_draft_model: bool = False
+    """A draft model makes the drafts, which costs time; else repetitions do."""
 
     # How prompts are cut.
     enable_chunked_prefill: bool = True
@@ -41,6 +44,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_num_partial_prefills: int = 0
     max_long_partial_prefills: int = 0
     elastic_token_budget: bool = False
+    target_itl_ms: float = 0.0
+    """Longest step beside decoding requests, by which prompts are cut; 0: no limit."""
 
     # Which request is first, and which one is preempted.
     policy: str = "fcfs"
@@ -83,6 +88,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "eos_token_ids": tuple(facts.eos_token_ids),
             "swap_cost_tokens": swap_cost_tokens,
             "policy": config.scheduler.scheduling_policy,
+            "has_draft_model": config.model.speculative_model is not None,
         }
         return cls(**{name: values[name] for name in cls.__struct_fields__})
 
@@ -105,6 +111,7 @@ _LEAST = {
     "max_steps_in_flight": 1,
     "num_speculative_tokens": 0,
     "long_prefill_token_threshold": 0,
+    "target_itl_ms": 0.0,
     "max_num_partial_prefills": 0,
     "max_long_partial_prefills": 0,
 }

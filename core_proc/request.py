@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple, Protocol
 
+from core_proc.scheduling.acceptance import Acceptance
 from core_proc.scheduling.repetition import first_length
 from protocol.message import unpack_token_array
 from protocol.sampling import FinishReason, SamplingParams
@@ -124,6 +125,14 @@ class Request:
     """Drafts that the worker has for the next step."""
     num_drafts_in_flight: int = 0
     """Drafts among the computed tokens, which a step in flight verifies."""
+    draft_limit: int = 0
+    """Most drafts that the worker makes for it, once the next step is sent."""
+    acceptance: Acceptance | None = None
+    """How many of its drafts were right; None until the first was verified."""
+    num_draft_failures: int = 0
+    """How often its drafts did not pay, since they last did."""
+    drafts_from: int = 0
+    """Number of tokens from which on a request without drafts gets some again."""
     max_num_tokens: int = 0
     """Prompt and outputs at which the request ends."""
     checked_from: int = 0

@@ -43,9 +43,10 @@ from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.scheduling.admission import Admission, Capacity
 from core_proc.scheduling.partial_prefills import PartialPrefills
+from core_proc.scheduling.prompt_budget import PromptBudget
 from core_proc.scheduling.request_queues import RequestQueues
 from core_proc.scheduling.results import Failure, StepResult
-from core_proc.scheduling.speculation import Speculation, forget_drafts
+from core_proc.scheduling.speculation import Speculation
 from core_proc.scheduling.step import ScheduledStep, longest_sequence
 from core_proc.scheduling.victims import VictimChoice
 from core_proc.scheduling.waiting import WaitingQueue
@@ -84,6 +85,7 @@ class Scheduler:
         self.victims = VictimChoice(options, self.policy, self.kv, self.swapper)
         self.partial_prefills = PartialPrefills(options)
         self.speculation = Speculation(options)
+        self.prompt_budget = PromptBudget(options)
         self._admission = Admission(options, self.kv, self.partial_prefills)
         self._futile: _Futile | None = None
 
@@ -130,7 +132,13 @@ class Scheduler:
             step = ScheduledStep(0, 0)
             step.granted.update((request.req_id, 0) for request in self.running)
             return self._send(step)
+        if self.speculation.is_on:
+            if self.in_flight and self.speculation.holds_back(len(self.running)):
+                return None
+            self.speculation.limits.review(self.running)
         step = ScheduledStep(self.options.token_budget, self._threshold())
+        num_decoding = len(self.running) - len(self.partial_prefills)
+        step.prompt_left = self.prompt_budget.num_tokens(num_decoding)
         self._schedule_running(step)
         if not step.ran_out_of_blocks:
             self._schedule_waiting(step)
@@ -191,16 +199,18 @@ class Scheduler:
         """Grant a running request its next tokens, preempting others if blocks are lacking."""
         computed = request.num_computed_tokens
         num_new = request.num_tokens - computed
-        if self.speculation.is_on and num_new == 1:
+        if num_new == 1 and request.num_draft_tokens:
             most = step.budget - 1 - step.num_behind
             num_new += self.speculation.num_drafts(request, self.kv, most)
-        must_wait = self.speculation.is_on and num_new <= 0
+        must_wait = num_new <= 0 and self.speculation.must_wait(request)
         if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
             step.granted[request.req_id] = 0
             self.queues.due_index.enter(request)
             return
         if num_new > 1 or request.sampling_params.pooling is not None:
             num_new = min(step.limit(request, num_new), step.budget)
+            if request.num_tokens - computed > 1:
+                num_new = step.limit_prompt(num_new)
         else:
             num_new = 1
         while not self._grow(request, num_new, step):
@@ -222,15 +232,19 @@ class Scheduler:
     def _grant(self, request: Request, num_new: int, step: ScheduledStep) -> None:
         """Grant tokens to a running request; at the end of its tokens it samples."""
         step.grant(request, num_new)
-        computed = request.num_computed_tokens = request.num_computed_tokens + num_new
+        before = request.num_computed_tokens
+        if request.num_tokens - before > 1:
+            step.grant_prompt(num_new)
+        computed = request.num_computed_tokens = before + num_new
         num_quiet, num_ahead = 0, computed - request.num_tokens
         if num_ahead >= 0:
             step.sampling.append(request)
             if request.sampling_params.pooling is not None:
                 step.num_pooled += 1
             if self.speculation.is_on:
-                self.speculation.granted(request, num_ahead)
-            else:
+                is_known = before < request.num_tokens  # else it is ahead by pending tokens
+                self.speculation.granted(request, num_ahead if is_known else 0)
+            if self.speculation.is_quiet(request):
                 num_quiet = min(self.kv.num_slots(request), request.max_num_tokens - 1) - computed
         self.queues.due_index.enter(request, num_quiet)
         if self.partial_prefills.is_counted:
@@ -293,6 +307,8 @@ class Scheduler:
         self.policy.admitted(request)
         step.introduce(request, candidate.start, candidate.num_cached)
         self.queues.start(request)
+        if self.speculation.is_on:
+            self.speculation.limits.admitted(request, len(self.running))
         if request.num_cached_tokens is None:
             self._count_prompt(request)
         self._grant(request, num_new, step)
@@ -392,9 +408,11 @@ class Scheduler:
             self._preempted_req_ids,
             self._finished_req_ids,
             self.swapper.take_copies(),
+            self.speculation.sent(step.num_tokens, step.sampling),
         )
         self._preempted_req_ids, self._finished_req_ids = [], []
         self.in_flight.append((self.next_step_id, step.sampling))
+        self.prompt_budget.sent(step.num_tokens, step.num_prompt_tokens)
         self.next_step_id += 1
         self.num_scheduled_tokens += step.num_tokens
         self.largest_step = max(self.largest_step, step.num_tokens)
@@ -408,6 +426,7 @@ class Scheduler:
         assert self.in_flight, f"output of step {output.step_id}, but none is in flight"
         step_id, sampling = self.in_flight[0]
         assert output.step_id == step_id, f"output of step {output.step_id}, not of {step_id}"
+        self.prompt_budget.step_ended(output)
         num_tokens = len(output.sampled_token_ids)
         if self.speculation.is_on:
             return self._update_speculated(output)
@@ -434,23 +453,28 @@ class Scheduler:
         counts = output.num_sampled_tokens or [1] * len(sampling)
         drafts = output.num_draft_tokens or [0] * len(sampling)
         tokens = iter(output.sampled_token_ids)
-        results = []
+        results, num_running = [], len(self.running)
         for request, num_sampled, num_drafts in zip(sampling, counts, drafts, strict=True):
             token_ids = list(islice(tokens, num_sampled))
             if request.is_finished:
                 continue
             if request.status is RequestStatus.RUNNING:
-                self.speculation.verified(request, num_sampled, num_drafts)
+                self.speculation.verified(request, num_sampled, num_drafts, num_running)
+                if request.num_draft_tokens:
+                    self.queues.due_index.enter(request)
             else:
                 request.num_late_tokens -= 1
             result = StepResult(request, [])
             for token_id in token_ids:
                 request.token_ids.append(token_id)
                 result.new_token_ids.append(token_id)
-                if self._check_stop(result, token_id):
+                may_end = request.num_tokens >= request.checked_from
+                may_end = may_end or token_id in request.stop_token_ids
+                if may_end and self._check_stop(result, token_id):
                     break
             results.append(result)
             self.num_generation_tokens += len(result.new_token_ids)
+        self.speculation.step_ended(output)
         return results
 
     def _check_stop(self, result: StepResult, token_id: int) -> bool:
@@ -512,7 +536,7 @@ class Scheduler:
 
     def preempt(self, victim: Request) -> None:
         """Take the blocks of a running request; it waits again, with its outputs kept."""
-        forget_drafts(victim)
+        self.speculation.forget(victim)
         if self.victims.is_swapped(victim):
             self.swapper.take_out(victim)
         self._evict(victim)
@@ -569,6 +593,7 @@ class Scheduler:
                 self.kv.free(request)
         self.swapper.drop(request)
         self.partial_prefills.drop(request)
+        self.speculation.ended(request)
         self.policy.left(request)
 
     # Remote KV: no caller yet; for KV that another replica or a prefill worker computes. ---------
@@ -626,7 +651,7 @@ class Scheduler:
             return False
         if reset_running_requests:
             for victim in self.running:
-                forget_drafts(victim)
+                self.speculation.forget(victim)
                 self._evict(victim)
         if self.running:
             return False
@@ -640,8 +665,10 @@ class Scheduler:
         in flight will never be answered, so their tokens are sampled again.
         """
         self.in_flight.clear()
+        self.speculation.workers_lost()
+        self.prompt_budget.workers_lost()
         for request in self.running:
-            forget_drafts(request)
+            self.speculation.forget(request)
             self._requeue(request)
         for request in self.requests.values():
             request.num_late_tokens = 0

@@ -30,6 +30,7 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
         generation_tokens=scheduler.num_generation_tokens,
         prefix_cache_queries=scheduler.num_prefix_queries,
         prefix_cache_hits=scheduler.num_prefix_hits,
+        num_speculating_reqs=speculation.num_speculating,
         spec_decode_num_drafts=speculation.num_verifications,
         spec_decode_num_draft_tokens=speculation.num_draft_tokens,
         spec_decode_num_accepted_tokens=speculation.num_accepted_tokens,

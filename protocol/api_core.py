@@ -252,6 +252,8 @@ class EngineStats(Record):
     spec_decode_num_accepted_tokens_per_pos: list[int] = []
     """How often the first, second, ... draft token was accepted."""
     num_quarantined: Count = 0
+    num_speculating_reqs: Count = 0
+    """Running requests with drafts to verify."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)

@@ -14,6 +14,8 @@ mirror:
    what it sampled itself and feeds it forward. That is one token, or more if the step continued
    past the known tokens over drafts, and some of these were accepted; the KV of rejected drafts
    does not count as computed.
+6. After it has sampled, the worker makes up to `draft_limits` drafts for the request: the last
+   number sent for it, or the configured one for a request that is new and not named.
 """
 
 from typing import Annotated
@@ -28,6 +30,8 @@ StepId = Annotated[int, Meta(ge=0, lt=2**53)]
 GrammarId = Annotated[int, Meta(ge=0, lt=2**53)]
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**21)]
 
+MAX_DRAFTS = 16
+"""Most drafts of a request in one step."""
 NULL_BLOCK = 0
 """Never allocated; stands in block tables at positions whose KV is not needed any more."""
 
@@ -67,6 +71,8 @@ class ModelFacts(Record):
     """Numbers in the vector of a prompt; 0: the worker returns none."""
     decoder: Text = ""
     """What computes the layers, "native" or "modules": results of the two differ in their bits."""
+    speculation: Text = ""
+    """What guesses tokens ahead, for people; empty: nothing does."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.
@@ -159,6 +165,9 @@ class SchedulerOutput(Message):
     swap_in: BlockCopies = field(default_factory=BlockCopies)
     """From the host to blocks of requests that are new in this step: after `swap_out`, before the
     step computes."""
+    draft_limits: dict[RequestId, Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]] = {}
+    """Most drafts that the worker makes for a request from this step on. 0: none, and nothing is
+    computed for them."""
 
 
 class Sleep(Message):
@@ -220,6 +229,10 @@ class ModelRunnerOutput(Message):
     """Why requests that sampled have failed. Their tokens are computed but meaningless."""
     pooled: dict[RequestId, PackedVector] = {}
     """The vectors of requests with `pooling` that sampled. Their tokens are meaningless."""
+    draft_ns: Annotated[int, Meta(ge=0)] = 0
+    """Nanoseconds of `forward_ns` that the drafts for the next step took."""
+    wait_ns: Annotated[int, Meta(ge=0)] = 0
+    """Nanoseconds from the end of the step before to this step's arrival."""
 
 
 class StepFailed(Message):

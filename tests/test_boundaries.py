@@ -32,8 +32,8 @@ SUBPACKAGES = {
     ],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
-        *("native", "kv", "attention", "grammar", "sampling", "loading", "calibration"),
-        *("decoder", "startup"),
+        *("native", "kv", "attention", "grammar", "sampling", "loading", "drafting"),
+        *("calibration", "decoder", "startup"),
     ],
     "scripts": ["supervisor", "bench", "batch"],
 }
@@ -46,6 +46,8 @@ STATE_MACHINES = {
         *("links/event_log", "links/grammars", "links/owners", "links/workers"),
         *("recovery/quarantine",),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
+        *("scheduling/draft_limits", "scheduling/speculation", "scheduling/step_costs"),
+        *("scheduling/prompt_budget",),
         *("scheduling/request_queues", "scheduling/results", "scheduling/step"),
         *("scheduling/victims", "scheduling/waiting"),
     ],

@@ -18,8 +18,9 @@ from protocol.core_worker import (
 )
 from protocol.message import unpack_token_ids
 from protocol.sampling import SamplingParams
+from worker_proc.drafting.draft_progress import DraftProgress
+from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.grammar.state import GrammarState
-from worker_proc.sampling.drafter import NgramIndex
 
 
 class MirrorError(Exception):
@@ -39,7 +40,11 @@ class MirroredRequest:
     num_cached_tokens: int  # no KV is written for positions before this one
     draft_token_ids: list[int] = field(default_factory=list)
     """Drafts for the tokens after `token_ids`, made when the last of these was sampled."""
+    draft_limit: int = 0
+    """Most drafts to make for it."""
     ngram_index: NgramIndex | None = None
+    draft_progress: DraftProgress | None = None
+    """How far the draft model has computed it."""
     grammar_state: GrammarState | None = None
     """Of a request with a grammar; the runner sets it before the request's first step."""
     edits_scores: bool = False
@@ -82,8 +87,9 @@ def first_visible(window: int | None, position: int) -> int:
 class Mirror:
     """The running requests in admission order; every step is applied to them."""
 
-    def __init__(self, facts: ModelFacts) -> None:
+    def __init__(self, facts: ModelFacts, num_speculative_tokens: int = 0) -> None:
         self._facts = facts
+        self._num_speculative_tokens = num_speculative_tokens
         self.requests: dict[int, MirroredRequest] = {}
         self.num_constrained = 0
         """Requests with a grammar."""
@@ -116,6 +122,15 @@ class Mirror:
         for new in step.scheduled_new_reqs:
             self._append(new)
         self._grow_tables(step)
+        for req_id, limit in step.draft_limits.items():
+            if req_id not in self.requests:
+                raise MirrorError(f"draft_limits names {req_id}, which is not mirrored")
+            if limit > self._num_speculative_tokens:
+                raise MirrorError(
+                    f"draft_limits gives request {req_id} {limit} drafts,"
+                    f" more than num_speculative_tokens {self._num_speculative_tokens}"
+                )
+            self.requests[req_id].draft_limit = limit
         return self._schedule(step)
 
     def advance(
@@ -195,6 +210,7 @@ class Mirror:
             block_tables=[list(table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
             num_cached_tokens=new.num_cached_tokens,
+            draft_limit=0 if params.pooling is not None else self._num_speculative_tokens,
             edits_scores=params.edits_scores,
             is_confined=params.grammar is not None or params.thinking_budget is not None,
         )

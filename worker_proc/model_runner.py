@@ -30,6 +30,8 @@ from worker_proc.calibration.self_check import (
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.install import decoding, find_settings, install, uninstall
 from worker_proc.decoder.layers import LayerSettings
+from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
+from worker_proc.drafting.repetitions import propose_repetitions
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
@@ -39,6 +41,7 @@ from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.kv.kv_pool import KVPool
+from worker_proc.loading.draft import describe_speculation, group_without_window, load_draft
 from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
@@ -50,7 +53,6 @@ from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
-from worker_proc.sampling.drafter import NgramIndex
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import DraftedRow, count_valid
@@ -82,6 +84,7 @@ class ModelRunner:
         swap_cost_tokens: float,
         *,
         num_speculative_tokens: int = 0,
+        draft_model: DraftModel | None = None,
         grammars: GrammarCompiler | None = None,
         library: NativeLibrary | None = None,
     ) -> None:
@@ -93,9 +96,12 @@ class ModelRunner:
         self._backend = backend
         self._pool = pool
         self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device, library)
-        self._mirror = Mirror(facts)
+        self._mirror = Mirror(facts, num_speculative_tokens)
         self.swap_cost_tokens = swap_cost_tokens
-        self._num_speculative_tokens = num_speculative_tokens
+        self._is_drafting = num_speculative_tokens > 0
+        self._draft_model = draft_model
+        self._ended_ns = time.perf_counter_ns()
+        """When the last step was computed."""
         self.grammars = grammars
         self._mask_computer: MaskComputer | None = None
 
@@ -105,11 +111,16 @@ class ModelRunner:
     def sleep(self) -> None:
         self._mirror.check_empty()
         self._pool.sleep()
+        if self._draft_model is not None:
+            self._draft_model.sleep()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         began_ns = time.perf_counter_ns()
+        wait_ns = began_ns - self._ended_ns
         scheduled = self._mirror.apply(step)
+        if self._draft_model is not None:
+            self._draft_model.follow(step)
         self._pool.swap(step.swap_out, step.swap_in)
         if not scheduled:
             return ModelRunnerOutput(step.step_id, [])
@@ -130,8 +141,9 @@ class ModelRunner:
         self._mirror.advance(scheduled, token_ids, num_tokens)
         if masks is not None:
             errors |= follow(scheduled)
-        drafts = self._draft(scheduled) if self._num_speculative_tokens else []
-        ns = time.perf_counter_ns() - began_ns
+        sampled_ns = time.perf_counter_ns()
+        drafts = self._draft(scheduled) if self._is_drafting else []
+        ended_ns = self._ended_ns = time.perf_counter_ns()
         return ModelRunnerOutput(
             step.step_id,
             token_ids,
@@ -139,9 +151,11 @@ class ModelRunner:
             drafts,
             logprobs,
             prompt_logprobs,
-            ns,
+            ended_ns - began_ns,
             errors,
             pooled,
+            ended_ns - sampled_ns if self._is_drafting else 0,
+            wait_ns,
         )
 
     def _begin_masks(self, inputs: StepInputs) -> Future[RowMasks] | None:
@@ -197,19 +211,19 @@ class ModelRunner:
 
     def _draft(self, scheduled: list[ScheduledRequest]) -> list[int]:
         """Make drafts for each request that sampled; returns their numbers, or [] if all are 0."""
+        if self._draft_model is not None:
+            self._draft_model.propose(scheduled)
+        else:
+            propose_repetitions(scheduled)
         counts = []
         for part in scheduled:
-            request = part.request
-            index = request.ngram_index = request.ngram_index or NgramIndex()
             if part.samples:
-                index.extend(request.token_ids, len(request.token_ids))
-                drafts = index.propose(request.token_ids, self._num_speculative_tokens)
-                if request.grammar_state is not None:
-                    drafts = request.grammar_state.drafts(self._num_speculative_tokens, drafts)
-                request.draft_token_ids = drafts
-                counts.append(len(drafts))
-            else:  # in parts, and not a whole long prompt when it begins to sample
-                index.extend(request.token_ids, part.end)
+                request = part.request
+                if request.grammar_state is not None and request.draft_limit:
+                    proposed = request.draft_token_ids
+                    drafts = request.grammar_state.drafts(request.draft_limit, proposed)
+                    request.draft_token_ids = drafts
+                counts.append(len(request.draft_token_ids))
         return counts if any(counts) else []
 
     def _prompt_logprobs(self, inputs: StepInputs, logits: torch.Tensor) -> list[PromptLogprobs]:
@@ -236,6 +250,8 @@ class Calibration(NamedTuple):
     embedding_size: int = 0
     decoder: tuple[LayerSettings, ...] = ()
     """For each layer, as the native decoder computes it; empty: the modules compute them."""
+    draft_decoder: tuple[LayerSettings, ...] = ()
+    """The same for the draft model."""
 
 
 def load_model_runner(
@@ -253,7 +269,7 @@ def load_model_runner(
 def prepare_model(
     config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
 ) -> PreparedModel:
-    """Load the configured checkpoint, and fuse and pack its modules where possible."""
+    """Load the configured checkpoints, and fuse and pack their modules where possible."""
     device = resolve_device(config.model.device)
     kept = Proofs(config) if keeps_proofs and device.type == "cpu" else None
     if device.type == "cpu":
@@ -266,27 +282,31 @@ def prepare_model(
             f"max_model_len {wanted_len} is greater than the {loaded.model_len} tokens"
             f" that {config.model.model} can compute"
         )
+    draft = load_draft(config.model, loaded, progress)
     library = load_library() if device.type == "cpu" else None
     proofs = None if kept is None else kept.with_kernels(library)
-    if can_pack(loaded.dtype, device):
-        progress("pack_weights", 0, 1)
-        if library is not None:
-            _fuse(loaded, library, proofs)
-        pack_linears(
-            loaded.model,
-            library,
-            lambda done, total: progress("pack_weights", done, total),
-        )
+    for role, one in (("fused", loaded), ("fused_draft", draft)):
+        if one is not None and can_pack(one.dtype, device):
+            progress("pack_weights", 0, 1)
+            if library is not None:
+                _fuse(one, library, proofs, role)
+            pack_linears(
+                one.model,
+                library,
+                lambda done, total: progress("pack_weights", done, total),
+            )
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
-    return PreparedModel(loaded, library, load_grammars(vocabulary), proofs)
+    return PreparedModel(loaded, library, load_grammars(vocabulary), proofs, draft)
 
 
-def _fuse(loaded: LoadedModel, library: NativeLibrary, proofs: StartCache | None) -> None:
-    """Fuse modules, and keep which ones."""
-    known = None if proofs is None else proofs.get("fused", dict[str, int])
+def _fuse(
+    loaded: LoadedModel, library: NativeLibrary, proofs: StartCache | None, name: str
+) -> None:
+    """Fuse modules, and keep which ones under a name."""
+    known = None if proofs is None else proofs.get(name, dict[str, int])
     fused = fuse_modules(loaded.model, library, loaded.dtype, known)
     if proofs is not None and known is None:
-        proofs.put("fused", fused)
+        proofs.put(name, fused)
 
 
 def load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
@@ -325,7 +345,23 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         exactness = check_exactness(loaded, backend, layout, stepwise)
         can_swap = config.cache.swap_space_bytes >= _block_bytes(loaded, layout)
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    return Calibration(exactness, cost, hidden.size, tuple(settings))
+    draft_settings = calibrate_draft(prepared, config)
+    return Calibration(exactness, cost, hidden.size, tuple(settings), tuple(draft_settings))
+
+
+def calibrate_draft(prepared: PreparedModel, config: EngineConfig) -> list[LayerSettings]:
+    """Check the draft model, if there is one; returns how the native decoder computes it."""
+    if prepared.draft is None:
+        return []
+    own = prepared.of_draft(prepared.draft)
+    layout = make_draft_layout(own.loaded, config)
+    backend = make_backend(own.loaded, layout, own.kernels)
+    attach_cache(own.loaded, backend, layout, num_blocks_needed(layout))
+    uninstall(own)
+    stepwise = check_forward(own.loaded, backend, layout)
+    if config.worker.native_decoder is not NativeDecoder.AUTO:
+        return []
+    return find_settings(own, backend, layout, stepwise)
 
 
 def build_runner(
@@ -340,9 +376,18 @@ def build_runner(
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     block_bytes = _block_bytes(loaded, layout)
+    available_bytes = available_cache_bytes(loaded, backend, layout, config)
+    draft_block_bytes = 0
+    if prepared.draft is not None:
+        draft_layout = make_draft_layout(prepared.draft, config)
+        draft_block_bytes = _block_bytes(prepared.draft, draft_layout)
+        draft_backend = make_backend(prepared.draft, draft_layout, prepared.kernels)
+        draft_bytes = available_cache_bytes(prepared.draft, draft_backend, draft_layout, config)
+        available_bytes = min(available_bytes, draft_bytes)
+        available_bytes -= num_all_spare_blocks(config) * draft_block_bytes
     size = kv_tensors.size_cache(
-        available_bytes=available_cache_bytes(loaded, backend, layout, config),
-        block_bytes=block_bytes,
+        available_bytes=available_bytes,
+        block_bytes=block_bytes + draft_block_bytes,
         layout=layout,
         model_len=loaded.model_len,
         max_model_len=config.model.max_model_len,
@@ -370,6 +415,7 @@ def build_runner(
         exact_resume_reason=exactness.reason,
         embedding_size=calibration.embedding_size,
         decoder="native" if calibration.decoder else "modules",
+        speculation=describe_speculation(config),
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     install(prepared, calibration.decoder)
@@ -381,9 +427,42 @@ def build_runner(
         pool,
         calibration.swap_cost_tokens,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
+        draft_model=build_draft_model(prepared, config, calibration, facts),
         grammars=prepared.grammars,
         library=prepared.kernels,
     )
+
+
+def build_draft_model(
+    prepared: PreparedModel, config: EngineConfig, calibration: Calibration, facts: ModelFacts
+) -> DraftModel | None:
+    """Allocate the draft model's KV cache, for the blocks of the model and some spare ones."""
+    if prepared.draft is None:
+        return None
+    own = prepared.of_draft(prepared.draft)
+    loaded = own.loaded
+    layout = make_draft_layout(loaded, config)
+    backend = make_backend(loaded, layout, own.kernels)
+    num_blocks = facts.num_gpu_blocks + num_all_spare_blocks(config)
+    pool = attach_cache(loaded, backend, layout, num_blocks)
+    install(own, calibration.draft_decoder)
+    return DraftModel(
+        loaded,
+        backend,
+        pool,
+        Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device, own.kernels),
+        facts,
+        group=group_without_window(facts.kv_groups),
+        num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def num_all_spare_blocks(config: EngineConfig) -> int:
+    """Return the draft model's blocks beyond those of the model, for all requests."""
+    scheduler = config.scheduler
+    per_request = num_spare_blocks(config.cache.block_size, scheduler.num_speculative_tokens)
+    return scheduler.max_num_seqs * per_request
 
 
 def _block_bytes(loaded: LoadedModel, layout: KVLayout) -> int:
@@ -409,6 +488,17 @@ def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
         config.scheduler.max_num_batched_tokens,
         config.model.max_model_len or loaded.model_len,
         config.cache.enable_hybrid_kv_cache,
+    )
+
+
+def make_draft_layout(draft: LoadedModel, config: EngineConfig) -> KVLayout:
+    """Put all layers in one group, which follows the tables of one group of the model."""
+    return lay_out(
+        [layer.spec for layer in draft.layers],
+        config.cache.block_size,
+        config.scheduler.max_num_batched_tokens,
+        config.model.max_model_len or draft.model_len,
+        hybrid=False,
     )
 
 

@@ -125,7 +125,7 @@ class NullRunner:
         self._num_speculative_tokens = num_speculative_tokens
         self.grammars = grammars
         self._clock = clock
-        self._mirror = Mirror(facts)
+        self._mirror = Mirror(facts, num_speculative_tokens)
         self._writers: dict[int, BlockOwner] = {}
         """By block of the pool: the entry that was last written through."""
         self._host_blocks: set[int] = set()
@@ -239,17 +239,18 @@ class NullRunner:
         for part in scheduled:
             if part.samples:
                 request = part.request
-                drafts = draft_token_ids(
-                    request.token_ids,
-                    self._num_speculative_tokens,
-                    self.facts.vocab_size,
-                    self.facts.eos_token_ids,
-                )
+                drafts = self._guess(request)
                 if request.grammar_state is not None:
-                    drafts = request.grammar_state.drafts(self._num_speculative_tokens, drafts)
+                    drafts = request.grammar_state.drafts(request.draft_limit, drafts)
                 request.draft_token_ids = drafts
                 counts.append(len(request.draft_token_ids))
         return counts if any(counts) else []
+
+    def _guess(self, request: MirroredRequest) -> list[int]:
+        facts = self.facts
+        return draft_token_ids(
+            request.token_ids, request.draft_limit, facts.vocab_size, facts.eos_token_ids
+        )
 
     def _next_token_id(self, request: MirroredRequest, mask: bytes | None = None) -> int:
         facts = self.facts

@@ -55,6 +55,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     exact_resume_reason: str | None
     decoder: str | None
     """What computes the layers: native or modules."""
+    speculation: str | None
+    """What guesses tokens ahead, if anything does."""
     api_servers: int
     """API processes that were to run."""
     api_servers_ready: int
@@ -134,6 +136,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         exact_resume=None if facts is None else facts.exact_resume,
         exact_resume_reason=None if facts is None else facts.exact_resume_reason,
         decoder=(facts and facts.decoder) or None,
+        speculation=(facts and facts.speculation) or None,
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
     )

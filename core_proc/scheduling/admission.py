@@ -105,7 +105,7 @@ class Admission:
         if not step.can_introduce(request, num_blocks):
             return 0
         num_left = request.num_tokens - candidate.start
-        num_new = step.limit(request, num_left)
+        num_new = step.limit_prompt(step.limit(request, num_left))
         if num_new > budget:
             # Without chunking it waits for a step that holds all of it; if none can, it is cut.
             if not options.enable_chunked_prefill and budget < options.token_budget:

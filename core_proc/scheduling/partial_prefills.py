@@ -16,7 +16,8 @@ class PartialPrefills:
         self._most_long = options.max_long_partial_prefills
         self._threshold = options.long_prefill_token_threshold
         is_adaptive = options.long_prefill_token_threshold_adaptive
-        self.is_counted = self._most > 0 or self._most_long > 0 or is_adaptive
+        has_target = options.target_itl_ms > 0
+        self.is_counted = self._most > 0 or self._most_long > 0 or is_adaptive or has_target
         self._members: set[Request] = set()
         self._num_long = 0
 

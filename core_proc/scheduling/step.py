@@ -42,6 +42,9 @@ class ScheduledStep:
         """Requests among `sampling` that return a vector."""
         self.ran_out_of_blocks = False
         """A request was preempted for want of blocks, so none is admitted."""
+        self.prompt_left: int | None = None
+        """Prompt tokens that may still be granted; None: any number."""
+        self.num_prompt_tokens = 0
         self.num_behind = 0
         """Running requests behind the one that is being visited."""
         self._new_ids_left = _MAX_NEW_IDS
@@ -70,6 +73,16 @@ class ScheduledStep:
         if params.pooling is not None and self.num_pooled >= _MAX_POOLED:
             num_tokens = min(num_tokens, num_left - 1)
         return num_tokens
+
+    def limit_prompt(self, num_tokens: int) -> int:
+        """Cut a number of prompt tokens to what the decoding requests leave time for."""
+        return num_tokens if self.prompt_left is None else min(num_tokens, self.prompt_left)
+
+    def grant_prompt(self, num_tokens: int) -> None:
+        """Note that some of the granted tokens are of a prompt, or computed again like one."""
+        self.num_prompt_tokens += num_tokens
+        if self.prompt_left is not None:
+            self.prompt_left -= num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
         """Whether the message has room for a new request with `num_blocks` in its tables."""
@@ -142,6 +155,7 @@ class ScheduledStep:
         preempted_req_ids: list[int],
         finished_req_ids: list[int],
         copies: tuple[BlockCopies, BlockCopies],
+        draft_limits: dict[int, int],
     ) -> SchedulerOutput:
         """Build the message, which omits requests that get one token and no block."""
         swap_out, swap_in = copies
@@ -155,6 +169,7 @@ class ScheduledStep:
             finished_req_ids=finished_req_ids,
             swap_out=swap_out,
             swap_in=swap_in,
+            draft_limits=draft_limits,
         )
 
 

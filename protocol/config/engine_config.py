@@ -94,6 +94,9 @@ class ModelConfig(Section):
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
     """Longest prompt and output together, in tokens. Default: as in config.json, less if the KV
     cache cannot hold that."""
+    speculative_model: PathText | None = None
+    """Checkpoint directory of a smaller model with the same tokenizer, which guesses tokens ahead
+    for this one: see num_speculative_tokens. Default: they are guessed from repetitions."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Base of the seeds drawn for requests that bring none; 0: unpredictable."""
 
@@ -145,6 +148,9 @@ class SchedulerConfig(Section):
     elastic_token_budget: bool = False
     """While no request waits, prompts use the rest of a step's tokens, up to
     max_num_batched_tokens."""
+    target_itl_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
+    """Milliseconds between two tokens of a running request that prompts beside it should not
+    exceed: they are cut by measured step times. 0: no limit."""
     scheduling_policy: Annotated[str, Meta(pattern="^(fcfs|priority|shortest|fair)$")] = "fcfs"
     """Order of admission: fcfs, priority (lower first), shortest (fewest tokens to compute, with
     ageing) or fair (tenants share by tenant_weights)."""
@@ -164,8 +170,11 @@ class SchedulerConfig(Section):
     max_steps_in_flight: Annotated[int, Meta(ge=1, le=8)] = 2
     """Steps dispatched to the worker before the first returns."""
     num_speculative_tokens: Annotated[int, Meta(ge=0, le=16)] = 0
-    """Most tokens that are guessed ahead for a request, from repetitions in its text, and verified
-    together in one step; 0: none. Never changes what is sampled."""
+    """Most tokens that are guessed ahead for a request, by speculative_model or from repetitions in
+    its text, and verified together in one step; 0: none. Never changes what is sampled."""
+    adaptive_speculation: bool = True
+    """Guess as many tokens as pay for themselves, by measured acceptance and step times, and none
+    where none does; off: always num_speculative_tokens."""
     max_num_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 10_000
     """Most requests in the queue; past it: refused with 429."""
     max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 2**22
@@ -382,6 +391,23 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
         "standby_workers above 0 needs device cpu: a second worker finds no memory on the GPU",
+    )
+    yield (
+        scheduler.target_itl_ms > 0 and not scheduler.enable_chunked_prefill,
+        "target_itl_ms needs enable_chunked_prefill: it cuts prompts",
+    )
+    yield (
+        scheduler.target_itl_ms > 0 and scheduler.elastic_token_budget,
+        "target_itl_ms works without elastic_token_budget only: it would lift the limit",
+    )
+    has_draft_model = config.model.speculative_model is not None
+    yield (
+        has_draft_model and scheduler.num_speculative_tokens == 0,
+        "speculative_model needs num_speculative_tokens of at least 1",
+    )
+    yield (
+        has_draft_model and config.model.model == "null",
+        "speculative_model works with a model only, not with the null model",
     )
     max_model_len = config.model.max_model_len
     if max_model_len is not None:

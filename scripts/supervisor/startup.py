@@ -49,8 +49,16 @@ def complete(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"tokenizer {model.tokenizer} is not a directory with a tokenizer.json")
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         raise ConfigError(f"chat_template {model.chat_template} is not a file")
+    draft = model.speculative_model
+    if draft is not None:
+        path = BUNDLED_MODELS.get(draft) or Path(draft).absolute()
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"speculative_model {draft} is not a directory with a config.json")
+        draft = str(path)
     served = model.served_model_name or (name,)
-    model = msgspec.structs.replace(model, model=str(directory), served_model_name=served)
+    model = msgspec.structs.replace(
+        model, model=str(directory), served_model_name=served, speculative_model=draft
+    )
     return msgspec.structs.replace(config, model=model)
 
 

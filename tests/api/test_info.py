@@ -70,6 +70,7 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "exact_resume": None,
         "exact_resume_reason": None,
         "decoder": None,
+        "speculation": None,
         "api_servers": 1,
         "api_servers_ready": 0,
     }

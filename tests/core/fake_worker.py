@@ -35,6 +35,7 @@ class MirroredRequest:
     block_tables: list[list[int]]
     """One block table per KV group."""
     num_computed_tokens: int
+    draft_limit: int
     drafts: list[int] = field(default_factory=list)
     """Drafts of the tokens after `token_ids`."""
     prefixes: list[int] = field(default_factory=list)
@@ -59,9 +60,13 @@ class FakeWorker:
         num_host_blocks: int = 0,
         *,
         guess: GuessFn | None = None,
+        most_drafts: int = 0,
     ) -> None:
         """Take the shape of the KV cache: one window per KV group, None where all is seen."""
         self._guess = guess
+        self._most_drafts = most_drafts
+        self.times_ns: tuple[int, int, int] | None = None
+        """Of each step, as it reports them: the whole, its drafts, and the wait before it."""
         self.mirror: dict[int, MirroredRequest] = {}
         self.total_scheduled = 0
         self._block_size = block_size
@@ -86,6 +91,8 @@ class FakeWorker:
         for new in step.scheduled_new_reqs:
             self._add(new)
         self._grow(step.scheduled_cached_reqs)
+        for req_id, limit in step.draft_limits.items():
+            self.mirror[req_id].draft_limit = limit
         assert set(step.num_scheduled_tokens) <= set(self.mirror)
         assert 1 not in step.num_scheduled_tokens.values()
         counts = {req_id: step.num_scheduled_tokens.get(req_id, 1) for req_id in self.mirror}
@@ -140,6 +147,7 @@ class FakeWorker:
             token_ids,
             [table.copy() for table in new.block_ids],
             new.num_computed_tokens,
+            0 if new.sampling_params.pooling is not None else self._most_drafts,
         )
 
     def _grow(self, cached: CachedRequestData) -> None:
@@ -195,11 +203,21 @@ class FakeWorker:
             sampled += token_ids
             num_sampled.append(len(token_ids))
             if self._guess is not None:
-                request.drafts = self._guess(req_id, self._position(request))
+                request.drafts = self._guess(req_id, self._position(request))[: request.draft_limit]
             num_drafts.append(len(request.drafts))
+        forward_ns, draft_ns, wait_ns = self.times_ns or (0, 0, 0)
         if self._guess is None:
-            return ModelRunnerOutput(step_id, sampled)
-        return ModelRunnerOutput(step_id, sampled, num_sampled, num_drafts)
+            times = {"forward_ns": forward_ns, "wait_ns": wait_ns}
+            return ModelRunnerOutput(step_id, sampled, **times)
+        return ModelRunnerOutput(
+            step_id,
+            sampled,
+            num_sampled,
+            num_drafts,
+            forward_ns=forward_ns,
+            draft_ns=draft_ns if any(num_drafts) else 0,
+            wait_ns=wait_ns,
+        )
 
     def _position(self, request: MirroredRequest) -> int:
         return len(request.token_ids) - request.new.num_prompt_tokens

@@ -297,6 +297,9 @@ class Machine:
             return False
         message = self._pipe.popleft()
         assert isinstance(message, SchedulerOutput)
+        step_id = message.step_id
+        times_ns = (1_000_000 + 7_919 * (step_id % 97), 200_000 * (step_id % 3), step_id % 5)
+        self._worker.times_ns = times_ns
         for result in self.scheduler.update_from_output(self._worker.execute(message)):
             req_id = result.request.req_id
             assert req_id not in self._ended
@@ -395,10 +398,19 @@ class Machine:
 
     # Checks -------------------------------------------------------------------------------------
 
+    def _check_draft_limits(self) -> None:
+        """The worker knows every limit that was sent, and assumes the most for a new request."""
+        changed = self.scheduler.speculation.limits.changed
+        for request in self.scheduler.running:
+            if request.req_id not in changed:
+                assert self._worker.mirror[request.req_id].draft_limit == request.draft_limit
+
     def check(self) -> None:
         """Check the scheduler's state in itself, against the tables and against the events."""
         check_invariants(self.scheduler)
         self._check_owners()
+        if not self._pipe and self.options.num_speculative_tokens:
+            self._check_draft_limits()
         for request in self.scheduler.requests.values():
             assert request.sampling_params.pooling is None or request.swapped_out is None
         assert set(self.scheduler.requests) == set(range(len(self._requests))) - set(self._ended)

@@ -230,6 +230,30 @@ MUTATIONS = (
         "request.num_computed_tokens -= request.num_drafts_in_flight",
         "request.num_computed_tokens -= 0",
     ),
+    Mutation(
+        "a request with drafts in flight is scheduled ahead",
+        "scheduling/speculation.py",
+        "        if request.num_drafts_in_flight:\n            return True",
+        "",
+    ),
+    Mutation(
+        "prompt tokens are not counted",
+        "scheduling/step.py",
+        "self.num_prompt_tokens += num_tokens",
+        "self.num_prompt_tokens += 0",
+    ),
+    Mutation(
+        "pending tokens count as drafts",
+        "scheduler.py",
+        "num_ahead if is_known else 0",
+        "num_ahead",
+    ),
+    Mutation(
+        "a request that is introduced again gets more drafts than its limit",
+        "scheduling/draft_limits.py",
+        "request.draft_limit = self._most",
+        "request.draft_limit = request.draft_limit",
+    ),
 )
 
 

@@ -184,6 +184,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "victim_choice": "cheapest",
         "enable_prefix_caching": False,
         "enable_kv_events": False,
+        "adaptive_speculation": False,
         "scheduler_reserve_full_isl": False,
         "watermark": 0.25,
     }
@@ -195,6 +196,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     options = engine.running.scheduler.options
     expected = settings | {
         "policy": "priority",
+        "has_draft_model": False,
         "num_blocks": 100,
         "block_size": 16,
         "kv_groups": tuple(groups),
@@ -203,15 +205,17 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "max_model_len": 512,
         "eos_token_ids": (2,),
     }
-    unset = {"tenant_weights"}
+    unset = {"tenant_weights", "target_itl_ms"}
     names = set(SchedulerOptions.__struct_fields__) - unset
     assert {name: getattr(options, name) for name in names} == {n: expected[n] for n in names}
     others = {"tenant_weights": "gold=4", "enable_kv_events": True}
+    others["target_itl_ms"] = 30.0
     fair = EngineCore(configure(model="null", scheduling_policy="fair", **others))
     fair.adopt_workers(FACTS)
     assert fair.running is not None
     assert fair.running.scheduler.options.tenant_weights == {"gold": 4.0}
     assert fair.running.scheduler.options.enable_kv_events
+    assert fair.running.scheduler.options.target_itl_ms == 30.0
 
 
 def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:

@@ -79,6 +79,13 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             "at most max_num_partial_prefills 1",
         ),
         ({"preempt_for_priority": True}, "needs scheduling_policy priority"),
+        ({"target_itl_ms": 9, "enable_chunked_prefill": False}, "needs enable_chunked_prefill"),
+        ({"target_itl_ms": 9, "elastic_token_budget": True}, "without elastic_token_budget"),
+        ({"model": "m", "speculative_model": "d"}, "needs num_speculative_tokens of at least 1"),
+        (
+            {"speculative_model": "d", "num_speculative_tokens": 2, "model": "null"},
+            "not with the null model",
+        ),
         ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
         ({"tenant_weights": "gold"}, "--tenant-weights.*'gold' is not name=value"),
         ({"tenant_weights": "gold=1,gold=2"}, "--tenant-weights.*'gold=2' comes twice"),

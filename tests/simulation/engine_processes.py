@@ -151,12 +151,15 @@ class CheckedModel(SimulatedModel):
         facts: ModelFacts,
         step_s: float,
         read_epoch: Callable[[], int],
+        *,
         clock: SimulatedClock,
         grammars: SimulatedCompiler,
+        num_speculative_tokens: int,
     ) -> None:
         super().__init__(
             facts,
             step_s,
+            num_speculative_tokens=num_speculative_tokens,
             token_delay_s=step_s / 8,
             clock=clock,
             grammars=cast(GrammarCompiler, grammars),
@@ -195,7 +198,12 @@ class WorkerProcess(EngineProcess):
     def begin(self) -> tuple[Loop, list[Sized]]:
         grammars = SimulatedCompiler(self._facts, may_compile_late=self.child.rank > 0)
         model = CheckedModel(
-            self._facts, self._step_s, self._last_epoch_read, self.world.clock, grammars
+            self._facts,
+            self._step_s,
+            self._last_epoch_read,
+            clock=self.world.clock,
+            grammars=grammars,
+            num_speculative_tokens=self.child.config.scheduler.num_speculative_tokens,
         )
         service = SimulatedGrammarService(self, grammars)
         loop = WorkerLoop(

@@ -77,3 +77,14 @@ class SimulatedModel(NullRunner):
             self.facts.vocab_size,
             allowed,
         )
+
+    def _guess(self, request: MirroredRequest) -> list[int]:
+        """Return drafts of which most are right."""
+        known = request.num_tokens
+        for _ in range(request.draft_limit):
+            token_id = self._next_token_id(request)
+            is_wrong = (token_id + request.num_tokens) % 4 == 0
+            request.token_ids.append(token_id - 1 if is_wrong else token_id)
+        drafts = request.token_ids[known:]
+        del request.token_ids[known:]
+        return drafts

@@ -1,5 +1,6 @@
 """The simulation: a seed reproduces its run, and planted bugs are found."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,16 +10,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 import zmq
 
+from core_proc.scheduling.acceptance import Acceptance
 from protocol.core_worker import ModelFacts
 from tests.simulation import __main__ as simulate_faults
+from tests.simulation import simulation
 from tests.simulation.batch import Batch, Tally, run_batch, run_chunk, silence
 from tests.simulation.model import expected_stream, next_token_id
 from tests.simulation.oracle import VERDICTS, Oracle, Stream
 from tests.simulation.patched_os import FAILPOINT_MODULES
-from tests.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, make_plan
+from tests.simulation.plan import FAULTS, FRAME_FAULTS, MODES, VOCAB_SIZE, Plan, make_plan
 from tests.simulation.planted import PLANTS
 from tests.simulation.report import verdicts
 from tests.simulation.simulation import run_seed
@@ -177,6 +181,33 @@ def test_grammars_and_vectors_survive_deaths() -> None:
     assert tally.violations == []
     for kind in ("grammar late", "grammar wrong", "vector", "kill worker", "kill core"):
         assert tally.counts[kind] > 0, kind
+
+
+def test_drafts_survive_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most are right; their number follows the simulated times of steps, and prompts are cut."""
+
+    def make_drafting_plan(seed: int, mode: str, kinds: frozenset[str]) -> Plan:
+        plan = make_plan(seed, mode, kinds)
+        config = plan.config
+        settings = {"num_speculative_tokens": 3, "target_itl_ms": 30.0 * (seed % 2)}
+        scheduler = msgspec.structs.replace(config.scheduler, **settings)
+        config = msgspec.structs.replace(config, scheduler=scheduler)
+        return dataclasses.replace(plan, config=config)
+
+    right: list[int] = []
+    observe = Acceptance.observe
+
+    def counting(self: Acceptance, num_drafts: int, num_right: int, memory: float) -> None:
+        right.append(num_right)
+        observe(self, num_drafts, num_right, memory)
+
+    monkeypatch.setattr(Acceptance, "observe", counting)
+    monkeypatch.setattr(simulation, "make_plan", make_drafting_plan)
+    for mode in MODES:
+        outcomes = [run_seed(seed, mode) for seed in range(20)]
+        assert [outcome.violation for outcome in outcomes] == [None] * 20
+    assert sum(right) > 20
+    assert 0 in right
 
 
 @pytest.mark.parametrize("kind", FRAME_FAULTS)

@@ -24,6 +24,7 @@ class Run:
     num_preemptions: int = 0
     num_swaps: int = 0
     num_cached_tokens: int = 0
+    num_drafts: int = 0
     num_accepted_drafts: int = 0
     longest_step: int = 0
     step_ids: list[int] = field(default_factory=list)
@@ -72,6 +73,7 @@ def drive(
     run.num_preemptions = scheduler.num_preemptions
     run.num_swaps = scheduler.swapper.num_swapped_out
     run.num_cached_tokens = scheduler.num_prefix_hits
+    run.num_drafts = scheduler.speculation.num_draft_tokens
     run.num_accepted_drafts = scheduler.speculation.num_accepted_tokens
     return run
 

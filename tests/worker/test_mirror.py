@@ -309,3 +309,29 @@ def test_sampled_tokens_fit_the_drafts(sampled: list[int], counts: list[int], me
     parts = mirror.apply(step(1, 3, counts={1: 3}))
     with pytest.raises(MirrorError, match=message):
         mirror.advance(parts, sampled, counts)
+
+
+def limited(limits: dict[int, int]) -> SchedulerOutput:
+    return msgspec.structs.replace(step(1, 1), draft_limits=limits)
+
+
+def test_draft_limits_hold_until_they_change() -> None:
+    """A new request begins with the most, and one for a vector gets none."""
+    mirror = Mirror(FACTS, 3)
+    mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
+    assert mirror.requests[1].draft_limit == 3
+    mirror.requests[1].token_ids.append(61)
+    mirror.requests[1].num_computed_tokens = 6
+    mirror.apply(limited({1: 0}))
+    assert mirror.requests[1].draft_limit == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({8: 1}, "draft_limits names 8"), ({1: 4}, "4 drafts, more than num_speculative_tokens 3")],
+)
+def test_draft_limits_out_of_bounds_are_refused(limits: dict[int, int], message: str) -> None:
+    mirror = Mirror(FACTS, 3)
+    mirror.apply(step(0, 6, [new(1)], counts={1: 6}))
+    with pytest.raises(MirrorError, match=message):
+        mirror.apply(limited(limits))

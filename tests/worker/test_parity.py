@@ -70,14 +70,20 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 
 def make_runner(
     directory: Path,
-    num_blocks: int,
+    num_blocks: int | None,
     dtype: str = "float32",
     num_speculative_tokens: int = 0,
+    speculative_model: Path | None = None,
     **cache: Any,
 ) -> ModelRunner:
-    """Load a checkpoint on the CPU with a pool of `num_blocks`."""
+    """Load a checkpoint on the CPU with a pool of `num_blocks`; None: as the memory allows."""
     config = EngineConfig(
-        model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CPU),
+        model=ModelConfig(
+            model=str(directory),
+            dtype=Dtype(dtype),
+            device=Device.CPU,
+            speculative_model=None if speculative_model is None else str(speculative_model),
+        ),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=num_blocks, **cache),
         scheduler=SchedulerConfig(
             max_num_batched_tokens=512, num_speculative_tokens=num_speculative_tokens

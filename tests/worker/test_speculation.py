@@ -11,9 +11,9 @@ from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoi
 from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.test_mirror import new, step
 from tests.worker.test_parity import make_runner
-from worker_proc import model_runner
+from worker_proc.drafting import repetitions
+from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.model_runner import ModelRunner
-from worker_proc.sampling.drafter import NgramIndex
 
 NUM_DRAFTS = 4
 NUM_BLOCKS = 400
@@ -89,7 +89,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(
     guessing = make_runner(tmp_path, NUM_BLOCKS, dtype, num_speculative_tokens=NUM_DRAFTS, **swap)
     for drafter in (NgramIndex, Oracle):
         Oracle.texts = texts
-        monkeypatch.setattr(model_runner, "NgramIndex", drafter)
+        monkeypatch.setattr(repetitions, "NgramIndex", drafter)
         for chunk, swap_every, spare in ((WHOLE, 0, 0), (CHUNK, 7, 3)):
             mini_scheduler = MiniScheduler(guessing, chunk, swap_every, spare)
             assert mini_scheduler.run(PROMPTS, PARAMS) == expected, (drafter, chunk)

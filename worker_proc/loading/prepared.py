@@ -16,3 +16,9 @@ class PreparedModel(NamedTuple):
     grammars: GrammarCompiler | None = None
     proofs: StartCache | None = None
     """What is proven about this model at each start is kept here."""
+    draft: LoadedModel | None = None
+    """The draft model, whose modules are fused and packed, too."""
+
+    def of_draft(self, draft: LoadedModel) -> "PreparedModel":
+        """Return the draft model as a model of its own."""
+        return PreparedModel(draft, self.kernels)

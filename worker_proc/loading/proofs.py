@@ -1,9 +1,9 @@
 """What is proven about a model at its load, kept for later starts on the same machine.
 
-The key holds whatever a proof depends on: the checkpoint's files, the settings, this package's
-code, the libraries, the compiled kernels, the CPU, and the environment that steers computation. A
-file counts as unchanged while its size, its inode and both of its times are: the time of the last
-change of the inode cannot be set back.
+The key holds whatever a proof depends on: the files of model and draft model, the settings, this
+package's code, the libraries, the compiled kernels, the CPU, and the environment that steers
+computation. A file counts as unchanged while its size, its inode and both of its times are: the
+time of the last change of the inode cannot be set back.
 """
 
 import hashlib
@@ -65,13 +65,8 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     )
     settings = (config.model, cache, config.scheduler, config.parallel, config.worker)
     yield msgspec.msgpack.encode(settings)
-    directory = Path(config.model.model).resolve()
-    found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
-    for path in sorted(path for path in found if path.is_file()):
-        stat = path.stat()
-        yield msgspec.msgpack.encode(
-            (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-        )
+    for checkpoint in filter(None, (config.model.model, config.model.speculative_model)):
+        yield from map(msgspec.msgpack.encode, _files(Path(checkpoint).resolve()))
     code = hashlib.blake2b()
     for path in sorted(_PACKAGE.rglob("*.py")):
         code.update(path.read_bytes())
@@ -80,3 +75,11 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     yield cpu_description().encode()
     steering = {name: value for name, value in os.environ.items() if name.startswith(_STEERING)}
     yield msgspec.msgpack.encode(sorted(steering.items()))
+
+
+def _files(directory: Path) -> Iterator[tuple[str | int, ...]]:
+    found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
+    for path in sorted(path for path in found if path.is_file()):
+        stat = path.stat()
+        times = (stat.st_mtime_ns, stat.st_ctime_ns)
+        yield (str(path), stat.st_dev, stat.st_ino, stat.st_size, *times)

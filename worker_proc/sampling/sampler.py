@@ -75,6 +75,11 @@ class Sampler:
         return SampledTokens(token_ids, self._logprobs(logits, rows, token_ids), not_finite)
 
     @torch.inference_mode()
+    def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """Choose tokens as `sample` does, without masks and logprobs."""
+        return self._choice.choose(logits, rows, None)[0]
+
+    @torch.inference_mode()
     def prompt_logprobs(
         self, logits: Tensor, next_token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs]:

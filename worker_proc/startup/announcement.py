@@ -22,6 +22,8 @@ def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
         return
     where = " on the ".join(filter(None, (facts.dtype, facts.device.upper())))
     yield f"layers: {DECODERS[facts.decoder]}; attention: {attention}, {where}"
+    if facts.speculation:
+        yield f"speculation: {facts.speculation}"
     if facts.device == "cpu" and attention == PORTABLE_ATTENTION:
         yield _why_portable()
     elif not facts.exact_resume:

@@ -21,6 +21,7 @@ from worker_proc.model_runner import (
     build_runner,
     calibrate,
     make_backend,
+    make_draft_layout,
     make_layout,
     prepare_model,
     resolve_device,
@@ -46,6 +47,8 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
     trial = build_runner(prepared, config, calibration, progress)
     num_blocks = trial.facts.num_gpu_blocks
     _shrink_cache(prepared, make_layout(prepared.loaded, config))
+    if prepared.draft is not None:
+        _shrink_cache(prepared.of_draft(prepared.draft), make_draft_layout(prepared.draft, config))
     cache = msgspec.structs.replace(config.cache, num_gpu_blocks_override=num_blocks)
     forked_config = msgspec.structs.replace(config, cache=cache)
 

@@ -117,6 +117,11 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
         exact_resume=True,
         embedding_size=NULL_EMBEDDING_SIZE,
+        speculation=(
+            f"some right and some wrong guesses, at most {most_drafts} tokens"
+            if (most_drafts := config.scheduler.num_speculative_tokens)
+            else ""
+        ),
     )
 
 

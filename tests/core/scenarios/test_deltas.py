@@ -27,14 +27,19 @@ def test_a_steady_step_names_no_request() -> None:
 
 
 def test_who_gets_nothing_of_the_budget_is_named_with_zero() -> None:
-    """While a waits for its token, b takes its place in the step; then a is served first."""
-    bench = Harness(budget=1, depth=2, num_speculative_tokens=1)
-    bench.add("a", 1)
-    bench.add("b", 1)
-    assert bench.fill() == [{"a": 1}, {"b": 1}]
+    """While a waits for its token, c takes its place in the step; then a is served first."""
+    guesses = {"a": {2: [PLAIN_TOKEN]}}
+    bench = Harness(budget=2, depth=2, num_speculative_tokens=1, guesses=guesses)
+    for name in "abc":
+        bench.add(name, 1)
+    assert bench.fill() == [{"a": 1, "b": 1}] * 2
     bench.update()
-    assert bench.schedule() == {"a": 1}
-    assert bench.sent[-1].num_scheduled_tokens == {1: 0}
+    assert bench.schedule() == {"a": 1, "b": 1}
+    bench.update()
+    assert bench.schedule() == {"b": 1, "c": 1}
+    bench.update()
+    assert bench.schedule() == {"a": 1, "b": 1}
+    assert bench.sent[-1].num_scheduled_tokens == {2: 0}
 
 
 def test_outputs_of_an_earlier_life_stay_outputs() -> None:

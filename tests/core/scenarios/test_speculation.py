@@ -123,13 +123,38 @@ def test_no_request_is_preempted_for_drafts() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_request_sits_out_until_its_tokens_are_known(depth: int) -> None:
+def test_a_request_with_drafts_sits_out_until_its_tokens_are_known(depth: int) -> None:
+    """The others do not, as long as those with drafts are the minority."""
+    guesses = {"a": {1: [PLAIN_TOKEN] * 3, 5: [PLAIN_TOKEN]}}
+    bench = Harness(num_speculative_tokens=SPECULATIVE, depth=depth, guesses=guesses)
+    for name in "abc":
+        bench.add(name, 10, 20)
+    assert bench.step() == {"a": 10, "b": 10, "c": 10}
+    grants = [{"a": 4, "b": 1, "c": 1}, {"b": 1, "c": 1}]
+    assert bench.fill() == [*grants, *grants[1:] * 2][:depth]
+    bench.update()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 5
+    assert bench.schedule() == {"a": 2, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_no_step_is_sent_without_most_of_the_requests(depth: int) -> None:
+    """It would take the time of a step, and the requests with drafts would be half as fast."""
+    guesses = {name: {1: [1, 1]} for name in "ab"}
+    bench = Harness(num_speculative_tokens=SPECULATIVE, depth=depth, guesses=guesses)
+    for name in "abc":
+        bench.add(name, 10, 20)
+    bench.step()
+    assert bench.fill() == [{"a": 3, "b": 3, "c": 1}]
+    bench.update()
+    assert bench.fill() == [{"a": 1, "b": 1, "c": 1}] * depth
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_without_drafts_steps_overlap_as_without_speculation(depth: int) -> None:
     bench = Harness(num_speculative_tokens=SPECULATIVE, depth=depth)
     decoding(bench)
-    assert bench.schedule() == {"a": 1}
-    assert bench.schedule() == {}
-    bench.update()
-    assert bench.schedule() == {"a": 1}
+    assert bench.fill() == [{"a": 1}] * depth
 
 
 def test_drafts_of_a_preempted_request_come_late_and_are_not_trusted() -> None:

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from worker_proc.sampling.drafter import MAX_CANDIDATES, NgramIndex
+from worker_proc.drafting.ngram_index import MAX_CANDIDATES, NgramIndex
 
 NUM_DRAFTS = 5
 MIN_NGRAM, MAX_NGRAM = 2, 4

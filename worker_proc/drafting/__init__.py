@@ -1,0 +1,1 @@
+"""Guesses tokens ahead: from repetitions in a text, or with a draft model."""

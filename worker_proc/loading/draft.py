@@ -1,0 +1,83 @@
+"""Loads the draft model, and checks that it fits the model that it drafts for."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.config import EngineConfig, ModelConfig
+from protocol.core_worker import KVGroup
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.runner import ReportProgress
+
+MAX_PADDING = 1024
+"""Most ids by which vocabularies of one tokenizer differ, since checkpoints pad them."""
+
+
+def load_draft(
+    model: ModelConfig, loaded: LoadedModel, progress: ReportProgress
+) -> LoadedModel | None:
+    """Load the configured draft model for `loaded`; None: there is none."""
+    if model.speculative_model is None:
+        return None
+    check_same_tokens(model.speculative_model, model.tokenizer or model.model)
+    draft = load_model(model.speculative_model, model.dtype, loaded.device, progress)
+    if abs(draft.vocab_size - loaded.vocab_size) > MAX_PADDING:
+        raise CheckpointError(
+            f"speculative_model {model.speculative_model} has {draft.vocab_size} tokens, and"
+            f" {model.model} has {loaded.vocab_size}: both must have the same tokenizer"
+        )
+    return draft
+
+
+def check_same_tokens(draft: str, model: str) -> None:
+    """Raise a CheckpointError if the tokenizers of two directories give texts different ids.
+
+    A directory without a tokenizer.json is taken on trust.
+    """
+    files = [Path(directory) / "tokenizer.json" for directory in (draft, model)]
+    if not all(file.is_file() for file in files):
+        return
+    one, other = map(_token_ids, files)
+    for token in [*other, *one]:
+        if one.get(token) != other.get(token):
+            raise CheckpointError(
+                f"speculative_model {draft} has another tokenizer than {model}: token {token!r}"
+                f" has id {one.get(token, 'none')} instead of {other.get(token, 'none')}"
+            )
+
+
+def _token_ids(file: Path) -> dict[str, int]:
+    """Return the ids of all tokens in a tokenizer.json."""
+    try:
+        content = json.loads(file.read_bytes())
+        vocabulary: Any = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pairs of token and score
+            vocabulary = {pair[0]: number for number, pair in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        return dict(vocabulary) | added
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{file}: no tokenizer that can be compared: {error}") from error
+
+
+def group_without_window(groups: Sequence[KVGroup]) -> int:
+    """Return the KV group whose tables keep all blocks, which the draft model's layers need."""
+    for number, group in enumerate(groups):
+        if group.window is None:
+            return number
+    raise UnsupportedModel(
+        "speculative_model needs the KV blocks of the whole text, and every layer of the model"
+        " frees those that its window has passed: add --no-enable-hybrid-kv-cache"
+    )
+
+
+def describe_speculation(config: EngineConfig) -> str:
+    """Return what guesses tokens ahead, for people."""
+    most = config.scheduler.num_speculative_tokens
+    if most == 0:
+        return ""
+    draft = config.model.speculative_model
+    source = f"draft model {Path(draft).name}" if draft is not None else "repetitions in the text"
+    how = "adaptive" if config.scheduler.adaptive_speculation else "fixed"
+    return f"{source}, {how}, at most {most} tokens"
