@@ -44,7 +44,7 @@ from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.loading.proofs import Proofs, proven
+from worker_proc.loading.proofs import find_proofs, proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
@@ -255,7 +255,7 @@ def prepare_model(
 ) -> PreparedModel:
     """Load the configured checkpoint, and fuse and pack its modules where possible."""
     device = resolve_device(config.model.device)
-    kept = Proofs(config) if keeps_proofs and device.type == "cpu" else None
+    kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
     if device.type == "cpu":
         start_building()
     proofs = None if kept is None else kept.without_kernels()

@@ -56,7 +56,9 @@ class StartCache:
         try:
             directory = self._directory()
             if not directory.is_dir():
-                directory.mkdir(parents=True, mode=0o700)
+                # `parents` would make them with the usual mode, perhaps writable for a group.
+                for path in (cache_directory(), directory.parent, directory):
+                    path.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._remove_first(directory.parent)
             body = msgspec.msgpack.encode(result)
             # Renamed when complete, so that no process reads an incomplete file.
