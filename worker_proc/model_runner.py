@@ -47,7 +47,7 @@ from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.loading.proofs import Proofs, proven
+from worker_proc.loading.proofs import find_proofs, proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
@@ -271,7 +271,7 @@ def prepare_model(
 ) -> PreparedModel:
     """Load the configured checkpoints, and fuse and pack their modules where possible."""
     device = resolve_device(config.model.device)
-    kept = Proofs(config) if keeps_proofs and device.type == "cpu" else None
+    kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
     if device.type == "cpu":
         start_building()
     proofs = None if kept is None else kept.without_kernels()
@@ -324,6 +324,8 @@ def calibrate(
 ) -> Calibration:
     """Check a loaded model with the threads that are set; its pool is undefined afterwards."""
     progress("check_model", 0, 1)
+    if config.cache.swap_space_bytes:  # a copy's cost is measured at each start
+        return _calibrate(prepared, config)
     name = f"calibration-{torch.get_num_threads()}"
     return proven(prepared.proofs, name, Calibration, lambda: _calibrate(prepared, config))
 

@@ -171,6 +171,9 @@ def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None
     parts = dict(module.named_children())
     router, experts = parts["gate"], dict(parts["experts"].named_parameters())
     weights = dict(router.named_parameters())
+    # A buffer may move the choice of a few rows, which the trials would not show.
+    if next(module.buffers(), None) is not None:
+        return None
     if set(weights) != {"weight"} or set(experts) != {"gate_up_proj", "down_proj"}:
         return None
     gate_up, down = experts["gate_up_proj"], experts["down_proj"]
@@ -203,7 +206,7 @@ def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
     generator = torch.Generator().manual_seed(2)
     try:
         _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, AttributeError, RuntimeError):
         return None  # a module of another interface
     if not isinstance(weights, torch.Tensor):
         return None
@@ -271,7 +274,7 @@ def _agreeing(
     trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
     try:
         expected = [module(trial).float() for trial in trials]
-    except (TypeError, RuntimeError):
+    except (TypeError, AttributeError, RuntimeError):
         return None  # a module of another interface
     best, least = None, MAX_ERROR[dtype]
     for number, make in candidates.items():

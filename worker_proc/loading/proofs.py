@@ -1,12 +1,13 @@
 """What is proven about a model at its load, kept for later starts on the same machine.
 
-The key holds whatever a proof depends on: the files of model and draft model, the settings, this
-package's code, the libraries, the compiled kernels, the CPU, and the environment that steers
-computation. A file counts as unchanged while its size, its inode and both of its times are: the
-time of the last change of the inode cannot be set back.
+The key holds whatever a proof depends on: the files of model and draft model, the settings, this package's
+code, the libraries, the compiled kernels, the CPU, and the environment that steers computation. A
+file counts as unchanged while its size, its inode and both of its times are: the time of the last
+change of the inode cannot be set back.
 """
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,15 +18,18 @@ import msgspec
 import torch
 import transformers
 
+import protocol
 from protocol.config import EngineConfig
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import cpu_description
 from worker_proc.native.kernels import NativeLibrary
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGES = (Path(__file__).parents[1], Path(protocol.__file__).parent)
+_CPU_MODEL = ("vendor_id", "cpu family", "model", "stepping", "cache size", "CPU implementer")
+"""Beginnings of lines of /proc/cpuinfo: libraries divide their work by more than instructions."""
 _STEERING = (
     *("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH_"),
-    *("TRANSFORMERS_",),
+    *("GLIBC_", "TRANSFORMERS_"),
 )
 """Beginnings of the names of variables that change how libraries compute."""
 
@@ -44,8 +48,17 @@ class Proofs:
 
     def with_kernels(self, library: NativeLibrary | None) -> StartCache:
         """Return what is proven of these kernels, or of torch's."""
-        name = b"" if library is None else library.path.name.encode()
-        return StartCache("proofs", [*self._key, name])
+        # Its name does not tell which compiler has made it.
+        kernels = b"" if library is None else _state(library.path)
+        return StartCache("proofs", [*self._key, kernels])
+
+
+def find_proofs(config: EngineConfig) -> Proofs | None:
+    """Return the proofs about the configured checkpoint; None: its files cannot be listed."""
+    try:
+        return Proofs(config)
+    except OSError:  # loading it names the error
+        return None
 
 
 def proven(proofs: StartCache | None, name: str, type_: type[T], prove: Callable[[], T]) -> T:
@@ -65,21 +78,49 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     )
     settings = (config.model, cache, config.scheduler, config.parallel, config.worker)
     yield msgspec.msgpack.encode(settings)
-    for checkpoint in filter(None, (config.model.model, config.model.speculative_model)):
-        yield from map(msgspec.msgpack.encode, _files(Path(checkpoint).resolve()))
+    for name in filter(None, (config.model.model, config.model.speculative_model)):
+        directory = Path(name).resolve()
+        found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
+        for path in sorted(path for path in found if path.is_file()):
+            yield _state(path)
+        for path in _modules_of(directory):
+            yield _state(path)
     code = hashlib.blake2b()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        code.update(path.read_bytes())
+    for package in _PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            code.update(path.read_bytes())
     yield code.digest()
     yield f"{sys.version} {torch.__version__} {transformers.__version__}".encode()
+    for library in (torch, transformers):  # installed anew, perhaps from other code
+        yield _state(Path(library.__file__))
     yield cpu_description().encode()
+    yield _cpu_model().encode()
     steering = {name: value for name, value in os.environ.items() if name.startswith(_STEERING)}
     yield msgspec.msgpack.encode(sorted(steering.items()))
 
 
-def _files(directory: Path) -> Iterator[tuple[str | int, ...]]:
-    found = directory.iterdir() if directory.is_dir() else ()  # else loading it names the error
-    for path in sorted(path for path in found if path.is_file()):
-        stat = path.stat()
-        times = (stat.st_mtime_ns, stat.st_ctime_ns)
-        yield (str(path), stat.st_dev, stat.st_ino, stat.st_size, *times)
+def _modules_of(checkpoint: Path) -> list[Path]:
+    """Return the files of transformers that compute a checkpoint; they may be edited in place."""
+    package = Path(transformers.__file__).parent
+    try:
+        model_type = json.loads((checkpoint / "config.json").read_bytes())["model_type"]
+        own = package / "models" / str(model_type).replace("-", "_")
+        return sorted([*package.glob("*.py"), *own.glob("*.py")])
+    except (OSError, ValueError, LookupError, TypeError):  # loading it names the error
+        return []
+
+
+def _state(path: Path) -> bytes:
+    """Return what changes with a file."""
+    stat = path.stat()
+    return msgspec.msgpack.encode(
+        (str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    except OSError:
+        return ""
+    return "\n".join(line for line in first.splitlines() if line.startswith(_CPU_MODEL))

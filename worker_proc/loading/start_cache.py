@@ -45,7 +45,7 @@ class StartCache:
                     return None
                 content = file.read()
             body = content[_DIGEST_BYTES:]
-            if content[:_DIGEST_BYTES] != _digest(body):
+            if content[:_DIGEST_BYTES] != self._digest(name, body):
                 return None
             return msgspec.msgpack.decode(body, type=type_)
         except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: no home directory
@@ -56,20 +56,27 @@ class StartCache:
         try:
             directory = self._directory()
             if not directory.is_dir():
-                directory.mkdir(parents=True, mode=0o700)
+                # `parents` would make them with the usual mode, perhaps writable for a group.
+                for path in (cache_directory(), directory.parent, directory):
+                    path.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._remove_first(directory.parent)
             body = msgspec.msgpack.encode(result)
             # Renamed when complete, so that no process reads an incomplete file.
             fd, scratch = tempfile.mkstemp(dir=directory)
             try:
                 with os.fdopen(fd, "wb") as file:
-                    file.write(_digest(body) + body)
+                    file.write(self._digest(name, body) + body)
                 os.replace(scratch, directory / name)
             except OSError:
                 os.unlink(scratch)
                 raise
         except (OSError, RuntimeError) as error:
             log.debug("%s is not kept for later starts: %s", name, error)
+
+    def _digest(self, name: str, body: bytes) -> bytes:
+        """Return what shows that a file is complete, and was kept under this key and name."""
+        place = f"{self._kind}/{self._key}/{name}:".encode()
+        return hashlib.blake2b(place + body, digest_size=_DIGEST_BYTES).digest()
 
     def _directory(self) -> Path:
         return cache_directory() / self._kind / self._key
@@ -80,7 +87,3 @@ class StartCache:
         for path in keys[:-MAX_KEYS]:
             with contextlib.suppress(OSError):
                 shutil.rmtree(path)
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()

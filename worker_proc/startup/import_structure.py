@@ -47,4 +47,8 @@ def fingerprint(folder: Path) -> bytes:
     with os.scandir(folder) as entries:
         folders = [entry.path for entry in entries if entry.is_dir()]
     times = sorted(f"{path} {os.stat(path).st_mtime_ns}" for path in (str(folder), *folders))
-    return "\n".join([importlib.metadata.version("transformers"), *times]).encode()
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:  # a folder in sys.path
+        version = ""
+    return "\n".join([version, *times]).encode()

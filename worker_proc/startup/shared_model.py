@@ -42,7 +42,8 @@ def load_shared_model(config: EngineConfig, progress: ReportProgress) -> RunnerF
     torch.set_num_threads(1)
     prepared = prepare_model(config, progress, keeps_proofs=True)
     found = SharedCalibration()
-    calibration = calibrate(prepared, config, progress)  # also loads what the first forward loads
+    # Without kept proofs it also loads what the first forward loads; else each fork's warm-up does.
+    calibration = calibrate(prepared, config, progress)
     found.keep(1, calibration)
     trial = build_runner(prepared, config, calibration, progress)
     num_blocks = trial.facts.num_gpu_blocks
