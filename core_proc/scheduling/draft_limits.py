@@ -248,7 +248,7 @@ class DraftLimits:
         if not self.is_adaptive or output.forward_ns == 0:
             return
         self._times.step()
-        compute_ns = max(0, output.forward_ns - output.draft_ns)
+        compute_ns = max(1, output.forward_ns - output.draft_ns)  # it is divided by
         if not kind.only_decodes:
             if kind.num_tokens >= 2 * kind.num_sampling + 16:
                 per_token = compute_ns / kind.num_tokens
@@ -262,8 +262,8 @@ class DraftLimits:
             if kind.only_decodes and kind.num_drafts and not kind.catches_up:
                 self._measure(kind, output, plain)
             self._num_unmeasured = 0
-        elif self.is_active and kind.only_decodes and kind.num_sampling:
-            self._num_unmeasured += 1
+        elif self.is_active and kind.num_sampling and (kind.only_decodes or self.is_measuring):
+            self._num_unmeasured += 1  # prompts in every step must not keep drafts off for long
 
     def _measure(self, kind: StepKind, output: ModelRunnerOutput, plain: StepTime) -> None:
         size = size_class(kind.num_drafting)

@@ -137,8 +137,10 @@ class ScheduledStep:
         self.grown[request.req_id] = new_blocks
 
     def withdraw(self, request: Request) -> int:
-        """Undo a grant of this step; returns the number of its tokens."""
+        """Undo a grant, which still counts in the request's computed tokens; returns its tokens."""
         num_tokens = self.num_granted_to([request])
+        if request.num_tokens - (request.num_computed_tokens - num_tokens) > 1:
+            self.grant_prompt(-num_tokens)
         self.granted.pop(request.req_id, None)
         if request in self.sampling:
             self.sampling.remove(request)
