@@ -511,8 +511,7 @@ def make_backend(
     specs = [layer.spec for layer in loaded.layers]
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
         windows = [group.window for group in layout.groups]
-        heads = max(spec.num_heads // spec.num_kv_heads for spec in specs)
-        return NativeBackend(library, layout.block_size, loaded.dtype, windows, heads)
+        return NativeBackend(library, layout.block_size, loaded.dtype, specs, windows)
     rules = {
         Rule(number, specs[index].window)
         for number, group in enumerate(layout.groups)

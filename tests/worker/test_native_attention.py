@@ -33,6 +33,8 @@ SPECS = (
     LayerSpec(num_heads=16, num_kv_heads=1, head_dim=128, value_head_dim=64, window=70),
 )
 
+FULL_GROUPS = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=32, value_head_dim=32, window=None)
+
 
 class Texts:
     """Random queries, keys and values of some requests, and tables of scattered blocks."""
@@ -94,12 +96,12 @@ def native_backend(
     dtype: torch.dtype,
     windows: Sequence[int | None] = (None,),
     library: NativeLibrary | None = None,
-    heads_per_kv_head: int = 1,
+    specs: Sequence[LayerSpec] = SPECS,
 ) -> NativeBackend:
     build()
     library = library or load_library()
     assert library is not None
-    return NativeBackend(library, block_size, dtype, windows, heads_per_kv_head)
+    return NativeBackend(library, block_size, dtype, specs, windows)
 
 
 @pytest.fixture(scope="module")
@@ -167,19 +169,15 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
 
 @pytest.mark.parametrize("uses_tiles", [True, False])
 @pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[5]], ids=str)
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[5], FULL_GROUPS], ids=str)
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(
     spec: LayerSpec, block_size: int, uses_tiles: bool, without_tiles: NativeLibrary
 ) -> None:
     """Rows of a group have the bits that each has alone, whatever part of their text is shared."""
     texts = Texts(spec, block_size, torch.bfloat16)
     longest = len(LENGTHS) - 1
-    backend = native_backend(
-        block_size,
-        torch.bfloat16,
-        library=None if uses_tiles else without_tiles,
-        heads_per_kv_head=spec.num_heads // spec.num_kv_heads,
-    )
+    library = None if uses_tiles else without_tiles
+    backend = native_backend(block_size, torch.bfloat16, library=library, specs=[spec])
     layer, length = texts.layer(backend), LENGTHS[longest]
     common = texts.requests[longest].block_tables[0]
     used = {block for request in texts.requests for block in request.block_tables[0]}
@@ -193,13 +191,28 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
         texts.rows.append(texts.rows[longest])
         (rows,) = texts.attend(layer, [(len(texts.requests) - 1, 0, length)])
     sharing = range(len(LENGTHS), len(texts.requests))
-    # Contexts of every length up to a span, and a chunk between them.
-    parts = [(index, length - 1 - index % 20, 1) for index in sharing]
+    # Some contexts end with a span, and one part is a chunk.
+    parts = [(index, length - 1 - index % 24, 1) for index in sharing]
     parts.insert(5, (longest, 3, length - 3))
     together = texts.attend(layer, parts)
     assert 1 < backend.steps[0].num_groups < len(parts)
     for (_, start, count), got in zip(parts, together, strict=True):
         assert torch.equal(rows[start : start + count], got)
+
+
+@pytest.mark.parametrize("uses_tiles", [True, False])
+def test_a_score_that_is_not_a_number_reaches_the_result(
+    uses_tiles: bool, without_tiles: NativeLibrary
+) -> None:
+    """Also where it is the only one of its span."""
+    texts = Texts(SPECS[0], 16, torch.bfloat16)
+    library = None if uses_tiles else without_tiles
+    layer = texts.layer(native_backend(16, torch.bfloat16, library=library))
+    longest = len(LENGTHS) - 1
+    texts.rows[longest][1][51] = torch.nan
+    (rows,) = texts.attend(layer, [(longest, 0, LENGTHS[longest])])
+    assert rows[51:].isnan().all()
+    assert rows[:48].isfinite().all()
 
 
 def test_rows_of_the_null_slot_leave_no_trace() -> None:

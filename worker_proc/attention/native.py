@@ -21,6 +21,8 @@ MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
 PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pairs.h
 ITEM_TOKENS = 64  # of one chunk that a thread computes at a time
+MAX_CONTEXT_PER_PREFIX = 8
+"""Texts whose contexts are longer, relative to what they have in common, are not grouped."""
 
 
 def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
@@ -62,12 +64,13 @@ class NativeBackend:
         library: NativeLibrary,
         block_size: int,
         dtype: torch.dtype,
+        specs: Sequence[LayerSpec],
         windows: Sequence[int | None] = (None,),
-        heads_per_kv_head: int = 1,
     ) -> None:
-        """Take the window of each KV group, and the most query heads that share a KV head."""
+        """Take all layers, and the window of each KV group."""
         self._library = library
-        self._heads_per_kv_head = heads_per_kv_head
+        self._heads_per_kv_head = max(spec.num_heads // spec.num_kv_heads for spec in specs)
+        self._num_kv_heads = min(spec.num_kv_heads for spec in specs)
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
         self._reads_pairs = library.has_pairs and self._is_bf16 and block_size % PAIR_SLOTS == 0
@@ -108,10 +111,10 @@ class NativeBackend:
         work = WorkItems([], [], [0], [])
         singles = [segment for segment, part in enumerate(parts) if part.num_tokens == 1]
         groups, alone = self._group_by_prefix(parts, singles, group)
-        for members, num_shared in groups:
-            work.add(members, [0] * len(members), num_shared)
         for segment in alone:
             work.add([segment], [0], 0)
+        for members, num_shared in groups:
+            work.add(members, [0] * len(members), num_shared)
         chunks = [segment for segment, part in enumerate(parts) if part.num_tokens > 1]
         for segment in sorted(chunks, key=lambda segment: parts[segment].num_tokens):
             for token in range(0, parts[segment].num_tokens, ITEM_TOKENS):
@@ -126,13 +129,16 @@ class NativeBackend:
             return [], singles
         size = self._block_size
         tables = {segment: parts[segment].request.block_tables[group] for segment in singles}
-        most, least = PAIR_ROWS // self._heads_per_kv_head, -(-PAIR_SPAN // size)
-        groups, alone = group_by_prefix(tables, most, least)
+        per_thread = len(singles) * self._num_kv_heads // torch.get_num_threads()
+        most = max(1, min(PAIR_ROWS // self._heads_per_kv_head, per_thread))
+        groups, alone = group_by_prefix(tables, most, -(-PAIR_SPAN // size))
         shared = []
         for members, num_blocks in groups:
-            length = min(num_blocks * size, *(parts[segment].start for segment in members))
-            if length >= PAIR_SPAN:
-                shared.append((members, length // PAIR_SPAN * PAIR_SPAN))
+            starts = [parts[segment].start for segment in members]
+            length = min(num_blocks * size, *starts) // PAIR_SPAN * PAIR_SPAN
+            # Long contexts of their own are better shared by threads.
+            if length * MAX_CONTEXT_PER_PREFIX >= max(starts) and length > 0:
+                shared.append((members, length))
             else:
                 alone += members
         return shared, alone

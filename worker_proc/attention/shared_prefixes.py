@@ -48,7 +48,8 @@ def _take_group(texts: list[int], tables: Mapping[int, list[int]], min_blocks: i
     members, num_blocks = texts[:1], len(first)
     for text in texts[1:]:
         common = _num_common(first, tables[text], num_blocks)
-        if common < min_blocks:
+        saved = (len(members) - 1) * num_blocks  # reads of blocks, without this text
+        if common < min_blocks or len(members) * common < saved:
             break
         members.append(text)
         num_blocks = common

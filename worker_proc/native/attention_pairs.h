@@ -27,7 +27,7 @@ constexpr int kGroupPairs = kLanes / 2;
 // Some query rows of one KV head, with the state of their softmax. Scores are in powers of two.
 struct PairTile {
   int num_rows, dim, vdim, window;
-  float scale, softcap;
+  float scale, softcap;  // the scale is positive
   int position[kPairRows];
   float top[kPairRows];
   alignas(64) float sums[kPairRows][kLanes];
@@ -231,7 +231,7 @@ inline void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* 
     }
     tile.top[r] = highest;
   }
-  if (tile.top[r] == kNegInf) {  // the row sees nothing yet
+  if (highest == kNegInf && tile.top[r] == kNegInf) {  // the row sees nothing yet
     std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
     return;
   }
@@ -282,10 +282,10 @@ class PairContext {
     span.count = std::min(kSpanSlots, last - base + 1);
     span.first_group = std::max(0, earliest / kLanes - base / kLanes);
     span.num_groups = (span.count + kLanes - 1) / kLanes;
+    // Where a group is past the context, or in a block that the window has passed, the keys of
+    // another one are scored, and masked.
+    const int first = earliest / layer_.block_size * groups_per_block_;
     for (int g = 0; g < kSpanGroups; g++) {
-      // Where a group is past the context, or in a block that the window has passed, the keys of
-      // another one are scored, and masked.
-      const int first = earliest / layer_.block_size * groups_per_block_;
       const int64_t place = place_of(std::clamp(base / kLanes + g, first, last / kLanes));
       span.keys[g] = static_cast<const Unit*>(layer_.keys) + place * group_keys_;
       span.values[g] = static_cast<const Unit*>(layer_.values) + place * group_values_;
@@ -316,13 +316,14 @@ class PairContext {
   const int64_t group_keys_, group_values_;
 };
 
-// Adds the positions from `begin`, a multiple of a span, to `last` to the state of some rows. More
-// than kHalfRows of them begin with the tile's first.
+// Adds the positions from `begin`, a multiple of 64, to `last` to the state of some rows. If there
+// are more than kHalfRows rows, the first one is the tile's first, so that the row too many of the
+// second half is in the tile, too.
 inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context, int begin,
                              int last) {
   const int visible_from = tile.window ? tile.position[rows.first] - tile.window + 1 : 0;
   const int earliest = std::max(visible_from, begin);
-  const bool is_decode = rows.count <= kHalfRows / 2;  // memory takes longer than the rows do
+  const bool waits_for_memory = rows.count <= kHalfRows / 2;  // longer than it computes
 #ifdef __AMX_BF16__
   // Where halves differ, the second one computes a row too many, which is never read.
   const int num_halves = rows.count > kHalfRows ? 2 : 1;
@@ -359,12 +360,12 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
   score(span, tile.scores[turn]);
   for (bool has_next = true; has_next; turn ^= 1) {
     // The next span is scored first, so that its products run while this one's rows are weighed.
-    PairSpan next;
+    PairSpan next{};
     has_next = span.base + kSpanSlots <= last;
     if (has_next) {
       next = context.span(span.base + kSpanSlots, earliest, last);
       score(next, tile.scores[turn ^ 1]);
-      if (is_decode && next.base + kSpanSlots <= last)
+      if (waits_for_memory && next.base + kSpanSlots <= last)
         context.prefetch_span(context.span(next.base + kSpanSlots, earliest, last));
     }
     for (int r = rows.first; r < rows.first + rows.count; r++)
@@ -408,7 +409,8 @@ class PairHead {
 
   // Computes whole segments that begin with the same `num_shared` positions, which are read once.
   void attend_group(const int32_t* segments, int num_segments, int num_shared) {
-    if (layer_.window) {  // each row sees others of them
+    // With a window each row sees others of them.
+    if (layer_.window || num_segments * per_kv_ > kPairRows) {
       for (int i = 0; i < num_segments; i++)
         attend_tile(segments[i], 0, step_.num_tokens[segments[i]]);
       return;

@@ -29,7 +29,7 @@ constexpr int64_t kPairOutputs = 2 * kLanes;
 
 struct Weights {
   const Unit* panels;
-  int64_t num_units;  // of a panel
+  int64_t num_units;  // of a panel, at least 16
   int64_t num_pairs;  // of panels
 
   const Unit* panel(int64_t pair) const { return panels + pair * 2 * kLanes * num_units; }
@@ -185,11 +185,11 @@ struct alignas(64) TileConfig {
   }
 };
 
-// The sums of up to 32 rows and one pair of panels, which are passed on while the next are computed:
-// the vector unit is free then.
+// The sums of up to 32 rows and one pair of panels. They are passed on while the next ones are
+// computed, when the vector unit is idle.
 struct PendingSums {
   alignas(64) float values[2][2][kAmxRows][kLanes];
-  int64_t row, pair, count = 0, num_passed = 0;
+  int64_t row = 0, pair = 0, count = 0, num_passed = 0;
 
   template <class Out>
   [[gnu::always_inline]] void pass_on(int64_t num_rows, const Out& out) {
@@ -204,7 +204,7 @@ struct PendingSums {
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
 template <bool HasLower, class Out>
 void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
-                    bool prefetches_next_pair, PendingSums& sums, PendingSums& last,
+                    bool prefetches_next_pair, PendingSums& sums, PendingSums& previous,
                     const Out& out) {
   const Unit* low = w.panel(pair);
   const Unit* high = low + kLanes * w.num_units;
@@ -212,7 +212,7 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
   const Unit* lower = upper + kAmxRows * rows.stride;
   const int64_t stride = rows.stride * sizeof(Unit);
   const int64_t num_steps = w.num_units / kUnitStep;
-  const int64_t passed_per_step = (last.count + num_steps - 1) / num_steps;
+  const int64_t passed_per_step = (previous.count + num_steps - 1) / num_steps;
   _tile_zero(0);
   _tile_zero(1);
   if (HasLower) _tile_zero(2);
@@ -233,7 +233,7 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
 #pragma GCC unroll 32
       for (int i = 0; i < kPairOutputs; i++) __builtin_prefetch(next + i * kLanes);
     }
-    last.pass_on(passed_per_step, out);
+    previous.pass_on(passed_per_step, out);
   }
   _tile_stored(0, sums.values[0][0], 64);
   _tile_stored(1, sums.values[0][1], 64);
@@ -264,11 +264,12 @@ void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t l
       }
   }
   if (const int64_t count = last_row - last_whole; count > 0) {
-    const auto multiply = count > kAmxRows ? multiply_tiles<true, Out> : multiply_tiles<false, Out>;
+    const auto multiply_rest =
+        count > kAmxRows ? multiply_tiles<true, Out> : multiply_tiles<false, Out>;
     _tile_loadconfig(&rest);
     for (int64_t pair = first_pair; pair < last_pair; pair++, turn ^= 1) {
       const bool prefetches = last_whole == row && pair + 1 < last_pair;
-      multiply(w, rows, last_whole, count, pair, prefetches, sums[turn], sums[turn ^ 1], out);
+      multiply_rest(w, rows, last_whole, count, pair, prefetches, sums[turn], sums[turn ^ 1], out);
     }
   }
   _tile_release();
@@ -292,12 +293,13 @@ void multiply_part(const Weights& w, UnitRows rows, int64_t row, int64_t last_ro
 template <typename T, class Out>
 void multiply(Team& team, const Weights& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;    // the weights are all that matters: each thread reads a part
-  constexpr int64_t kGroupRows = 256; // rows that stay in a core's cache
+  // Rows that stay in a core's cache; vectors read them again for each pair.
+  const int64_t group_rows = sizeof(T) == sizeof(Bf16) && troika_has_tiles ? 256 : 128;
   if (num_rows <= kFewRows) {
     multiply_part<T>(w, rows, 0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), out);
     return;
   }
-  const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
+  const int64_t num_groups = (num_rows + group_rows - 1) / group_rows;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
   const int64_t per_piece = std::max<int64_t>(1, w.num_pairs / (8 * team.size));
   const int64_t num_pieces = (w.num_pairs + per_piece - 1) / per_piece;
