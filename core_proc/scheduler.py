@@ -137,14 +137,19 @@ class Scheduler:
                 return None
             self.speculation.limits.review(self.running)
         step = ScheduledStep(self.options.token_budget, self._threshold())
-        num_decoding = len(self.running) - len(self.partial_prefills)
-        step.prompt_left = self.prompt_budget.num_tokens(num_decoding)
+        if self.prompt_budget.is_on:
+            num_decoding = sum(map(self._decodes, self.running))
+            step.prompt_left = self.prompt_budget.num_tokens(num_decoding)
         self._schedule_running(step)
         if not step.ran_out_of_blocks:
             self._schedule_waiting(step)
         if self.options.elastic_token_budget:
             self._stretch(step)
         return self._send(step)
+
+    def _decodes(self, request: Request) -> bool:
+        is_pooled = request.sampling_params.pooling is not None
+        return not is_pooled and request not in self.partial_prefills
 
     def _threshold(self) -> int:
         """Return the most tokens that the step grants to one request; 0: no limit.

@@ -24,6 +24,9 @@ class PartialPrefills:
     def __len__(self) -> int:
         return len(self._members)
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
     def is_long(self, request: Request) -> bool:
         """Whether the limit on long prompts applies to the request."""
         return self._most_long > 0 and request.num_prompt_tokens > self._threshold

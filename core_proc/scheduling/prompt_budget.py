@@ -43,7 +43,7 @@ class PromptBudget:
 
     def num_tokens(self, num_decoding: int) -> int | None:
         """Return the most prompt tokens of a step; None: any number, as nothing decodes."""
-        if not self.is_on or num_decoding == 0:
+        if num_decoding == 0:
             return None
         if self._token_ns == 0.0:
             return _FIRST_TOKENS

@@ -11,7 +11,7 @@ from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.scheduling.prompt_budget import LEAST_TOKENS
 from protocol.core_worker import SchedulerOutput
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, SamplingParams, pooling_params
 from tests.core.fake_worker import FakeWorker
 
 PROMPT = 3000
@@ -96,3 +96,14 @@ def test_a_prompt_alone_is_not_cut() -> None:
     step = scheduler.schedule()
     assert step is not None
     assert step.total_num_scheduled_tokens == 2000
+
+
+def test_requests_for_vectors_limit_no_prompts() -> None:
+    """They never decode, so every step is filled, also while one of them is in flight."""
+    options = SchedulerOptions(num_blocks=4096, max_steps_in_flight=2, target_itl_ms=50)
+    scheduler = Scheduler(options)
+    for req_id in range(60):
+        params = pooling_params(Pooling())
+        scheduler.add_request(Request(req_id, [req_id + 1] * 200, params))
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    assert all(step and step.total_num_scheduled_tokens > 1000 for step in steps)

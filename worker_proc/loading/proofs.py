@@ -1,9 +1,9 @@
 """What is proven about a model at its load, kept for later starts on the same machine.
 
-The key holds whatever a proof depends on: the files of model and draft model, the settings, this package's
-code, the libraries, the compiled kernels, the CPU, and the environment that steers computation. A
-file counts as unchanged while its size, its inode and both of its times are: the time of the last
-change of the inode cannot be set back.
+The key holds whatever a proof depends on: the files of model and draft model, the settings, this
+package's code, the libraries, the compiled kernels, the CPU, and the environment that steers
+computation. A file counts as unchanged while its size, its inode and both of its times are: the
+time of the last change of the inode cannot be set back.
 """
 
 import hashlib
@@ -101,7 +101,7 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
 
 def _modules_of(checkpoint: Path) -> list[Path]:
     """Return the files of transformers that compute a checkpoint; they may be edited in place."""
-    package = Path(transformers.__file__).parent
+    package = Path(transformers.__path__[0])
     try:
         model_type = json.loads((checkpoint / "config.json").read_bytes())["model_type"]
         own = package / "models" / str(model_type).replace("-", "_")
