@@ -92,7 +92,7 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     yield code.digest()
     yield f"{sys.version} {torch.__version__} {transformers.__version__}".encode()
     for library in (torch, transformers):  # installed anew, perhaps from other code
-        yield _state(Path(library.__file__))
+        yield _state(Path(library.__path__[0]) / "__init__.py")
     yield cpu_description().encode()
     yield _cpu_model().encode()
     steering = {name: value for name, value in os.environ.items() if name.startswith(_STEERING)}
