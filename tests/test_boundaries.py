@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -184,3 +185,13 @@ def test_every_file_has_a_docstring() -> None:
     for package in [*PRODUCT, "tests"]:
         for path in (ROOT / package).rglob("*.py"):
             assert ast.get_docstring(tree_of(path)), f"{path} has no docstring"
+
+
+def test_the_wheel_has_every_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for name in PRODUCT
+        for path in (ROOT / name).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == found

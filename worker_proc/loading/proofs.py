@@ -48,7 +48,7 @@ class Proofs:
 
     def with_kernels(self, library: NativeLibrary | None) -> StartCache:
         """Return what is proven of these kernels, or of torch's."""
-        # Its name does not tell which compiler has made it.
+        # The name of the file does not depend on the compiler.
         kernels = b"" if library is None else _state(library.path)
         return StartCache("proofs", [*self._key, kernels])
 
