@@ -232,7 +232,8 @@ class ModelRunnerOutput(Message):
     draft_ns: Annotated[int, Meta(ge=0)] = 0
     """Nanoseconds of `forward_ns` that the drafts for the next step took."""
     wait_ns: Annotated[int, Meta(ge=0)] = 0
-    """Nanoseconds from the end of the step before to this step's arrival."""
+    """Nanoseconds from the end of the step before to this step's arrival; 0: the worker had no
+    requests."""
 
 
 class StepFailed(Message):

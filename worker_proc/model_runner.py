@@ -117,7 +117,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         began_ns = time.perf_counter_ns()
-        wait_ns = began_ns - self._ended_ns
+        # A worker without requests has waited for none of them.
+        wait_ns = began_ns - self._ended_ns if self._mirror.requests else 0
         scheduled = self._mirror.apply(step)
         if self._draft_model is not None:
             self._draft_model.follow(step)
@@ -484,23 +485,21 @@ def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
     """Group the layers that share block tables."""
+    return _lay_out(loaded, config, hybrid=config.cache.enable_hybrid_kv_cache)
+
+
+def make_draft_layout(draft: LoadedModel, config: EngineConfig) -> KVLayout:
+    """Put all layers in one group, which follows the tables of one group of the model."""
+    return _lay_out(draft, config, hybrid=False)
+
+
+def _lay_out(loaded: LoadedModel, config: EngineConfig, *, hybrid: bool) -> KVLayout:
     return lay_out(
         [layer.spec for layer in loaded.layers],
         config.cache.block_size,
         config.scheduler.max_num_batched_tokens,
         config.model.max_model_len or loaded.model_len,
-        config.cache.enable_hybrid_kv_cache,
-    )
-
-
-def make_draft_layout(draft: LoadedModel, config: EngineConfig) -> KVLayout:
-    """Put all layers in one group, which follows the tables of one group of the model."""
-    return lay_out(
-        [layer.spec for layer in draft.layers],
-        config.cache.block_size,
-        config.scheduler.max_num_batched_tokens,
-        config.model.max_model_len or draft.model_len,
-        hybrid=False,
+        hybrid,
     )
 
 

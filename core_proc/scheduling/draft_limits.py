@@ -286,7 +286,8 @@ class DraftLimits:
             self._credit_ns = _FIRST_TRIAL_STEPS * plain.compute_ns
             self._is_review_due = True
         self._credit_ns += TRIAL_SHARE * output.forward_ns
-        if not self.is_active:
+        if not self.is_active and (self._trial is not None or kind.num_drafts):
             token_ns = plain.compute_ns / max(kind.num_sampling, 1)
             self._credit_ns -= output.draft_ns + (kind.num_drafts - num_right) * token_ns
-        self._credit_ns = min(self._credit_ns, _MOST_CREDIT_STEPS * plain.compute_ns)
+        most_ns = _MOST_CREDIT_STEPS * plain.compute_ns
+        self._credit_ns = min(max(self._credit_ns, -most_ns), most_ns)

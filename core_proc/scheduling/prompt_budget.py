@@ -67,6 +67,7 @@ class PromptBudget:
         if output.forward_ns == 0 or num_decoded == 0:
             return
         if num_prompt_tokens == 0:
+            # Drafts count as rows here: with them the last step's time is used, mostly.
             self._decode_times.observe(num_decoded, output.forward_ns, output.wait_ns)
             self._decode_ns = float(output.forward_ns + output.wait_ns)
         elif num_prompt_tokens >= LEAST_TOKENS:

@@ -143,6 +143,28 @@ class _SigmoidRouter(Qwen3MoeTopKRouter):
         return logits, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype), indices
 
 
+class _OddRouter(Qwen3MoeTopKRouter):
+    """Sends a third of all rows to other experts."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, weights, indices = super().forward(hidden)
+        rows = hidden.reshape(-1, self.hidden_dim)
+        is_odd = rows[:, :1] > rows.mean(dim=-1, keepdim=True) + 0.4 * rows.std(
+            dim=-1, keepdim=True
+        )
+        return logits, weights, torch.where(is_odd, (indices + 1) % NUM_EXPERTS, indices)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.inference_mode()
+def test_blocks_that_compute_some_rows_otherwise_stay(
+    dtype: torch.dtype, library: NativeLibrary
+) -> None:
+    model = make_block("qwen3_moe", dtype)
+    model[0].gate.__class__ = _OddRouter
+    assert "0" not in fuse_modules(model, library, dtype)
+
+
 @torch.inference_mode()
 def test_blocks_that_compute_something_else_stay(library: NativeLibrary) -> None:
     model = make_block("qwen3_moe", torch.float32)

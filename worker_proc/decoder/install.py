@@ -191,7 +191,8 @@ def _best_settings(
     for rotation in Rotation:
         settings = LayerSettings(rotation, scoring.scale, scoring.softcap or 0.0)
         stack = DecoderStack(library, [layer], [settings], call.hidden.dtype)
-        # Rounding may send a row to another expert: of a mixture the typical row counts.
+        # Attention rounds otherwise than the module does, which may send a row to another expert.
+        # The mixture itself is proven (loading/fused.py): so here the typical row counts.
         is_mixture = isinstance(layer.mlp, FusedExperts)
         error = max(
             _error(stack, call, hidden, expected, is_typical=is_mixture)

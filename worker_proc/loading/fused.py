@@ -26,6 +26,10 @@ from worker_proc.native.kernels import (
 )
 
 NUM_TRIAL_ROWS = 5
+NUM_MIXTURE_ROWS = 64
+MIXTURE_QUANTILE = {torch.float32: 1.0, torch.bfloat16: 0.9}
+"""Share of the rows of a mixture of experts that must agree: rounding may send a row to another
+expert, whose logit is equal within it."""
 NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Relative to the largest value: another order of a sum, and one rounding."""
@@ -198,7 +202,10 @@ def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None
     whole = ExpertWeights(weights["weight"], gate_up, down)
     make = partial(FusedExperts, library, activation, routing, whole)
     proven = None if known is None else number
-    return _agreeing(module, hidden_size, {number: make}, proven, is_typical=True)
+    quantile = MIXTURE_QUANTILE[down.dtype]
+    return _agreeing(
+        module, hidden_size, {number: make}, proven, num_rows=NUM_MIXTURE_ROWS, quantile=quantile
+    )
 
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
@@ -258,19 +265,20 @@ def _agreeing(
     candidates: Mapping[int, Callable[[], nn.Module]],
     proven: int | None,
     *,
-    is_typical: bool = False,
+    num_rows: int = NUM_TRIAL_ROWS,
+    quantile: float = 1.0,
 ) -> _Fused | None:
     """Return the candidate that is closest to what `module` does, if it agrees at every scale.
 
-    One may be proven by an earlier start, and is not tried. With `is_typical` half of the rows may
-    differ: rounding sends them to other experts.
+    One may be proven by an earlier start, and is not tried. The error is that of a quantile of the
+    rows.
     """
     if proven is not None:
         return proven, candidates[proven]()
     dtype = next(module.parameters()).dtype
     generator = torch.Generator().manual_seed(1)
     # Off zero, so that a norm that subtracts the mean does not pass.
-    rows = torch.randn(1, NUM_TRIAL_ROWS, size, generator=generator) + 1.0
+    rows = torch.randn(1, num_rows, size, generator=generator) + 1.0
     trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
     try:
         expected = [module(trial).float() for trial in trials]
@@ -283,7 +291,7 @@ def _agreeing(
             (candidate(trial).float() - want).abs().amax(dim=-1) / want.abs().max()
             for trial, want in zip(trials, expected, strict=True)
         ]
-        error = max(float(rows.median() if is_typical else rows.max()) for rows in errors)
+        error = max(float(row.quantile(quantile, interpolation="higher")) for row in errors)
         if error <= least:
             best, least = (number, candidate), error
     return best
