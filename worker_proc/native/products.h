@@ -201,11 +201,22 @@ struct PendingSums {
   }
 };
 
+// Weights that a thread reads after the present pair of panels, fetched while it multiplies.
+struct WeightsAhead {
+  const Unit *next, *end;
+
+  template <_mm_hint Cache>
+  [[gnu::always_inline]] void fetch(int64_t num_vectors) {
+    const Unit* const last = std::min(next + num_vectors * kLanes, end);
+    for (; next < last; next += kLanes) _mm_prefetch(next, Cache);
+  }
+};
+
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
 template <bool HasLower, class Out>
 void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
-                    bool prefetches_next_pair, PendingSums& sums, PendingSums& previous,
-                    const Out& out) {
+                    WeightsAhead& ahead, int64_t fetched_per_step, PendingSums& sums,
+                    PendingSums& previous, const Out& out) {
   const Unit* low = w.panel(pair);
   const Unit* high = low + kLanes * w.num_units;
   const Unit* upper = rows.data + row * rows.stride;
@@ -228,11 +239,8 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    if (prefetches_next_pair) {
-      const Unit* next = w.panel(pair + 1) + unit * kPairOutputs;
-#pragma GCC unroll 32
-      for (int i = 0; i < kPairOutputs; i++) __builtin_prefetch(next + i * kLanes);
-    }
+    // The first cache has room for them only beside few rows.
+    ahead.fetch<HasLower ? _MM_HINT_T1 : _MM_HINT_T0>(fetched_per_step);
     previous.pass_on(passed_per_step, out);
   }
   _tile_stored(0, sums.values[0][0], 64);
@@ -253,23 +261,31 @@ void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t l
   const TileConfig whole(kBothRows), rest(last_row - last_whole);
   PendingSums sums[2];
   int turn = 0;
+  // All rows of a pair share in fetching the next one, so that memory is never idle.
+  const auto ahead_of = [&](int64_t pair) {
+    return WeightsAhead{w.panel(pair + 1), w.panel(std::min(pair + 2, last_pair))};
+  };
   finish_stores();
   if (last_whole > row) {
+    const int64_t num_blocks = (last_whole - row) / kBothRows;
+    const int64_t fetched_per_step = (kPairOutputs + num_blocks - 1) / num_blocks;
     _tile_loadconfig(&whole);
-    for (int64_t pair = first_pair; pair < last_pair; pair++)
-      for (int64_t at = row; at < last_whole; at += kBothRows, turn ^= 1) {
-        const bool prefetches = at == row && pair + 1 < last_pair;
-        multiply_tiles<true>(w, rows, at, kBothRows, pair, prefetches, sums[turn], sums[turn ^ 1],
-                             out);
-      }
+    for (int64_t pair = first_pair; pair < last_pair; pair++) {
+      WeightsAhead ahead = ahead_of(pair);
+      for (int64_t at = row; at < last_whole; at += kBothRows, turn ^= 1)
+        multiply_tiles<true>(w, rows, at, kBothRows, pair, ahead, fetched_per_step, sums[turn],
+                             sums[turn ^ 1], out);
+    }
   }
   if (const int64_t count = last_row - last_whole; count > 0) {
     const auto multiply_rest =
         count > kAmxRows ? multiply_tiles<true, Out> : multiply_tiles<false, Out>;
+    const int64_t fetched_per_step = last_whole > row ? 0 : kPairOutputs;  // they are cached, then
     _tile_loadconfig(&rest);
     for (int64_t pair = first_pair; pair < last_pair; pair++, turn ^= 1) {
-      const bool prefetches = last_whole == row && pair + 1 < last_pair;
-      multiply_rest(w, rows, last_whole, count, pair, prefetches, sums[turn], sums[turn ^ 1], out);
+      WeightsAhead ahead = ahead_of(pair);
+      multiply_rest(w, rows, last_whole, count, pair, ahead, fetched_per_step, sums[turn],
+                    sums[turn ^ 1], out);
     }
   }
   _tile_release();
@@ -301,13 +317,13 @@ void multiply(Team& team, const Weights& w, UnitRows rows, int64_t num_rows, con
   }
   const int64_t num_groups = (num_rows + group_rows - 1) / group_rows;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
-  const int64_t per_piece = std::max<int64_t>(1, w.num_pairs / (8 * team.size));
-  const int64_t num_pieces = (w.num_pairs + per_piece - 1) / per_piece;
+  // Few and long pieces: within one, the next weights are fetched while the present ones are used.
+  const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {
-    const int64_t row = task / num_pieces * group, pair = task % num_pieces * per_piece;
-    multiply_part<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows), pair,
-                     std::min(pair + per_piece, w.num_pairs), out);
+    const int64_t row = task / num_pieces * group, piece = task % num_pieces;
+    multiply_part<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows),
+                     w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces, out);
   }
 }
 

@@ -36,11 +36,10 @@ inline void narrow(float x, Bf16& out) {
   out.bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline Vec widen(VecHalf v) { return (Vec)(__builtin_convertvector(v, VecBits) << 16); }
+
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline Vec load(const Bf16* p) {
-  VecBits bits = __builtin_convertvector(*reinterpret_cast<const VecHalf*>(p), VecBits) << 16;
-  return (Vec)bits;
-}
+inline Vec load(const Bf16* p) { return widen(*reinterpret_cast<const VecHalf*>(p)); }
 
 inline Vec splat(float x) { return x - Vec{}; }
 
