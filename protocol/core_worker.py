@@ -73,6 +73,8 @@ class ModelFacts(Record):
     """What computes the layers, "native" or "modules": results of the two differ in their bits."""
     speculation: Text = ""
     """What guesses tokens ahead, for people; empty: nothing does."""
+    quantization: Text = ""
+    """How weights were rounded, "w8a16" or "w4a16"; empty: not at all."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.

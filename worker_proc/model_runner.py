@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -43,15 +44,17 @@ from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.draft import describe_speculation, group_without_window, load_draft
 from worker_proc.loading.fused import fuse_modules
+from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.host_limits import available_cpus, available_memory
 from worker_proc.loading.loader import LoadedModel, load_model
-from worker_proc.loading.packed_linear import can_pack, pack_linears
+from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs, proven
+from worker_proc.loading.quantization import FORMATS, check_weights, load_rounding_library
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.native.build import start_building
-from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.native.kernels import Format, NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
@@ -270,10 +273,14 @@ def load_model_runner(
 def prepare_model(
     config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
 ) -> PreparedModel:
-    """Load the configured checkpoints, and fuse and pack their modules where possible."""
+    """Load the configured checkpoints, and round, fuse and pack their modules as configured."""
     device = resolve_device(config.model.device)
+    quantization, library = config.model.quantization, None
     kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
-    if device.type == "cpu":
+    if quantization is not None:
+        progress("compile_kernels", 0, 0)
+        library = load_rounding_library(quantization, device)
+    elif device.type == "cpu":
         start_building()
     proofs = None if kept is None else kept.without_kernels()
     loaded = load_model(config.model.model, config.model.dtype, device, progress, proofs)
@@ -284,28 +291,40 @@ def prepare_model(
             f" that {config.model.model} can compute"
         )
     draft = load_draft(config.model, loaded, progress)
-    library = load_library() if device.type == "cpu" else None
+    if library is None and device.type == "cpu":
+        library = load_library()
     proofs = None if kept is None else kept.with_kernels(library)
-    for role, one in (("fused", loaded), ("fused_draft", draft)):
-        if one is not None and can_pack(one.dtype, device):
+    if quantization is not None and library is not None:
+        check_weights(loaded, quantization, partial(progress, "check_weights"))
+    roles = [("fused", loaded, FORMATS[quantization])]
+    if draft is not None:
+        roles.append(("fused_draft", draft, PLAIN))  # it is never rounded
+    for role, one, formats in roles:
+        if can_pack(one.dtype, device):
             progress("pack_weights", 0, 1)
             if library is not None:
-                _fuse(one, library, proofs, role)
-            pack_linears(
-                one.model,
-                library,
-                lambda done, total: progress("pack_weights", done, total),
-            )
+                on_tried = partial(progress, "fuse_modules")
+                _fuse(one, library, proofs, role, format=formats.layers, on_tried=on_tried)
+            pack_linears(one.model, library, partial(progress, "pack_weights"), formats)
+    return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     return PreparedModel(loaded, library, load_grammars(vocabulary), proofs, draft)
 
 
 def _fuse(
-    loaded: LoadedModel, library: NativeLibrary, proofs: StartCache | None, name: str
+    loaded: LoadedModel,
+    library: NativeLibrary,
+    proofs: StartCache | None,
+    name: str,
+    *,
+    format: Format,
+    on_tried: Callable[[int, int], None],
 ) -> None:
     """Fuse modules, and keep which ones under a name."""
     known = None if proofs is None else proofs.get(name, dict[str, int])
-    fused = fuse_modules(loaded.model, library, loaded.dtype, known)
+    fused = fuse_modules(
+        loaded.model, library, loaded.dtype, known, format=format, on_tried=on_tried
+    )
     if proofs is not None and known is None:
         proofs.put(name, fused)
 
@@ -419,6 +438,7 @@ def build_runner(
         embedding_size=calibration.embedding_size,
         decoder="native" if calibration.decoder else "modules",
         speculation=describe_speculation(config),
+        quantization=config.model.quantization or "",
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     install(prepared, calibration.decoder)

@@ -57,6 +57,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     """What computes the layers: native or modules."""
     speculation: str | None
     """What guesses tokens ahead, if anything does."""
+    quantization: str | None
+    """How weights were rounded when they were loaded: w8a16 or w4a16."""
     api_servers: int
     """API processes that were to run."""
     api_servers_ready: int
@@ -137,6 +139,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         exact_resume_reason=None if facts is None else facts.exact_resume_reason,
         decoder=(facts and facts.decoder) or None,
         speculation=(facts and facts.speculation) or None,
+        quantization=(facts and facts.quantization) or None,
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
     )

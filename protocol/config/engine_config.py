@@ -35,6 +35,11 @@ class Dtype(enum.StrEnum):
     FLOAT16 = "float16"
 
 
+class Quantization(enum.StrEnum):
+    W8A16 = "w8a16"
+    W4A16 = "w4a16"
+
+
 class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -89,6 +94,9 @@ class ModelConfig(Section):
     template; off: reasoning stays a part of the content."""
     dtype: Dtype = Dtype.AUTO
     """Type of weights, activations and KV; auto: as in config.json."""
+    quantization: Quantization | None = None
+    """Round the weights of linear layers when they are loaded, to codes of 8 bits (w8a16), or of 4
+    bits with a scale for each 128 inputs (w4a16); on the CPU, in bfloat16. Default: not at all."""
     device: Device = Device.AUTO
     """Where to compute; auto: CUDA if there is any."""
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
@@ -408,6 +416,19 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     yield (
         has_draft_model and config.model.model == "null",
         "speculative_model works with a model only, not with the null model",
+    )
+    is_quantized = config.model.quantization is not None
+    yield (
+        is_quantized and config.model.model == "null",
+        "quantization needs a model: the null model has no weights",
+    )
+    yield (
+        is_quantized and config.model.device is Device.CUDA,
+        "quantization needs device cpu: there are no kernels for codes on the GPU",
+    )
+    yield (
+        is_quantized and config.model.dtype not in (Dtype.AUTO, Dtype.BFLOAT16),
+        "quantization needs dtype bfloat16: codes stand for weights in bfloat16",
     )
     max_model_len = config.model.max_model_len
     if max_model_len is not None:

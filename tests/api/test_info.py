@@ -71,6 +71,7 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "exact_resume_reason": None,
         "decoder": None,
         "speculation": None,
+        "quantization": None,
         "api_servers": 1,
         "api_servers_ready": 0,
     }
@@ -217,6 +218,7 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     assert "# TYPE troika_engine_steps_total counter" in text
     [info] = [line for line in text.splitlines() if line.startswith("troika_engine_info{")]
     assert f'decoder="{FACTS.decoder}"' in info
+    assert f'quantization="{FACTS.quantization}"' in info
     assert f'num_gpu_blocks="{FACTS.num_gpu_blocks}"' in info
     assert info.endswith(" 1.0")
 

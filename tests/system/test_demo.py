@@ -5,7 +5,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -105,6 +107,28 @@ def test_stream_goes_on_after_kill_9(demo: Engine, client: openai.OpenAI, role: 
         parts.append(chunk.choices[0].text)
     assert "".join(parts) == undisturbed.choices[0].text
     assert demo.row(role).epoch > 3
+
+
+@pytest.mark.parametrize("quantization", ["w8a16", "w4a16"])
+def test_stream_of_rounded_weights_goes_on_after_kill_9(
+    start_engine: EngineFactory, quantization: str
+) -> None:
+    """Of the worker and then of the core: the stream equals one without a kill."""
+    engine = start_engine("--quantization", quantization, model="demo")
+    engine.ready()
+    readiness = httpx.get(engine.url() + "/readyz").json()
+    assert (readiness["quantization"], readiness["exact_resume"]) == (quantization, True)
+    with openai.OpenAI(base_url=engine.url() + "/v1", api_key="none", max_retries=0) as client:
+        kills = {20: Role.WORKER, 300: Role.CORE}
+        options: dict[str, Any] = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
+        fields: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, **options}
+        undisturbed = client.completions.create(**fields)
+        parts = []
+        for num_chunks, chunk in enumerate(client.completions.create(**fields, stream=True)):
+            if num_chunks in kills:
+                os.kill(engine.pid(kills[num_chunks]), signal.SIGKILL)
+            parts.append(chunk.choices[0].text)
+        assert "".join(parts) == undisturbed.choices[0].text
 
 
 def test_many_clients_share_the_engine(client: openai.OpenAI) -> None:

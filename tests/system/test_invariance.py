@@ -27,11 +27,11 @@ def request(number: int) -> tuple[list[int], SamplingParams]:
     return prompt, params
 
 
-def run(numbers: list[int], dtype: str, **settings: Any) -> tuple[dict[int, list[int]], int]:
+def run(numbers: list[int], **settings: Any) -> tuple[dict[int, list[int]], int]:
     """Return tokens by request number, and the number of preemptions."""
     model = str(ROOT / "scripts" / "demo_model")
     # One thread: two on a busy processor would mostly wait for each other.
-    engine = InprocEngine(configure(model=model, dtype=dtype, num_threads=1, **settings))
+    engine = InprocEngine(configure(model=model, num_threads=1, **settings))
     tokens: dict[int, list[int]] = {}
     owners = {engine.submit(*request(number)): number for number in numbers}
     while engine.has_unfinished:
@@ -40,23 +40,34 @@ def run(numbers: list[int], dtype: str, **settings: Any) -> tuple[dict[int, list
     return tokens, engine.stats().num_preemptions
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_seed_decides_alone(dtype: str) -> None:
+@pytest.mark.parametrize(
+    "computed",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "w8a16"},
+        {"dtype": "bfloat16", "quantization": "w4a16"},
+    ],
+    ids=lambda computed: "-".join(computed.values()),
+)
+def test_seed_decides_alone(computed: dict[str, str]) -> None:
     """The same tokens in a batch of 32, alone, chunked, and after preemptions."""
-    together, _ = run(list(range(NUM_REQUESTS)), dtype, num_gpu_blocks_override=400)
+    together, _ = run(list(range(NUM_REQUESTS)), num_gpu_blocks_override=400, **computed)
     assert all(len(tokens) == MAX_TOKENS for tokens in together.values())
     assert len({tuple(tokens) for tokens in together.values()}) == NUM_REQUESTS
     for number in (0, 3, 14, 29):
-        alone, _ = run([number], dtype, num_gpu_blocks_override=400)
+        alone, _ = run([number], num_gpu_blocks_override=400, **computed)
         assert alone[number] == together[number]
     chunked, _ = run(
         list(range(NUM_REQUESTS)),
-        dtype,
         num_gpu_blocks_override=400,
         max_num_batched_tokens=16,
         max_num_seqs=16,
+        **computed,
     )
     assert chunked == together
-    preempted, num_preemptions = run(list(range(NUM_REQUESTS)), dtype, num_gpu_blocks_override=24)
+    preempted, num_preemptions = run(
+        list(range(NUM_REQUESTS)), num_gpu_blocks_override=24, **computed
+    )
     assert num_preemptions > 0
     assert preempted == together

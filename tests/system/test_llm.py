@@ -362,7 +362,8 @@ def test_bad_parameter_is_named(fields: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"quantization": "awq"}, "quantization: 'awq' is not supported, only None is"),
+        ({"quantization": "awq"}, "quantization: .*'awq'"),
+        ({"load_format": "gguf"}, "load_format: 'gguf' is not supported, only 'auto' is"),
         ({"max_num_sequences": 4}, "unknown setting max_num_sequences .* max_num_seqs"),
         ({"max_num_seqs": 0}, "max-num-seqs: Expected `int` >= 1"),
         ({"dtype": "int4"}, "dtype"),

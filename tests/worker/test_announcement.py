@@ -39,6 +39,11 @@ def test_capacity_is_that_of_requests_of_full_length() -> None:
     ]
 
 
+def test_rounded_weights_are_named() -> None:
+    (_, line) = announcement(msgspec.structs.replace(FACTS, quantization="w8a16"), "native kernel")
+    assert line.endswith("native kernel, bfloat16 with weights w8a16 on the CPU")
+
+
 def test_a_window_leaves_room_for_more() -> None:
     groups = [KVGroup(), KVGroup(max_blocks=32)]
     (line, _) = announcement(msgspec.structs.replace(FACTS, kv_groups=groups), "native kernel")

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from protocol.config import EngineConfig
+from protocol.config import EngineConfig, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_bitwise import engine_config
 from worker_proc import model_runner
 from worker_proc.loading import fused, loader
+from worker_proc.loading import quantization as quantization_settings
 from worker_proc.model_runner import ModelRunner, load_model_runner
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
@@ -37,6 +38,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(model_runner, "load_library", lambda: library)
     monkeypatch.setattr(model_runner, "start_building", lambda: None)
+    monkeypatch.setattr(quantization_settings, "load_library", lambda: library)
+    monkeypatch.setattr(quantization_settings, "build", lambda: library.path)
     count: Counter[str] = Counter()
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,12 +59,21 @@ def start(config: EngineConfig) -> ModelRunner:
     return load_model_runner(config, lambda *_: None, keeps_proofs=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def quantized(config: EngineConfig, quantization: Quantization | None) -> EngineConfig:
+    model = msgspec.structs.replace(config.model, quantization=quantization)
+    return msgspec.structs.replace(config, model=model)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [("llama", None), ("gemma2", None), *(("llama", q) for q in Quantization)],
+)
 def test_a_second_start_proves_nothing_and_computes_the_same(
-    name: str, tmp_path: Path, tried: Counter[str]
+    name: str, quantization: Quantization | None, tmp_path: Path, tried: Counter[str]
 ) -> None:
     build_checkpoint(tmp_path / "model", CONFIGS[name]())
-    config = engine_config(tmp_path / "model", "float32")
+    dtype = "float32" if quantization is None else "bfloat16"
+    config = quantized(engine_config(tmp_path / "model", dtype), quantization)
     first = start(config)
     assert set(tried) == set(PROOFS)
     tried.clear()
@@ -72,6 +84,20 @@ def test_a_second_start_proves_nothing_and_computes_the_same(
     params = SamplingParams(max_tokens=12)
     expected = drive(first, PROMPTS, params).output_token_ids
     assert drive(second, PROMPTS, params).output_token_ids == expected
+
+
+@pytest.mark.parametrize("quantization", Quantization)
+def test_a_quantization_is_proven_by_itself(
+    quantization: Quantization, tmp_path: Path, tried: Counter[str]
+) -> None:
+    build_checkpoint(tmp_path / "model", CONFIGS["llama"]())
+    config = engine_config(tmp_path / "model", "bfloat16")
+    for other in (None, *Quantization):
+        if other is not quantization:
+            start(quantized(config, other))
+    tried.clear()
+    start(quantized(config, quantization))
+    assert set(tried) == set(PROOFS)
 
 
 def change_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,11 @@ def tokens(runner):
     return drive(runner, prompts, params, max_num_batched_tokens=64).output_token_ids
 
 config = configure(
-    model="scripts/demo_model", dtype=sys.argv[1], num_gpu_blocks_override=200, num_threads=2
+    model="scripts/demo_model",
+    dtype=sys.argv[1],
+    quantization=sys.argv[2],
+    num_gpu_blocks_override=200,
+    num_threads=2,
 )
 make = load_to_fork(config, quiet)
 check_forkable()
@@ -305,14 +309,19 @@ print(json.dumps({"forked": forked, "cold": tokens(make_runner(config, quiet))})
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "w8a16"), ("bfloat16", "w4a16")],
+)
+def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(
+    dtype: str, quantization: str
+) -> None:
     """Weights packed by one thread, computed by several: the same tokens, greedy and seeded.
 
     The second fork takes over what the first one has checked with as many threads.
     """
     done = subprocess.run(
-        [sys.executable, "-c", COMPARE, dtype],
+        [sys.executable, "-c", COMPARE, dtype, quantization],
         cwd=ROOT,
         capture_output=True,
         text=True,

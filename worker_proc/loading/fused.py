@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from worker_proc.loading.experts import ExpertWeights, FusedExperts, Routing
-from worker_proc.loading.packed_linear import make_linear
+from worker_proc.loading.packed_linear import make_linear, round_linears
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
     Activation,
     Epilogue,
+    Format,
     NativeLibrary,
     projection,
 )
@@ -78,14 +79,15 @@ class FusedMLP(nn.Module):
         self,
         library: NativeLibrary,
         activation: Activation,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        gates: tuple[torch.Tensor, torch.Tensor | None],
         down: nn.Linear,
+        format: Format = Format.UNITS,
     ) -> None:
-        """`weight`, `[2 * size, in_features]`: first the gates, then the factors."""
+        """`gates` are a weight, `[2 * size, in_features]`, gates before factors, and biases."""
         super().__init__()
-        self.gate_up = library.pack(weight.detach(), bias, gates=True)
-        self.down_proj = make_linear(down.weight, down.bias, library)
+        weight, bias = gates
+        self.gate_up = library.pack(weight.detach(), bias, format, gates=True)
+        self.down_proj = make_linear(down.weight, down.bias, library, format)
         self.activation = activation
         self.size = len(weight) // 2
         self._library = library
@@ -105,21 +107,27 @@ def fuse_modules(
     library: NativeLibrary,
     dtype: torch.dtype,
     proven: Mapping[str, int] | None = None,
+    *,
+    format: Format = Format.UNITS,
+    on_tried: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, int]:
     """Replace modules for which a kernel is proven, before packing.
 
     Returns the number of the kernel that each of them is replaced by, by the module's name.
-    `proven` is this result of an earlier start, with which nothing is tried.
+    `proven` is this result of an earlier start, with which nothing is tried. Calls
+    `on_tried(done, total)` with the number of modules whose children have been tried.
     """
     fused: dict[str, int] = {}
     gone: set[nn.Module] = set()
-    for path, parent in list(model.named_modules()):
+    parents = list(model.named_modules())
+    for done, (path, parent) in enumerate(parents):
+        on_tried(done, len(parents))
         for name, child in () if parent in gone else parent.named_children():
             child_path = f"{path}.{name}".lstrip(".")
             if proven is not None and child_path not in proven:
                 continue
             number = None if proven is None else proven[child_path]
-            found = _fused(child, library, dtype, number)
+            found = _fused(child, library, dtype, number, format)
             if found is not None:
                 fused[child_path], replacement = found
                 setattr(parent, name, replacement)
@@ -131,14 +139,18 @@ def fuse_modules(
 
 @torch.inference_mode()
 def _fused(
-    module: nn.Module, library: NativeLibrary, dtype: torch.dtype, number: int | None
+    module: nn.Module,
+    library: NativeLibrary,
+    dtype: torch.dtype,
+    number: int | None,
+    format: Format,
 ) -> _Fused | None:
     """Return the kernel of a module; its `number` among those of its kind may be proven already."""
     if dtype not in NATIVE_DTYPES:
         return None
     names = {name for name, _ in module.named_children()}
     if names - _ACTIVATIONS in _MLP_CHILDREN:
-        return _fused_mlp(module, library, number)
+        return _fused_mlp(module, library, number, format)
     if names == {"gate", "experts"}:
         return _fused_experts(module, library, number)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
@@ -159,15 +171,25 @@ def _fused(
     return _agreeing(module, len(weight), candidates, number)
 
 
-def _fused_mlp(module: nn.Module, library: NativeLibrary, number: int | None) -> _Fused | None:
+def _fused_mlp(
+    module: nn.Module, library: NativeLibrary, number: int | None, format: Format
+) -> _Fused | None:
     parts = dict(module.named_children())
     activation = _activation_of(parts.get("act_fn", parts.get("activation_fn")), library, number)
-    gates, down = _gates_of(parts), parts["down_proj"]
-    if activation is None or gates is None or not isinstance(down, nn.Linear):
+    if activation is None:
         return None
-    weight, bias = gates
-    candidates = {int(activation): lambda: FusedMLP(library, activation, weight, bias, down)}
-    return _agreeing(module, weight.shape[1], candidates, number)
+    before = [(part, part.weight) for part in parts.values() if isinstance(part, nn.Linear)]
+    if format is not Format.UNITS and number is None:
+        round_linears(parts.values(), library, format)  # to what the codes stand for
+    gates, down = _gates_of(parts), parts["down_proj"]
+    fused = None
+    if gates is not None and isinstance(down, nn.Linear):
+        candidates = {int(activation): lambda: FusedMLP(library, activation, gates, down, format)}
+        fused = _agreeing(module, gates[0].shape[1], candidates, number)
+    if fused is None:  # the rounded copies would stay until all modules have been tried
+        for linear, weight in before:
+            linear.weight = weight
+    return fused
 
 
 def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None) -> _Fused | None:

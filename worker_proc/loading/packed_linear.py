@@ -5,14 +5,20 @@ are compiled. Elsewhere oneDNN does, with two exceptions that are worked around:
 as two, and very wide outputs in bfloat16 run in slices of rows.
 """
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from worker_proc.native.kernels import PANEL_OUTPUTS, NativeLibrary, PackedWeight, projection
+from worker_proc.native.kernels import (
+    PANEL_OUTPUTS,
+    Format,
+    NativeLibrary,
+    PackedWeight,
+    projection,
+)
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
@@ -20,6 +26,17 @@ SLICE_ROWS = 32
 PACKING_ROWS = 64  # for which oneDNN chooses the layout; it serves every other number
 MERGED = ("q_proj", "k_proj", "v_proj")
 """Children of one module that take the same rows: their weights lie side by side."""
+
+
+class Formats(NamedTuple):
+    """How the weights of a model are packed."""
+
+    layers: Format = Format.UNITS
+    head: Format = Format.UNITS
+    """Of the output layer, which makes the logits."""
+
+
+PLAIN = Formats()
 
 
 class PackedLinear(nn.Module):
@@ -91,12 +108,15 @@ class OneDnnLinear(PackedLinear):
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, library: NativeLibrary | None
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    library: NativeLibrary | None,
+    format: Format = Format.UNITS,
 ) -> PackedLinear:
-    """Pack `weight`, `[out_features, in_features]`."""
+    """Pack `weight`, `[out_features, in_features]`; without `library` there are no codes."""
     if library is None:
         return OneDnnLinear(weight, bias)
-    packed = library.pack(weight.detach(), bias)
+    packed = library.pack(weight.detach(), bias, format)
     return NativeLinear(library, packed, weight.shape, weight.dtype)
 
 
@@ -111,9 +131,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(
-    model: nn.Module, library: NativeLibrary | None, on_packed: Callable[[int, int], None]
+    model: nn.Module,
+    library: NativeLibrary | None,
+    on_packed: Callable[[int, int], None],
+    formats: Formats = PLAIN,
 ) -> int:
     """Replace every linear layer, freeing its weights; calls `on_packed(done, total)` for each."""
+    head = output_layer(model)
     found = [
         (parent, name, cast(nn.Linear, child))
         for parent in list(model.modules())
@@ -123,17 +147,39 @@ def pack_linears(
     packed: dict[nn.Module, PackedLinear] = {}
     for done, (parent, name, child) in enumerate(found, start=1):
         if child not in packed and library is not None:
-            packed |= _merged(parent, library)
+            packed |= _merged(parent, library, formats.layers)
         if child not in packed:
             weight = child.weight.t() if type(child) is Conv1D else child.weight
-            packed[child] = make_linear(weight, child.bias, library)
+            format = formats.head if child is head else formats.layers
+            packed[child] = make_linear(weight, child.bias, library, format)
             del child.weight  # freed now, unless the embedding shares it
         setattr(parent, name, packed[child])
         on_packed(done, len(found))
     return len(packed)
 
 
-def _merged(parent: nn.Module, library: NativeLibrary) -> dict[nn.Module, PackedLinear]:
+def round_linears(modules: Iterable[nn.Module], library: NativeLibrary, format: Format) -> None:
+    """Round the weights of those that are linear layers to what codes can stand for.
+
+    In new memory: a page of a mapped checkpoint, once written, would stay as long as any tensor of
+    its file.
+    """
+    for module in modules:
+        if type(module) is nn.Linear and not module.weight.is_meta:
+            rounded = module.weight.detach().clone(memory_format=torch.contiguous_format)
+            library.round(rounded, format)
+            module.weight = nn.Parameter(rounded, requires_grad=False)
+
+
+def output_layer(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes the logits of a model of transformers."""
+    find = getattr(model, "get_output_embeddings", None)
+    return None if find is None else cast(nn.Module | None, find())
+
+
+def _merged(
+    parent: nn.Module, library: NativeLibrary, format: Format
+) -> dict[nn.Module, PackedLinear]:
     """Pack children that take the same rows into one weight, of which each is a part."""
     children = [getattr(parent, name, None) for name in MERGED]
     if not all(type(child) is nn.Linear for child in children):
@@ -147,7 +193,7 @@ def _merged(parent: nn.Module, library: NativeLibrary) -> dict[nn.Module, Packed
     ):
         return {}
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    whole = library.pack(weight, torch.cat(biases) if biases else None)
+    whole = library.pack(weight, torch.cat(biases) if biases else None, format)
     parts: dict[nn.Module, PackedLinear] = {}
     first = 0
     for linear in linears:

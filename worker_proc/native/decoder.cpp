@@ -56,8 +56,9 @@ struct Instruction {
   int32_t choices;                  // index of the buffer with the choices of each row
   int32_t normalizes, rounds_weights;
   float factor, epsilon, scale, softcap;
+  int32_t format;  // of a packed weight
   int64_t num_units, num_pairs;
-  const void* weight;
+  const void *weight, *scales;
   const float *bias, *query_norm, *key_norm;
   const Layer* layer;
 };
@@ -118,37 +119,52 @@ class Executor {
                     row(i.target, r) + i.column, i.size, i.epsilon, i.rounds_first);
   }
 
+  // Calls multiply with a weight in its format.
+  template <class Out>
+  void multiply_by(const Instruction& i, const Out& out) {
+    const UnitRows rows = unit_rows(i.source);
+    const auto multiply_as = [&](const auto& w) { multiply<T>(team_, w, rows, run_.num_rows, out); };
+    if constexpr (std::is_same<T, Bf16>::value) {
+      if (i.format == kInt8) return multiply_as(coded<CodedPanels<Int8>, Int8>(i));
+#ifdef __AMX_BF16__
+      if (i.format == kInt4 && troika_has_tiles) return multiply_as(coded<CodedGroups, Int4>(i));
+#endif
+      if (i.format == kInt4) return multiply_as(coded<CodedPanels<Int4>, Int4>(i));
+    }
+    multiply_as(Panels{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs});
+  }
+
+  template <class W, class Code>
+  static W coded(const Instruction& i) {
+    return {static_cast<const uint8_t*>(i.weight),
+            static_cast<const typename Code::Scale*>(i.scales), i.num_units, i.num_pairs};
+  }
+
   // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
   // zeros past the last output; a product may be stored from a column on.
   void project(const Instruction& i) {
-    const UnitRows rows = unit_rows(i.source);
-    const Weights weights{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     const auto biased = [&](int64_t pair, int half, Vec sum) {
       if (i.bias) sum += load(i.bias + pair * kPairOutputs + half * kLanes);
       return round(sum);
     };
     switch (i.epilogue) {
       case kStore:
-        return multiply<T>(team_, weights, rows, run_.num_rows,
-                           [&](int64_t r, int64_t pair, Vec low, Vec high) {
-                             T* out = row(i.target, r) + i.column + pair * kPairOutputs;
-                             save(biased(pair, 0, low), out, kLanes);
-                             save(biased(pair, 1, high), out + kLanes, kLanes);
-                           });
+        return multiply_by(i, [&](int64_t r, int64_t pair, Vec low, Vec high) {
+          T* out = row(i.target, r) + i.column + pair * kPairOutputs;
+          save(biased(pair, 0, low), out, kLanes);
+          save(biased(pair, 1, high), out + kLanes, kLanes);
+        });
       case kAddTo:
-        return multiply<T>(team_, weights, rows, run_.num_rows,
-                           [&](int64_t r, int64_t pair, Vec low, Vec high) {
-                             T* out = row(i.target, r) + pair * kPairOutputs;
-                             accumulate(out, biased(pair, 0, low), i.factor);
-                             accumulate(out + kLanes, biased(pair, 1, high), i.factor);
-                           });
+        return multiply_by(i, [&](int64_t r, int64_t pair, Vec low, Vec high) {
+          T* out = row(i.target, r) + pair * kPairOutputs;
+          accumulate(out, biased(pair, 0, low), i.factor);
+          accumulate(out + kLanes, biased(pair, 1, high), i.factor);
+        });
       case kActivate:
-        return multiply<T>(team_, weights, rows, run_.num_rows,
-                           [&](int64_t r, int64_t pair, Vec gate, Vec up) {
-                             const Vec opened = activation_of(biased(pair, 0, gate), i.activation);
-                             save(round(opened) * biased(pair, 1, up),
-                                  row(i.target, r) + pair * kLanes, kLanes);
-                           });
+        return multiply_by(i, [&](int64_t r, int64_t pair, Vec gate, Vec up) {
+          const Vec opened = activation_of(biased(pair, 0, gate), i.activation);
+          save(round(opened) * biased(pair, 1, up), row(i.target, r) + pair * kLanes, kLanes);
+        });
     }
   }
 
@@ -251,7 +267,7 @@ class Executor {
     const int64_t expert_units = i.num_pairs * kPairOutputs * i.num_units;
     const auto weights = [&](int64_t expert) {
       const Unit* panels = static_cast<const Unit*>(i.weight) + expert * expert_units;
-      return Weights{panels, i.num_units, i.num_pairs};
+      return Panels{panels, i.num_units, i.num_pairs};
     };
     const SortedChoices sorted = sort(i);
     const UnitRows rows = unit_rows(i.source);

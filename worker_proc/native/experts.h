@@ -94,15 +94,15 @@ class SortedChoices {
 template <typename T, class ExpertWeights, class Out>
 void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, UnitRows rows,
                      const ExpertWeights& weights, const Out& out) {
-  constexpr int64_t kGroupRows = 128;  // rows that stay in a core's cache
+  constexpr int64_t kExpertRows = 128;  // rows that stay in a core's cache
   struct Group {
     int32_t expert;
     int64_t first, last;
   };
   std::vector<Group> groups;
   for (int32_t e = 0; e < num_experts; e++)
-    for (int64_t at = sorted.first(e); at < sorted.last(e); at += kGroupRows)
-      groups.push_back({e, at, std::min(at + kGroupRows, sorted.last(e))});
+    for (int64_t at = sorted.first(e); at < sorted.last(e); at += kExpertRows)
+      groups.push_back({e, at, std::min(at + kExpertRows, sorted.last(e))});
   if (groups.empty()) return;
   const int64_t num_groups = static_cast<int64_t>(groups.size());
   const int64_t num_pairs = weights(0).num_pairs;

@@ -35,10 +35,34 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_rms_norm": (_POINTER, _LONG, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _INT),
     "troika_activate": (_POINTER, _LONG, _POINTER, *[_INT] * 4),
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
+    "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
+    "troika_round": (_POINTER, *[_INT] * 3),
     "troika_project": (*[_POINTER] * 3, _INT, _INT),
     "troika_execute": (_POINTER, _POINTER),
     "troika_sample": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER),
     "troika_enable_tiles": (),
+}
+
+
+class Format(enum.IntEnum):
+    """Formats of packed weights, by their numbers in weights.h."""
+
+    UNITS = 0
+    INT8 = 1
+    INT4 = 2
+
+
+class _Codes(NamedTuple):
+    """How weights.h packs codes."""
+
+    per_byte: int
+    group_inputs: int | None  # None: an output has one scale
+    scale_dtype: torch.dtype
+
+
+_CODES = {
+    Format.INT8: _Codes(1, None, torch.float32),
+    Format.INT4: _Codes(2, 128, torch.bfloat16),
 }
 
 
@@ -126,8 +150,9 @@ class Instruction(ctypes.Structure):
             _INT,
         ),
         *_fields("factor epsilon scale softcap", _FLOAT),
+        *_fields("format", _INT),
         *_fields("num_units num_pairs", _LONG),
-        *_fields("weight bias query_norm key_norm layer", _POINTER),
+        *_fields("weight scales bias query_norm key_norm layer", _POINTER),
     )
 
 
@@ -169,12 +194,14 @@ class ChoiceState(enum.IntEnum):
 
 
 class PackedWeight(NamedTuple):
-    """A weight in the layout of products.h, with its bias."""
+    """A weight in a layout of weights.h, with its bias."""
 
     panels: torch.Tensor
+    scales: torch.Tensor | None  # of codes
     bias: torch.Tensor | None  # float32, in the order of the panels
     num_units: int
     num_pairs: int
+    format: Format
 
     @property
     def num_outputs(self) -> int:
@@ -183,11 +210,18 @@ class PackedWeight(NamedTuple):
 
     def outputs(self, first: int, count: int) -> "PackedWeight":
         """Return a part of the outputs, which shares the memory; both are multiples of 32."""
-        panel_units = PANEL_OUTPUTS * self.num_units
         first_pair, num_pairs = first // PANEL_OUTPUTS, -(-count // PANEL_OUTPUTS)
-        panels = self.panels[first_pair * panel_units : (first_pair + num_pairs) * panel_units]
-        bias = None if self.bias is None else self.bias[first : first + num_pairs * PANEL_OUTPUTS]
-        return PackedWeight(panels, bias, self.num_units, num_pairs)
+
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            pairs = whole.view(self.num_pairs, -1)
+            return pairs[first_pair : first_pair + num_pairs].view(-1)
+
+        return self._replace(
+            panels=part(self.panels),
+            scales=None if self.scales is None else part(self.scales),
+            bias=None if self.bias is None else part(self.bias),
+            num_pairs=num_pairs,
+        )
 
 
 class NativeLibrary:
@@ -257,24 +291,49 @@ class NativeLibrary:
         return out
 
     def pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gates: bool = False
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        format: Format = Format.UNITS,
+        *,
+        gates: bool = False,
     ) -> PackedWeight:
-        """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates."""
+        """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates.
+
+        Codes need weights in bfloat16, and stand for what `round` makes of them.
+        """
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
         num_units = _round_up(num_inputs * weight.itemsize, _UNIT_BYTES * _UNIT_STEP) // _UNIT_BYTES
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
-        panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
-        is_bf16 = weight.dtype == torch.bfloat16
-        self._library.troika_pack(
-            weight.data_ptr(), is_bf16, num_outputs, num_inputs, gates, panels.data_ptr()
-        )
+        shape = num_outputs, num_inputs, gates
+        if format is Format.UNITS:
+            scales = None
+            panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
+            is_bf16 = weight.dtype == torch.bfloat16
+            self._library.troika_pack(weight.data_ptr(), is_bf16, *shape, panels.data_ptr())
+        else:
+            assert weight.dtype == torch.bfloat16
+            codes = _CODES[format]
+            width = _round_up(num_units * 2, self._library.troika_coded_inputs(format))
+            num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
+            num_panel_outputs = num_pairs * PANEL_OUTPUTS
+            panels = torch.zeros(num_panel_outputs * width // codes.per_byte, dtype=torch.uint8)
+            scales = torch.zeros(num_panel_outputs * num_groups, dtype=codes.scale_dtype)
+            pointers = panels.data_ptr(), scales.data_ptr()
+            self._library.troika_pack_codes(weight.data_ptr(), format, *shape, *pointers)
         if bias is not None:
             halves = bias.float().view(2 if gates else 1, columns)
             halves = pad(halves.detach(), (0, num_pairs * step - columns))
             bias = halves.view(len(halves), num_pairs, step).transpose(0, 1).reshape(-1)
-        return PackedWeight(panels, bias, num_units, num_pairs)
+        return PackedWeight(panels, scales, bias, num_units, num_pairs, format)
+
+    def round(self, weight: torch.Tensor, format: Format) -> None:
+        """Round `[num_outputs, num_inputs]`, bfloat16, in place to what codes can stand for."""
+        assert weight.dtype == torch.bfloat16
+        assert weight.is_contiguous()
+        self._library.troika_round(weight.data_ptr(), format, *weight.shape)
 
     def pack_experts(self, weights: torch.Tensor, *, gates: bool = False) -> PackedWeight:
         """Pack `[num_experts, num_outputs, num_inputs]`, one expert after the other.
@@ -287,6 +346,7 @@ class NativeLibrary:
     def project(self, instruction: Instruction, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""
         is_bf16 = hidden.dtype == torch.bfloat16
+        assert is_bf16 or instruction.format == Format.UNITS  # codes would be read as units
         rows = _padded_rows(_dense_rows(hidden), instruction.num_units, hidden.itemsize)
         if rows.stride(0) * rows.itemsize % _UNIT_BYTES:
             rows = rows.clone(memory_format=torch.contiguous_format)
@@ -340,6 +400,8 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
     return Instruction(
         kind=Kind.PROJECT,
         weight=weight.panels.data_ptr(),
+        scales=None if weight.scales is None else weight.scales.data_ptr(),
+        format=weight.format,
         bias=None if weight.bias is None else weight.bias.data_ptr(),
         num_units=weight.num_units,
         num_pairs=weight.num_pairs,

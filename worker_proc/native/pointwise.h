@@ -5,10 +5,6 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #include "vec.h"
 
 namespace {
@@ -27,25 +23,6 @@ inline Vec load_part(const Bf16* p, int count) {
 
 template <typename T>
 inline Vec load_any(const T* p, int count) { return count == kLanes ? load(p) : load_part(p, count); }
-
-// To the nearest bfloat16, of two equally near ones to the even one.
-inline VecHalf narrow(Vec v) {
-#ifdef __AVX512BF16__
-  return (VecHalf)_mm512_cvtneps_pbh((__m512)v);  // values below the normal ones become 0
-#else
-  const VecBits bits = (VecBits)v;
-  return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, VecHalf);
-#endif
-}
-
-inline Vec rounded(Vec v, float) { return v; }
-inline Vec rounded(Vec v, Bf16) { return widen(narrow(v)); }
-
-inline void save(Vec v, float* p, int count) { std::memcpy(p, &v, count * sizeof(float)); }
-inline void save(Vec v, Bf16* p, int count) {
-  const VecHalf half = narrow(v);
-  std::memcpy(p, &half, count * sizeof(Bf16));
-}
 
 inline int lanes_at(int i, int size) { return size - i < kLanes ? size - i : kLanes; }
 

@@ -2,38 +2,20 @@
 //
 // Every output is one chain of sums over the inputs, from the first to the last. The chain is the
 // same for any number of rows, any place among them, and any number of threads.
-//
-// Inputs come in units of four bytes: one float32, or two bfloat16 values side by side. Weights are
-// packed in panels of 16 outputs, [outputs / 16][units][16], with zeros past the last input and
-// output. The units are a multiple of 16 and the panels a multiple of 2, so a panel is a row of AMX
-// tiles, too.
 
 #pragma once
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include <memory>
+#include <new>
+#include <type_traits>
 
 #include "team.h"
-#include "vec.h"
+#include "weights.h"
 
 // Whether this process may use AMX; set when the library is loaded.
 extern bool troika_has_tiles;
 
 namespace {
-
-typedef uint32_t Unit __attribute__((may_alias));
-
-constexpr int64_t kUnitStep = 16;   // units are padded to a multiple
-constexpr int64_t kPairOutputs = 2 * kLanes;
-
-struct Weights {
-  const Unit* panels;
-  int64_t num_units;  // of a panel, at least 16
-  int64_t num_pairs;  // of panels
-
-  const Unit* panel(int64_t pair) const { return panels + pair * 2 * kLanes * num_units; }
-};
 
 struct UnitRows {
   const Unit* data;
@@ -65,30 +47,37 @@ inline Vec add_product<Bf16>(Vec sum, Unit unit, VecBits weights) {
 #endif
 }
 
-// The sums of R rows and P panels.
-template <typename T, int R, int P>
-[[gnu::always_inline]] inline void sum_products(UnitRows rows, const Unit* panel, int64_t num_units,
+// The sums of R rows and the panels of some pairs.
+template <typename T, int R, int P, class W>
+[[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
                                                 Vec (&sums)[R][P]) {
-  constexpr bool kFromMemory = R <= 4;  // else the weights stay in the cache for the next rows
+  constexpr bool kFromMemory = R <= 4 && !W::kAreCodes;  // else the weights stay in the cache
   constexpr int64_t kAhead = 4096 / sizeof(Unit);
-  const int64_t panel_stride = kLanes * num_units;
+  alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++) sums[r][p] = Vec{};
-  for (int64_t unit = 0; unit < num_units; unit++) {
-    VecBits weights[P];
+  for (int64_t first = 0; first < w.num_units; first += kUnitStep) {
+    const Unit* tiles[P];
 #pragma GCC unroll 32
-    for (int p = 0; p < P; p++) {
-      const Unit* at = panel + p * panel_stride + unit * kLanes;
-      weights[p] = *reinterpret_cast<const VecBits*>(at);
-      if (kFromMemory) __builtin_prefetch(at + kAhead);
-    }
+    for (int p = 0; p < P; p++)
+      tiles[p] = w.tile(pair + p / 2, p % 2, first, space[W::kAreCodes ? p : 0]);
+#pragma GCC unroll 1
+    for (int64_t unit = 0; unit < kUnitStep; unit++) {
+      VecBits weights[P];
 #pragma GCC unroll 32
-    for (int r = 0; r < R; r++) {
-      const Unit x = rows.data[r * rows.stride + unit];
+      for (int p = 0; p < P; p++) {
+        const Unit* at = tiles[p] + unit * kLanes;
+        weights[p] = *reinterpret_cast<const VecBits*>(at);
+        if (kFromMemory) __builtin_prefetch(at + kAhead);
+      }
 #pragma GCC unroll 32
-      for (int p = 0; p < P; p++) sums[r][p] = add_product<T>(sums[r][p], x, weights[p]);
+      for (int r = 0; r < R; r++) {
+        const Unit x = rows.data[r * rows.stride + first + unit];
+#pragma GCC unroll 32
+        for (int p = 0; p < P; p++) sums[r][p] = add_product<T>(sums[r][p], x, weights[p]);
+      }
     }
   }
 }
@@ -100,21 +89,21 @@ constexpr int kMostRows = 3;
 #endif
 
 // Saves the sums of R rows and some pairs, row by row.
-template <typename T, int R, int Pairs>
-[[gnu::noinline]] void save_products(UnitRows rows, const Unit* panel, int64_t num_units,
-                                     Vec* saved) {
+template <typename T, int R, int Pairs, class W>
+[[gnu::noinline]] void save_products(const W& w, UnitRows rows, int64_t pair, Vec* saved) {
   Vec sums[R][2 * Pairs];
-  sum_products<T>(rows, panel, num_units, sums);
+  sum_products<T>(w, rows, pair, sums);
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
     for (int p = 0; p < 2 * Pairs; p++) saved[r * 2 * Pairs + p] = sums[r][p];
 }
 
-using Saver = void (*)(UnitRows rows, const Unit* panel, int64_t num_units, Vec* saved);
+template <class W>
+using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, Vec* saved);
 
-template <typename T>
-Saver saver_for(int num_rows, int num_pairs) {
+template <typename T, class W>
+Saver<W> saver_for(int num_rows, int num_pairs) {
   switch (num_pairs * 16 + num_rows) {
 #define TROIKA_CASE(pairs, rows) \
   case pairs * 16 + rows: return save_products<T, rows, pairs>;
@@ -130,21 +119,21 @@ Saver saver_for(int num_rows, int num_pairs) {
   return nullptr;
 }
 
-template <typename T, class Out>
-void multiply_rows(const Weights& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
+template <typename T, class W, class Out>
+void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
                    int num_pairs, const Out& out) {
   Vec sums[2 * kMostRows + 2 * 8];
   const UnitRows first{rows.data + row * rows.stride, rows.stride};
-  saver_for<T>(num_rows, num_pairs)(first, w.panel(pair), w.num_units, sums);
+  saver_for<T, W>(num_rows, num_pairs)(w, first, pair, sums);
   const Vec* at = sums;
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair) with vector instructions.
-template <typename T, class Out>
-void multiply_with_vectors(const Weights& w, UnitRows rows, int64_t row, int64_t last_row,
-                           int64_t pair, int64_t last_pair, const Out& out) {
+template <typename T, class W, class Out>
+void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                           int64_t last_pair, const Out& out) {
   const int64_t num_rows = last_row - row;
   if (num_rows == 0) return;
   const int few = static_cast<int>(num_rows);
@@ -159,6 +148,22 @@ void multiply_with_vectors(const Weights& w, UnitRows rows, int64_t row, int64_t
       const int64_t last = row + num_rows * (tile + 1) / num_tiles;
       multiply_rows<T>(w, rows, first, static_cast<int>(last - first), pair, 1, out);
     }
+}
+
+// Memory of a thread for units, one for each use.
+template <class Use>
+Unit* space_for(int64_t num_units) {
+  struct Freed {
+    void operator()(void* space) const { ::operator delete(space, std::align_val_t{64}); }
+  };
+  static thread_local std::unique_ptr<void, Freed> space;
+  static thread_local int64_t size = 0;
+  if (size < num_units) {
+    space.reset();
+    size = num_units;
+    space.reset(::operator new(size * sizeof(Unit), std::align_val_t{64}));
+  }
+  return static_cast<Unit*>(space.get());
 }
 
 #ifdef __AMX_BF16__
@@ -213,12 +218,12 @@ struct WeightsAhead {
 };
 
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
-template <bool HasLower, class Out>
-void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
+template <bool HasLower, class W, class Out>
+void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
                     WeightsAhead& ahead, int64_t fetched_per_step, PendingSums& sums,
                     PendingSums& previous, const Out& out) {
-  const Unit* low = w.panel(pair);
-  const Unit* high = low + kLanes * w.num_units;
+  // Tiles that are made from codes are made a step ahead: a load waits for stores just before it.
+  alignas(64) Unit space[2][2][W::kAreCodes ? kTile : 1];
   const Unit* upper = rows.data + row * rows.stride;
   const Unit* lower = upper + kAmxRows * rows.stride;
   const int64_t stride = rows.stride * sizeof(Unit);
@@ -228,11 +233,18 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
   _tile_zero(1);
   if (HasLower) _tile_zero(2);
   if (HasLower) _tile_zero(3);
+  const Unit* low = w.tile(pair, 0, 0, space[0][0]);
+  const Unit* high = w.tile(pair, 1, 0, space[0][1]);
   for (int64_t unit = 0; unit < w.num_units; unit += kUnitStep) {
-    _tile_loadd(6, low + unit * kLanes, 64);
+    const int64_t next = std::min(unit + kUnitStep, w.num_units - kUnitStep);
+    auto& place = space[next / kUnitStep % 2];
+    const Unit* next_low = w.tile(pair, 0, next, place[0]);
+    const Unit* next_high = w.tile(pair, 1, next, place[1]);
+    if (W::kAreCodes) finish_stores();
+    _tile_loadd(6, low, 64);
     _tile_loadd(4, upper + unit, stride);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, high + unit * kLanes, 64);
+    _tile_loadd(7, high, 64);
     _tile_dpbf16ps(1, 4, 7);
     if (HasLower) {
       _tile_loadd(5, lower + unit, stride);
@@ -240,8 +252,10 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
       _tile_dpbf16ps(3, 5, 7);
     }
     // The first cache has room for them only beside few rows.
-    ahead.fetch<HasLower ? _MM_HINT_T1 : _MM_HINT_T0>(fetched_per_step);
+    if (!W::kAreCodes) ahead.fetch<HasLower ? _MM_HINT_T1 : _MM_HINT_T0>(fetched_per_step);
     previous.pass_on(passed_per_step, out);
+    low = next_low;
+    high = next_high;
   }
   _tile_stored(0, sums.values[0][0], 64);
   _tile_stored(1, sums.values[0][1], 64);
@@ -253,17 +267,128 @@ void multiply_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t count,
   sums.num_passed = 0;
 }
 
-template <class Out>
-void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t last_row,
+// Up to 32 rows, one beside the other: [units][16 rows] for each 16 of them. One row is as it is.
+class Columns {
+ public:
+  Columns(UnitRows rows, int64_t row, int64_t count, int64_t num_units)
+      : data_(rows.data + row * rows.stride), num_units_(num_units), is_one_(count == 1) {
+    if (is_one_) return;
+    const Unit* from = data_;
+    Unit* to = space_for<Columns>(2 * num_units * kLanes);
+    data_ = to;
+    for (int64_t first = 0; first < count; first += kLanes)
+      for (int64_t unit = 0; unit < num_units; unit += kUnitStep) {
+        __m512i block[kLanes] = {};
+        for (int64_t r = first; r < std::min<int64_t>(first + kLanes, count); r++)
+          block[r - first] = _mm512_loadu_si512(from + r * rows.stride + unit);
+        transpose(block);
+        for (int i = 0; i < kLanes; i++, to += kLanes) _mm512_store_si512(to, block[i]);
+      }
+  }
+
+  const Unit* lower(int64_t unit) const { return is_one_ ? data_ + unit : data_ + unit * kLanes; }
+  const Unit* upper(int64_t unit) const { return lower(num_units_ + unit); }
+  int64_t stride() const { return is_one_ ? sizeof(Unit) : kLine; }
+
+ private:
+  const Unit* data_;
+  const int64_t num_units_;
+  const bool is_one_;
+};
+
+// Up to 32 rows and pairs [first_pair, last_pair). The outputs are the rows of the tiles, and the
+// rows are columns: the products and the order of their sums are the same. The units of a group are made
+// while the tiles of the group before it are multiplied.
+template <bool HasUpper, class Out>
+void multiply_columns(const CodedGroups& w, UnitRows rows, int64_t row, int64_t count,
+                      int64_t first_pair, int64_t last_pair, const Out& out) {
+  constexpr int kParts = CodedGroups::kGroupTiles, kPartOutputs = kPairOutputs / kParts;
+  alignas(64) Unit space[2][2][kParts * kTile];
+  alignas(64) float scales[2][kLanes];
+  alignas(64) __m512i sums[2][2][kLanes];
+  const int64_t num_groups = w.num_groups(), num_steps = w.num_units / kUnitStep;
+  const int64_t total = (last_pair - first_pair) * num_groups;
+  if (total <= 0) return;
+  const Columns columns(rows, row, count, w.num_units);
+  const int64_t stride = columns.stride(), at = w.index(first_pair, 0, 0);
+  TileConfig config(2 * kAmxRows);
+  for (const int tile : {0, 1, 4})
+    config.bytes_per_row[tile] = std::min<int64_t>(count, kAmxRows) * sizeof(Unit);
+  if (HasUpper)
+    for (const int tile : {2, 3, 5})
+      config.bytes_per_row[tile] = (count - kAmxRows) * sizeof(Unit);
+  const auto unpack = [&](int64_t group, int part) {
+    const int half = part * kPartOutputs / kLanes, output = part * kPartOutputs % kLanes;
+    const int64_t panel = at + 2 * group + half;
+    if (output == 0) save(load(w.scales + panel * kLanes), scales[half], kLanes);
+    for (int i = 0; i < kPartOutputs; i += 4)
+      CodedGroups::unpack_outputs(w.codes + panel * CodedGroups::kBytes, scales[half], output + i,
+                                  space[group % 2][half]);
+  };
+  for (int part = 0; part < kParts; part++) unpack(0, part);
+  finish_stores();
+  _tile_loadconfig(&config);
+  for (int64_t pair = first_pair, group = 0; pair < last_pair; pair++) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (HasUpper) _tile_zero(2);
+    if (HasUpper) _tile_zero(3);
+    for (int64_t step = 0; step < num_groups * kParts; step++) {
+      const int part = step % kParts;
+      if (group + 1 < total) unpack(group + 1, part);
+      const auto& made = space[group % 2];
+      if (step < num_steps) {
+        _tile_loadd(4, columns.lower(step * kUnitStep), stride);
+        _tile_loadd(6, made[0] + part * kTile, kLine);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(7, made[1] + part * kTile, kLine);
+        _tile_dpbf16ps(1, 7, 4);
+        if (HasUpper) {
+          _tile_loadd(5, columns.upper(step * kUnitStep), stride);
+          _tile_dpbf16ps(2, 6, 5);
+          _tile_dpbf16ps(3, 7, 5);
+        }
+      }
+      if (part == kParts - 1) {
+        group++;
+        finish_stores();
+      }
+    }
+    _tile_stored(0, sums[0][0], stride);
+    _tile_stored(1, sums[0][1], stride);
+    if (HasUpper) _tile_stored(2, sums[1][0], stride);
+    if (HasUpper) _tile_stored(3, sums[1][1], stride);
+    finish_stores();
+    for (int64_t first = 0; first < count; first += kLanes) {
+      auto& [low, high] = sums[first / kLanes];
+      if (count > 1) transpose(low), transpose(high);
+      for (int64_t r = first; r < std::min<int64_t>(first + kLanes, count); r++)
+        out(row + r, pair, (Vec)low[r - first], (Vec)high[r - first]);
+    }
+  }
+  _tile_release();
+}
+
+template <class W, class Out>
+void multiply_with_tiles(const W& w, UnitRows rows, int64_t row, int64_t last_row,
                          int64_t first_pair, int64_t last_pair, const Out& out) {
   constexpr int64_t kBothRows = 2 * kAmxRows;
+  if constexpr (std::is_same<W, CodedGroups>::value) {
+    for (; row < last_row; row += kBothRows) {
+      const int64_t count = std::min(kBothRows, last_row - row);
+      (count > kAmxRows ? multiply_columns<true, Out> : multiply_columns<false, Out>)(
+          w, rows, row, count, first_pair, last_pair, out);
+    }
+    return;
+  }
   const int64_t last_whole = row + (last_row - row) / kBothRows * kBothRows;
   const TileConfig whole(kBothRows), rest(last_row - last_whole);
   PendingSums sums[2];
   int turn = 0;
   // All rows of a pair share in fetching the next one, so that memory is never idle.
   const auto ahead_of = [&](int64_t pair) {
-    return WeightsAhead{w.panel(pair + 1), w.panel(std::min(pair + 2, last_pair))};
+    if constexpr (W::kAreCodes) return WeightsAhead{};  // a tile fetches its own
+    else return WeightsAhead{w.panel(pair + 1), w.panel(std::min(pair + 2, last_pair))};
   };
   finish_stores();
   if (last_whole > row) {
@@ -279,7 +404,7 @@ void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t l
   }
   if (const int64_t count = last_row - last_whole; count > 0) {
     const auto multiply_rest =
-        count > kAmxRows ? multiply_tiles<true, Out> : multiply_tiles<false, Out>;
+        count > kAmxRows ? multiply_tiles<true, W, Out> : multiply_tiles<false, W, Out>;
     const int64_t fetched_per_step = last_whole > row ? 0 : kPairOutputs;  // they are cached, then
     _tile_loadconfig(&rest);
     for (int64_t pair = first_pair; pair < last_pair; pair++, turn ^= 1) {
@@ -294,36 +419,71 @@ void multiply_with_tiles(const Weights& w, UnitRows rows, int64_t row, int64_t l
 
 #endif
 
-template <typename T, class Out>
-void multiply_part(const Weights& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+// Most rows for which the weights are read once.
+template <typename T>
+int64_t rows_at_once() {
+#ifdef __AMX_BF16__
+  if (std::is_same<T, Bf16>::value && troika_has_tiles) return 2 * kAmxRows;
+#endif
+  return kMostRows;
+}
+
+template <typename T, class W, class Out>
+void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                    int64_t last_pair, const Out& out) {
 #ifdef __AMX_BF16__
-  if (sizeof(T) == sizeof(Bf16) && troika_has_tiles)
+  if (std::is_same<T, Bf16>::value && troika_has_tiles)
     return multiply_with_tiles(w, rows, row, last_row, pair, last_pair, out);
 #endif
   multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out);
 }
 
+// Rows that stay in a core's cache; vectors read them again for each pair.
+template <typename T>
+int64_t rows_in_cache() {
+  return std::is_same<T, Bf16>::value && troika_has_tiles ? 256 : 128;
+}
+
+// All rows and pairs [pair, last_pair): makes the units of some pairs, then computes all rows.
+template <typename T, class W, class Out>
+void multiply_unpacked(const W& w, UnitRows rows, int64_t num_rows, int64_t pair, int64_t last_pair,
+                       const Out& out) {
+  constexpr int64_t kMostBytes = 512 * 1024;  // that stay in a core's cache, beside the rows
+  const int64_t pair_units = 2 * kLanes * w.num_units;
+  const int64_t most = std::max<int64_t>(1, kMostBytes / (pair_units * sizeof(Unit)));
+  for (int64_t end; pair < last_pair; pair = end) {
+    end = std::min(pair + most, last_pair);
+    const Panels panels = unpacked(w, pair, end, space_for<W>((end - pair) * pair_units));
+    const int64_t group = rows_in_cache<T>();
+    for (int64_t row = 0; row < num_rows; row += group)
+      multiply_part<T>(panels, rows, row, std::min(row + group, num_rows), 0, end - pair,
+                       [&](int64_t r, int64_t p, Vec low, Vec high) { out(r, pair + p, low, high); });
+  }
+}
+
 // Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
 // a team share them. The caller ends the phase.
-template <typename T, class Out>
-void multiply(Team& team, const Weights& w, UnitRows rows, int64_t num_rows, const Out& out) {
-  constexpr int64_t kFewRows = 16;    // the weights are all that matters: each thread reads a part
-  // Rows that stay in a core's cache; vectors read them again for each pair.
-  const int64_t group_rows = sizeof(T) == sizeof(Bf16) && troika_has_tiles ? 256 : 128;
-  if (num_rows <= kFewRows) {
-    multiply_part<T>(w, rows, 0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), out);
-    return;
-  }
-  const int64_t num_groups = (num_rows + group_rows - 1) / group_rows;
+template <typename T, class W, class Out>
+void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
+  constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
+  const bool unpacks = W::kAreCodes && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
+  const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair) {
+    if constexpr (W::kAreCodes)
+      if (unpacks) return multiply_unpacked<T>(w, rows, num_rows, pair, last_pair, out);
+    multiply_part<T>(w, rows, row, last_row, pair, last_pair, out);
+  };
+  if (num_rows <= std::max(kFewRows, W::kTurnedRows))
+    return multiply_all(0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs));
+  const int64_t most = rows_in_cache<T>();
+  const int64_t num_groups = unpacks ? 1 : (num_rows + most - 1) / most;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
   // Few and long pieces: within one, the next weights are fetched while the present ones are used.
   const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {
     const int64_t row = task / num_pieces * group, piece = task % num_pieces;
-    multiply_part<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows),
-                     w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces, out);
+    multiply_all(std::min(row, num_rows), std::min(row + group, num_rows),
+                 w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces);
   }
 }
 

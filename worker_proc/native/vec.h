@@ -2,6 +2,10 @@
 
 #pragma once
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -42,6 +46,37 @@ inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec load(const Bf16* p) { return widen(*reinterpret_cast<const VecHalf*>(p)); }
 
 inline Vec splat(float x) { return x - Vec{}; }
+
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// To the nearest bfloat16, of two equally near ones to the even one.
+inline VecHalf narrow(Vec v) {
+#ifdef __AVX512BF16__
+  return (VecHalf)_mm512_cvtneps_pbh((__m512)v);  // values below the normal ones become 0
+#else
+  const VecBits bits = (VecBits)v;
+  return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, VecHalf);
+#endif
+}
+
+inline Vec rounded(Vec v, float) { return v; }
+inline Vec rounded(Vec v, Bf16) { return widen(narrow(v)); }
+
+inline void save(Vec v, float* p, int count) { std::memcpy(p, &v, count * sizeof(float)); }
+inline void save(Vec v, Bf16* p, int count) {
+  const VecHalf half = narrow(v);
+  std::memcpy(p, &half, count * sizeof(Bf16));
+}
 
 inline Vec exp_of(Vec x) {
   x = x < -87.0f ? splat(-87.0f) : x;

@@ -20,7 +20,8 @@ def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
     if not attention:
         yield "null model: it computes nothing, and its text is made of numbers"
         return
-    where = " on the ".join(filter(None, (facts.dtype, facts.device.upper())))
+    types = " with weights ".join(filter(None, (facts.dtype, facts.quantization)))
+    where = " on the ".join(filter(None, (types, facts.device.upper())))
     yield f"layers: {DECODERS[facts.decoder]}; attention: {attention}, {where}"
     if facts.speculation:
         yield f"speculation: {facts.speculation}"

@@ -1,0 +1,422 @@
+"""Rounded weights: their grid, the kernels that read their codes, and models that are made of them.
+
+A model with codes must compute, bit for bit, what it would with the weights that its codes stand
+for.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from protocol.config import ConfigError, EngineConfig, NativeDecoder, Quantization
+from protocol.config.settings import configure
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
+from tests.worker.driving import drive
+from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engine_config
+from tests.worker.test_loader import change_config
+from tests.worker.test_parity import make_prompts
+from worker_proc import model_runner
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading import quantization as quantization_settings
+from worker_proc.loading.quantization import FORMATS
+from worker_proc.model_runner import ModelRunner, load_model_runner, prepare_model
+from worker_proc.native.build import build, compiler
+from worker_proc.native.kernels import (
+    Activation,
+    Epilogue,
+    Format,
+    NativeLibrary,
+    PackedWeight,
+    projection,
+)
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+QUANTIZATIONS = tuple(Quantization)
+CODED = (Format.INT8, Format.INT4)
+SHAPES = ((96, 128), (70, 45), (33, 300), (160, 257))
+"""Outputs and inputs; most fill no panel, no unit, and no group of 128."""
+GROUP = 128
+MOST_ROWS = 40
+NUM_MANY_ROWS = (64, 127, 128, 129, 300)
+
+
+@pytest.fixture(scope="module")
+def library() -> NativeLibrary:
+    return NativeLibrary(build())
+
+
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def kernels(
+    request: pytest.FixtureRequest,
+    library: NativeLibrary,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> NativeLibrary:
+    """The kernels with and without AMX; a copy, since each file is loaded once."""
+    if request.param == "tiles":
+        return library
+    copied = tmp_path_factory.mktemp("native") / "copied.so"
+    shutil.copy(build(), copied)
+    return NativeLibrary(copied, uses_tiles=False)
+
+
+def random_weight(shape: tuple[int, int]) -> torch.Tensor:
+    """Rows of many sizes, one of zeros, one of equal values, and one with a value far off."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[0]).unsqueeze(1)
+    weight[1] = 0.0
+    weight[2] = 0.3
+    weight[3, 7] = -50.0
+    return weight.bfloat16()
+
+
+def rounded(library: NativeLibrary, weight: torch.Tensor, format: Format) -> torch.Tensor:
+    found = weight.clone()
+    library.round(found, format)
+    return found
+
+
+def in_groups(weight: torch.Tensor) -> torch.Tensor:
+    """Return `[outputs, groups, 128]` in float32, filled up with zeros."""
+    missing = -weight.shape[1] % GROUP
+    return pad(weight.float(), (0, missing)).view(len(weight), -1, GROUP)
+
+
+def shortened(scale: torch.Tensor, num_bits: int, last: int = 0) -> torch.Tensor:
+    """Cut scales to some significant bits, of which the last one may be set."""
+    unit = 1 << (24 - num_bits)
+    bits = scale.view(torch.int32)
+    return (bits - bits % unit | last * unit).view(torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", CODED, ids=str)
+def test_rounded_weights_stay_as_they_are(
+    format: Format, shape: tuple[int, int], library: NativeLibrary
+) -> None:
+    once = rounded(library, random_weight(shape), format)
+    assert torch.equal(rounded(library, once, format), once)
+    assert not once[1].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_eight_bits_round_to_the_nearest_multiple_of_a_scale(
+    shape: tuple[int, int], library: NativeLibrary
+) -> None:
+    weight = random_weight(shape)
+    found = rounded(library, weight, Format.INT8).float()
+    greatest = weight.float().abs().amax(1, keepdim=True)
+    scale = shortened(greatest / 127, 14, 1).where(greatest > 0, 0.0)
+    codes = (weight.float() * (1 / scale)).nan_to_num().round()
+    assert int(codes.abs().max()) == 127
+    assert torch.equal((codes * scale).bfloat16().float(), found)
+    assert bool(((found - weight.float()).abs() <= 0.501 * scale + 2**-8 * greatest).all())
+    assert torch.equal(found.abs().amax(1, keepdim=True), greatest)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_four_bits_have_the_best_of_the_short_scales(
+    shape: tuple[int, int], library: NativeLibrary
+) -> None:
+    """No scale of five significant bits with which the greatest value is near -7 loses less."""
+    weight = random_weight(shape)
+    groups, found = in_groups(weight), in_groups(rounded(library, weight, Format.INT4))
+    greatest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    least = torch.full_like(greatest, torch.inf)
+    for mantissa in range(16, 32):
+        for exponent in range(-60, 20):
+            size = torch.tensor(mantissa * 2.0**exponent)
+            fits = (size <= greatest.abs() / 7) & (size * 10 > greatest.abs())
+            if not fits.any():
+                continue
+            scale = -greatest.sign() * size
+            codes = (groups / scale).round().clamp(-8, 7)
+            error = ((codes * scale - groups) ** 2).sum(2, keepdim=True)
+            least = torch.where(fits, torch.minimum(least, error), least)
+    error = ((found - groups) ** 2).sum(2, keepdim=True)
+    assert bool((error <= least.where(greatest != 0, 0.0) * 1.001).all())
+    usual = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    lost = rounded(library, usual, Format.INT4).float() - usual.float()
+    assert float(lost.norm() / usual.float().norm()) < 0.1
+
+
+def product(
+    library: NativeLibrary, packed: PackedWeight, rows: torch.Tensor, *, gates: bool = False
+) -> torch.Tensor:
+    """Compute a projection; with `gates` also the activation."""
+    if not gates:
+        return library.project(projection(packed), rows, packed.num_outputs)
+    instruction = projection(packed, epilogue=Epilogue.ACTIVATE, activation=Activation.SILU)
+    return library.project(instruction, rows, packed.num_outputs // 2)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", CODED, ids=str)
+def test_codes_give_the_bits_of_the_weights_that_they_stand_for(
+    format: Format, shape: tuple[int, int], gates: bool, kernels: NativeLibrary
+) -> None:
+    """For any number of rows, which are read from codes directly, or from units made of them."""
+    num_outputs = shape[0] - shape[0] % 2
+    weight = random_weight(shape)[:num_outputs]
+    bias = torch.randn(num_outputs).bfloat16()
+    units = kernels.pack(rounded(kernels, weight, format), bias, gates=gates)
+    rows = torch.randn(max(NUM_MANY_ROWS), shape[1]).bfloat16()
+    for source in (weight, rounded(kernels, weight, format)):
+        codes = kernels.pack(source, bias, format, gates=gates)
+        for num_rows in (*range(MOST_ROWS + 1), *NUM_MANY_ROWS):
+            want = product(kernels, units, rows[:num_rows], gates=gates)
+            found = product(kernels, codes, rows[:num_rows], gates=gates)
+            assert torch.equal(want, found), num_rows
+
+
+@pytest.mark.parametrize("format", CODED, ids=str)
+def test_a_part_of_a_weight_is_that_part_packed(format: Format, library: NativeLibrary) -> None:
+    weight, rows = torch.randn(160, 300).bfloat16(), torch.randn(3, 300).bfloat16()
+    part = library.pack(weight, None, format).outputs(64, 40)
+    alone = library.pack(weight[64:104], None, format)
+    assert torch.equal(product(library, part, rows)[:, :40], product(library, alone, rows)[:, :40])
+
+
+def quantized(config: EngineConfig, quantization: Quantization | None) -> EngineConfig:
+    model = msgspec.structs.replace(config.model, quantization=quantization)
+    return msgspec.structs.replace(config, model=model)
+
+
+def load(
+    directory: Path, quantization: Quantization | None, dtype: str = "bfloat16", threads: int = 2
+) -> ModelRunner:
+    config = quantized(engine_config(directory, dtype, threads), quantization)
+    return load_model_runner(config, lambda *_: None)
+
+
+MODELS: dict[str, PretrainedConfig] = {
+    "llama": CONFIGS["llama"],
+    "llama_wide_vocab_tied": CONFIGS["llama_wide_vocab_tied"],
+    "gemma3": CONFIGS["gemma3"],
+    "qwen3": Qwen3Config(**_ODD),
+    "gpt2": CONFIGS["gpt2"],
+}
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_same_bits_in_every_schedule(
+    name: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_checkpoint(tmp_path, MODELS[name])
+    runners = [load(tmp_path, quantization, threads=threads) for threads in NUM_THREADS]
+    for runner in runners:
+        assert runner.facts.exact_resume
+        assert runner.facts.quantization == quantization
+        assert runner._model.get_output_embeddings().packed.format is Format.INT8
+        assert runner.facts.decoder == ("modules" if name == "gpt2" else "native")
+    compare(runners, monkeypatch)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_modules_take_the_place_of_the_native_decoder(
+    quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--native-decoder off` codes are computed by the modules, in every schedule alike."""
+    build_checkpoint(tmp_path, MODELS["qwen3"])
+    config = quantized(engine_config(tmp_path, "bfloat16", 2), quantization)
+    worker = msgspec.structs.replace(config.worker, native_decoder=NativeDecoder.OFF)
+    config = msgspec.structs.replace(config, worker=worker)
+    runner = load_model_runner(config, lambda *_: None)
+    assert (runner.facts.decoder, runner.facts.exact_resume) == ("modules", True)
+    compare([runner] * len(NUM_THREADS), monkeypatch)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_greedy_tokens_are_those_of_the_rounded_weights(
+    quantization: Quantization, is_tied: bool, library: NativeLibrary, tmp_path: Path
+) -> None:
+    """Transformers loads the checkpoint, and its linear layers are rounded; the embedding is not.
+
+    A token may differ only where transformers has two that are equally likely within rounding.
+    """
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=is_tied)
+    build_checkpoint(tmp_path, config, torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    formats = FORMATS[quantization]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            format = formats.head if module is model.lm_head else formats.layers
+            library.round(module.weight.detach(), format)
+    model.float()
+    prompts = make_prompts()
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    run = drive(load(tmp_path, quantization), prompts, params, max_num_seqs=16)
+    num_equal = num_tokens = 0
+    for prompt, tokens in zip(prompts, run.output_token_ids, strict=True):
+        ids = torch.tensor([prompt + tokens])
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
+        best = logits.amax(1)
+        assert bool((best - chosen <= 0.05 * logits.std(1)).all())
+        num_equal += int((best == chosen).sum())
+        num_tokens += len(tokens)
+    assert num_tokens == 16 * len(prompts)
+    assert num_equal > 0.9 * num_tokens
+
+
+def test_rounding_changes_the_tokens(tmp_path: Path) -> None:
+    """Else the comparison with transformers would prove nothing."""
+    build_checkpoint(tmp_path, MODELS["llama"], torch.bfloat16)
+    prompts = [[token % 500 for token in prompt] for prompt in make_prompts()]
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    outputs = {
+        str(drive(load(tmp_path, quantization), prompts, params).output_token_ids)
+        for quantization in (None, *QUANTIZATIONS)
+    }
+    assert len(outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share"), [(Quantization.W8A16, 0.6), (Quantization.W4A16, 0.35)]
+)
+def test_codes_take_the_place_of_the_weights(
+    quantization: Quantization, share: float, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**(SHAPE | {"hidden_size": 256, "intermediate_size": 512}))
+    build_checkpoint(tmp_path, config, torch.bfloat16)
+
+    def num_bytes(quantization: Quantization | None) -> int:
+        """Bytes of all weights but the embedding, each memory once."""
+        model = load(tmp_path, quantization)._model
+        embedding = model.get_input_embeddings().weight
+        matrices = [p for p in model.parameters() if p.dim() > 1 and p is not embedding]
+        assert all(p.is_meta for p in matrices)
+        packed = [
+            value
+            for module in model.modules()
+            for value in vars(module).values()
+            if isinstance(value, PackedWeight)
+        ]
+        tensors = [t for weight in packed for t in (weight.panels, weight.scales) if t is not None]
+        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(memory.values())
+
+    assert 0 < num_bytes(quantization) < share * num_bytes(None)
+
+
+def test_a_draft_model_is_not_rounded(tmp_path: Path) -> None:
+    """It changes no token of the rounded model either."""
+    build_checkpoint(tmp_path, MODELS["llama"], torch.bfloat16)
+    config = quantized(engine_config(tmp_path, "bfloat16", 2), Quantization.W4A16)
+    model = msgspec.structs.replace(config.model, speculative_model=str(tmp_path))
+    scheduler = msgspec.structs.replace(config.scheduler, num_speculative_tokens=3)
+    guessing = msgspec.structs.replace(config, model=model, scheduler=scheduler)
+    prepared = prepare_model(guessing, lambda *_: None)
+    assert prepared.draft is not None
+    formats = [
+        {
+            value.format
+            for module in loaded.model.modules()
+            for value in vars(module).values()
+            if isinstance(value, PackedWeight)
+        }
+        for loaded in (prepared.loaded, prepared.draft)
+    ]
+    assert formats == [{Format.INT4, Format.INT8}, {Format.UNITS}]
+    prompts = [[token % 500 for token in prompt] for prompt in make_prompts()]
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    alone, guided = (load_model_runner(each, lambda *_: None) for each in (config, guessing))
+    expected = drive(alone, prompts, params)
+    found = drive(guided, prompts, params, num_speculative_tokens=3)
+    assert found.output_token_ids == expected.output_token_ids
+    assert 0 < found.num_accepted_drafts < found.num_drafts
+
+
+def test_pages_of_the_mapped_checkpoint_are_not_written(tmp_path: Path) -> None:
+    """Each would take memory of its own for as long as the embedding is a part of the file."""
+    config = LlamaConfig(**(SHAPE | {"hidden_size": 256, "intermediate_size": 512}))
+    build_checkpoint(tmp_path, config, torch.bfloat16)
+    runner = load(tmp_path, Quantization.W8A16)
+    written_kib = [
+        int(size)
+        for mapping in re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+        if str(tmp_path) in mapping
+        for size in re.findall(r"(?m)^Anonymous: +(\d+) kB", mapping)
+    ]
+    assert written_kib, "the embedding is a part of the file"
+    assert runner.facts.quantization
+    assert sum(written_kib) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"model": "null"}, "quantization needs a model"),
+        ({"device": "cuda"}, "quantization needs device cpu"),
+        ({"dtype": "float32"}, "quantization needs dtype bfloat16"),
+        ({"quantization": "int8"}, "quantization"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        configure(**{"quantization": "w8a16", **settings})
+
+
+def test_a_checkpoint_in_float32_is_refused(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, MODELS["llama"])
+    with pytest.raises(UnsupportedModel, match="in float32; add --dtype bfloat16"):
+        load(tmp_path, Quantization.W8A16, "auto")
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, MODELS["llama"])
+    change_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModel, match="quantized checkpoints are not supported"):
+        load(tmp_path, Quantization.W8A16)
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    [mixtral] = [each for each in ARCHITECTURES if each.name == "mixtral"]
+    build_checkpoint(tmp_path, mixtral.config())
+    with pytest.raises(
+        UnsupportedModel, match=r"w4a16: model.layers.0.mlp.* not those of a linear"
+    ):
+        load(tmp_path, Quantization.W4A16)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path, MODELS["llama"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* not finite"):
+        load(tmp_path, Quantization.W8A16)
+
+
+def test_a_machine_without_kernels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler() -> Path:
+        raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
+
+    monkeypatch.setattr(quantization_settings, "build", no_compiler)
+    monkeypatch.setattr(quantization_settings, "load_library", lambda: None)
+    with pytest.raises(UnsupportedModel, match=r"w8a16 needs the native kernels: no C\+\+ comp"):
+        load(tmp_path, Quantization.W8A16)
+
+
+def test_a_device_that_is_found_to_be_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "resolve_device", lambda _: torch.device("cuda"))
+    with pytest.raises(UnsupportedModel, match="w8a16 needs device cpu"):
+        load(Path("/nowhere"), Quantization.W8A16)

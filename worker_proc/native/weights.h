@@ -1,0 +1,373 @@
+// Packed weights: their layouts, and how kernels read them, tile by tile.
+//
+// Inputs come in units of four bytes: one float32, or two bfloat16 values side by side. A panel has
+// 16 outputs; a tile is 16 units of a panel, [16][16], and as large as an AMX tile. There are zeros
+// past the last input and output: the units of a panel are a multiple of 16, and the panels a
+// multiple of 2.
+//
+// Weights lie as units, or as codes of 8 or 4 bits with scales. A code stands for code · scale,
+// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile.
+
+#pragma once
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+
+#include "vec.h"
+
+namespace {
+
+typedef uint32_t Unit __attribute__((may_alias));
+
+constexpr int64_t kUnitStep = 16;  // units of a tile
+constexpr int64_t kTile = kUnitStep * kLanes;
+constexpr int64_t kTileInputs = 2 * kUnitStep;  // in bfloat16
+constexpr int64_t kPairOutputs = 2 * kLanes;
+constexpr int64_t kLine = 64;          // bytes of a line of the caches
+constexpr int64_t kCodesAhead = 4096;  // bytes
+
+// Numbers that kernels.py knows.
+enum Format : int32_t {
+  kUnits,
+  kInt8,
+  kInt4,
+};
+
+// Weights as units, [outputs / 16][units][16].
+struct Panels {
+  static constexpr bool kAreCodes = false;
+  static constexpr int64_t kTurnedRows = 0;
+
+  const Unit* units;
+  int64_t num_units;  // of a panel
+  int64_t num_pairs;  // of panels
+
+  const Unit* panel(int64_t pair) const { return units + pair * kPairOutputs * num_units; }
+
+  // The tile from a unit on, in the low or high panel of a pair.
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit*) const {
+    return panel(pair) + (half * num_units + unit) * kLanes;
+  }
+};
+
+// Values, and the codes of a format that are nearest to their quotients by a scale.
+struct Rounding {
+  const float* values;
+  int64_t size;  // a multiple of 16
+
+  float greatest() const {  // by magnitude, with its sign
+    return *std::max_element(values, values + size, [](float a, float b) {
+      return std::fabs(a) < std::fabs(b);
+    });
+  }
+
+  template <class Code>
+  static Vec codes(Vec v, float inverse) {
+    constexpr float kWhole = 12582912.0f;  // 1.5 · 2^23: floats of this size are whole numbers
+    const Vec code = (v * inverse + kWhole) - kWhole;
+    const Vec bounded = code < Code::kLeast ? splat(Code::kLeast) : code;
+    return bounded > Code::kMost ? splat(Code::kMost) : bounded;
+  }
+
+  // The sum of squared differences.
+  template <class Code>
+  float error(float scale) const {
+    Vec sum = splat(0.0f);
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Vec v = load(values + i), lost = v - codes<Code>(v, 1.0f / scale) * scale;
+      sum += lost * lost;
+    }
+    return fold(sum, [](Vec a, Vec b) { return a + b; });
+  }
+};
+
+// The upper halves of two values, side by side: two bfloat16 values.
+inline VecBits high_halves(VecBits first, VecBits second) {
+#ifdef __AVX512BW__
+  const VecBits bytes = VecBits{} + 0x3020302;
+  const VecBits by_lane = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+  return (VecBits)_mm512_mask_shuffle_epi8((__m512i)second, 0x3333333333333333,
+                                           (__m512i)first, (__m512i)(bytes + by_lane * 0x1010101));
+#else
+  return first >> 16 | (second & 0xffff0000u);
+#endif
+}
+
+// Codes of 8 bits. An output has one scale.
+struct Int8 {
+  using Scale = float;
+  static constexpr int kBits = 8;
+  static constexpr int64_t kGroupTiles = int64_t{1} << 40;  // all
+  static constexpr float kLeast = -127.0f, kMost = 127.0f;
+
+  // The greatest value is a bfloat16, and so are 127 scales, rounded: values that have been rounded
+  // once have the same scale, and keep their codes. A scale has 14 significant bits, of which the
+  // last is 1. So products are exact in float32, and none is halfway between two bfloat16 values.
+  static float scale_for(const Rounding& rounding) {
+    constexpr uint32_t kLast = 1 << 10;
+    return float_of((bits_of(std::fabs(rounding.greatest()) / kMost) & -kLast) | kLast);
+  }
+
+  // Pairs of rounded values.
+  static VecBits joined(Vec first, Vec second) {
+    constexpr uint32_t kHalf = 0x8000;
+    return high_halves((VecBits)first + kHalf, (VecBits)second + kHalf);
+  }
+};
+
+// Codes of 4 bits. Each 128 inputs of an output have a scale of five significant bits: bfloat16
+// holds every product.
+struct Int4 {
+  using Scale = Bf16;
+  static constexpr int kBits = 4;
+  static constexpr int64_t kGroupTiles = 4;
+  static constexpr float kLeast = -8.0f, kMost = 7.0f;
+
+  // Of the scales with which the greatest value is near -7 or past it, the one with the least error.
+  // It is among them again for values that were rounded with it: these have no error.
+  static float scale_for(const Rounding& rounding) {
+    constexpr uint32_t kStep = 1 << 19;
+    const float most = rounding.greatest();
+    float best = 0.0f, least = std::numeric_limits<float>::infinity();
+    for (uint32_t bits = bits_of(std::fabs(most) / 10.0f) / kStep * kStep;; bits += kStep) {
+      const float size = float_of(bits);
+      if (!(size <= std::fabs(most) / kMost)) return best;
+      const float scale = most > 0.0f ? -size : size, error = rounding.error<Int4>(scale);
+      if (error < least) best = scale, least = error;
+    }
+  }
+
+  static VecBits joined(Vec first, Vec second) {
+    return high_halves((VecBits)first, (VecBits)second);
+  }
+};
+
+// The codes of a tile, plus half of their range: [words][outputs], with as many codes of an output
+// as 32 bits hold, rotated left by 7 bits. There two or four of them lie where the mantissa of a
+// float has them, so that floats are made without a shift.
+template <class Code>
+struct CodedTile {
+  static constexpr int kBits = Code::kBits, kPerWord = 32 / kBits, kRotation = 7;
+  static constexpr uint32_t kZero = 1 << (kBits - 1);
+  static constexpr int64_t kBytes = 2 * kTile * kBits / 8;
+
+  static void place(const int8_t* codes, int64_t lane, uint8_t* tile) {
+    for (int64_t i = 0; i < kTileInputs; i += kPerWord) {
+      uint32_t word = 0;
+      for (int k = 0; k < kPerWord; k++) word |= (codes[i + k] + kZero) << kBits * k;
+      word = word << kRotation | word >> (32 - kRotation);
+      std::memcpy(tile + (i / kPerWord * kLanes + lane) * 4, &word, 4);
+    }
+  }
+
+  [[gnu::noinline]] static void unpack(const uint8_t* tile, Vec scales, Unit* units) {
+    const Products products(scales);
+    for (const Unit* end = units + kTile; units < end; tile += 4 * kLanes) {
+      VecBits words = *reinterpret_cast<const VecBits*>(tile);
+      for (int part = 0; part < 2; part++) {
+        for (int k = 0; k < Products::kCount; k += 2, units += kLanes)
+          *reinterpret_cast<VecBits*>(units) =
+              Code::joined(products(words, k), products(words, k + 1));
+        words = words >> 16 | words << 16;
+      }
+    }
+  }
+
+ private:
+  // The products of the scales and of codes at bits 7 to 22 of words. Every step is exact.
+  class Products {
+   public:
+    static constexpr int kCount = 16 / kBits;
+
+    explicit Products(Vec scales) : scales_(scales) {
+      for (int k = 0; k < kCount; k++) offsets_[k] = scales * -(size_of(k) + kZero);
+    }
+
+    Vec operator()(VecBits words, int k) const {
+      const VecBits mask = VecBits{} + (((1u << kBits) - 1) << (kRotation + kBits * k));
+      const Vec code = (Vec)((words & mask) | (VecBits)splat(size_of(k)));
+#ifdef __AVX512F__
+      return (Vec)_mm512_fmadd_ps((__m512)code, (__m512)scales_, (__m512)offsets_[k]);
+#else
+      return (code - (size_of(k) + kZero)) * scales_;
+#endif
+    }
+
+   private:
+    // A float of this size changes by 1 where the lowest bit of code k lies.
+    static constexpr float size_of(int k) { return 65536 >> kBits * k; }
+
+    Vec scales_, offsets_[kCount];
+  };
+};
+
+// Weights as codes, [outputs / 32][tiles][2 panels][tile].
+template <class Code>
+struct CodedPanels {
+  static constexpr bool kAreCodes = true;
+  static constexpr int64_t kTurnedRows = 0;
+
+  const uint8_t* codes;
+  const typename Code::Scale* scales;  // [outputs / 32][groups][2 panels][16]
+  int64_t num_units;
+  int64_t num_pairs;
+
+  static int64_t num_groups(int64_t num_units) {
+    return (num_units / kUnitStep - 1) / Code::kGroupTiles + 1;
+  }
+
+  int64_t tile_at(int64_t pair, int half, int64_t unit) const {
+    return ((pair * num_units + unit) / kUnitStep * 2 + half) * CodedTile<Code>::kBytes;
+  }
+
+  int64_t scales_at(int64_t pair, int half, int64_t unit) const {
+    const int64_t group = pair * num_groups(num_units) + unit / kUnitStep / Code::kGroupTiles;
+    return (group * 2 + half) * kLanes;
+  }
+
+  // Places the codes of one output, a lane of a panel.
+  void place(const int8_t* output, int64_t pair, int half, int64_t lane, uint8_t* to) const {
+    for (int64_t unit = 0; unit < num_units; unit += kUnitStep)
+      CodedTile<Code>::place(output + 2 * unit, lane, to + tile_at(pair, half, unit));
+  }
+
+  // The tile from a unit on, made in `space`.
+  const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    const uint8_t* at = codes + tile_at(pair, half, unit);
+    for (int64_t i = 0; i < CodedTile<Code>::kBytes; i += kLine)
+      __builtin_prefetch(at + kCodesAhead + i);
+    CodedTile<Code>::unpack(at, load(scales + scales_at(pair, half, unit)), space);
+    return space;
+  }
+
+};
+
+#ifdef __AMX_BF16__
+
+// Turns [16][16] units around.
+inline void transpose(__m512i (&rows)[kLanes]) {
+  __m512i pairs[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; i += 4)  // row i + j has columns j, 4 + j, ... of four rows
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      rows[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m512i first_even = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);
+    const __m512i first_odd = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xdd);
+    const __m512i last_even = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);
+    const __m512i last_odd = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(first_even, last_even, 0x88);
+    rows[4 + j] = _mm512_shuffle_i32x4(first_odd, last_odd, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(first_even, last_even, 0xdd);
+    rows[12 + j] = _mm512_shuffle_i32x4(first_odd, last_odd, 0xdd);
+  }
+}
+
+// Weights as codes of 4 bits, [outputs / 32][groups][2 panels][16 outputs][32 words], where AMX is
+// in use. The codes of an output that share a scale are one vector: word i has inputs i, 32 + i,
+// 64 + i and 96 + i, from the lowest bits on. A table of 16 products makes units of all of them.
+struct CodedGroups {
+  static constexpr bool kAreCodes = true;
+  static constexpr int64_t kTurnedRows = 128;  // most rows that multiply_columns computes
+  static constexpr int64_t kGroupTiles = Int4::kGroupTiles;
+  static constexpr int64_t kGroupInputs = kGroupTiles * kTileInputs;
+  static constexpr int64_t kBytes = kLanes * kGroupInputs / 2;  // of a panel
+
+  const uint8_t* codes;
+  const Bf16* scales;  // [outputs / 32][groups][2 panels][16]
+  int64_t num_units;
+  int64_t num_pairs;
+
+  int64_t num_groups() const { return (num_units / kUnitStep - 1) / kGroupTiles + 1; }
+
+  // The number of a group's panel.
+  int64_t index(int64_t pair, int half, int64_t group) const {
+    return (pair * num_groups() + group) * 2 + half;
+  }
+
+  int64_t scales_at(int64_t pair, int half, int64_t unit) const {
+    return index(pair, half, unit / kUnitStep / kGroupTiles) * kLanes;
+  }
+
+  // Places the codes of one output, a lane of a panel.
+  void place(const int8_t* output, int64_t pair, int half, int64_t lane, uint8_t* to) const {
+    constexpr int kZero = 8;
+    for (int64_t i = 0; i < 2 * num_units; i++) {
+      const int64_t at = i % kGroupInputs, word = at % kTileInputs, tile = at / kTileInputs;
+      uint8_t* output_to = to + index(pair, half, i / kGroupInputs) * kBytes + lane * kLine;
+      output_to[2 * word + tile / 2] |= (output[i] + kZero) << tile % 2 * 4;
+    }
+  }
+
+  // The products of a scale and the 16 codes, twice.
+  static __m512i table(float scale) {
+    const VecHalf twice = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+    const Vec values = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    const __m512i upper_halves = _mm512_broadcast_i64x4((__m256i)twice);
+    return _mm512_permutexvar_epi16(upper_halves, (__m512i)(values * scale));
+  }
+
+  // Units of one tile, from the words of the group.
+  static __m512i units(__m512i words, int tile, __m512i table) {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * tile), table);
+  }
+
+  // The units of four outputs of a group's panel, in [tiles][16 outputs][16 units].
+  [[gnu::always_inline]] static void unpack_outputs(const uint8_t* at, const float* scales,
+                                                    int first, Unit* space) {
+#pragma GCC unroll 4
+    for (int output = first; output < first + 4; output++) {
+      const __m512i words = _mm512_load_si512(at + output * kLine), products = table(scales[output]);
+      __builtin_prefetch(at + output * kLine + kCodesAhead);
+#pragma GCC unroll 4
+      for (int tile = 0; tile < kGroupTiles; tile++)
+        _mm512_store_si512(space + tile * kTile + output * kUnitStep, units(words, tile, products));
+    }
+  }
+
+  // The tile from a unit on, made in `space`.
+  [[gnu::noinline]] const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    const int64_t tile = unit / kUnitStep % kGroupTiles;
+    const int64_t at = index(pair, half, unit / kUnitStep / kGroupTiles);
+    const uint8_t* words = codes + at * kBytes;
+    alignas(64) float by_output[kLanes];
+    save(load(scales + at * kLanes), by_output, kLanes);
+    __m512i made[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++)
+      made[i] = units(_mm512_load_si512(words + i * kLine), tile, table(by_output[i]));
+    for (int64_t line = 0; line < kLanes / kGroupTiles; line++)
+      __builtin_prefetch(words + kCodesAhead + (tile * kLanes / kGroupTiles + line) * kLine);
+    transpose(made);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) _mm512_store_si512(space + i * kLanes, made[i]);
+    return space;
+  }
+};
+
+#endif
+
+// The units of some pairs, made in `space`.
+template <class W>
+Panels unpacked(const W& w, int64_t first_pair, int64_t last_pair, Unit* space) {
+  Unit* to = space;
+  for (int64_t pair = first_pair; pair < last_pair; pair++)
+    for (int half = 0; half < 2; half++)
+      for (int64_t unit = 0; unit < w.num_units; unit += kUnitStep, to += kTile)
+        w.tile(pair, half, unit, to);
+  return {space, w.num_units, last_pair - first_pair};
+}
+
+}  // namespace
