@@ -172,12 +172,17 @@ class SamplingParams(Record):
         return is_mean or self.prompt_logprobs is not None
 
     @property
+    def penalizes(self) -> bool:
+        """Whether tokens that have occurred get other scores."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
+
+    @property
     def edits_scores(self) -> bool:
         """Whether a parameter may change the logits before a token is chosen, besides a grammar."""
         return bool(
-            self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
+            self.penalizes
             or self.logit_bias
             or self.min_tokens
             or self.bad_words

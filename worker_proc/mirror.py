@@ -21,6 +21,7 @@ from protocol.sampling import SamplingParams
 from worker_proc.drafting.draft_progress import DraftProgress
 from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.grammar.state import GrammarState
+from worker_proc.sampling.row_edits import RowEdits
 
 
 class MirrorError(Exception):
@@ -49,6 +50,8 @@ class MirroredRequest:
     """Of a request with a grammar; the runner sets it before the request's first step."""
     edits_scores: bool = False
     """`sampling_params.edits_scores`, computed once."""
+    edits: RowEdits | None = None
+    """What changes its scores; None: nothing does."""
     is_confined: bool = False
     """Whether a grammar or a thinking budget decides which tokens may follow."""
     hidden_sum: object = None
@@ -57,6 +60,16 @@ class MirroredRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def token_ids_after(self, num_tokens: int) -> list[int]:
+        """Return the ids behind the first ones."""
+        return self.token_ids[num_tokens:]
+
+    def append(self, outputs: list[int]) -> None:
+        """Take sampled tokens."""
+        self.token_ids += outputs
+        if self.edits is not None:
+            self.edits.add(outputs)
 
 
 class ScheduledRequest(NamedTuple):
@@ -147,7 +160,7 @@ class Mirror:
         for request, start, num_tokens, samples in scheduled:
             request.num_computed_tokens = start + num_tokens
             if samples and not num_sampled_tokens:
-                request.token_ids.append(next(tokens))
+                request.append([next(tokens)])
         if not num_sampled_tokens:
             if next(tokens, None) is not None:
                 raise MirrorError("more tokens were sampled than requests sample")
@@ -170,7 +183,7 @@ class Mirror:
                     f" over {num_drafts} drafts"
                 )
             request.num_computed_tokens -= num_drafts + 1 - num_sampled
-            request.token_ids += islice(tokens, num_sampled)
+            request.append(list(islice(tokens, num_sampled)))
 
     def check_empty(self) -> None:
         """Raise a MirrorError if a request is mirrored, which would lose its KV by a sleep."""
@@ -212,6 +225,9 @@ class Mirror:
             num_cached_tokens=new.num_cached_tokens,
             draft_limit=0 if params.pooling is not None else self._num_speculative_tokens,
             edits_scores=params.edits_scores,
+            edits=RowEdits(params, token_ids, new.num_prompt_tokens)
+            if params.edits_scores
+            else None,
             is_confined=params.grammar is not None or params.thinking_budget is not None,
         )
 

@@ -5,6 +5,7 @@ serving    W1 to W4 and W6 over HTTP, also for peers
 control    W5: what everything around the model costs
 startup    time to ready and to the first token
 growth     time of a step against running requests, context and waiting requests
+sampler    the choice of tokens alone
 scheduler  the scheduler alone
 table      results as Markdown tables
 
@@ -21,7 +22,7 @@ from typing import Any
 from protocol.config.settings import OneLineParser
 from scripts.bench import machine, plots, report, scheduler
 from scripts.bench.client import BenchError
-from scripts.bench.commands import control, growth, offline, serving, startup
+from scripts.bench.commands import control, growth, offline, sampler, serving, startup
 from scripts.bench.peers import http_url, named_url
 from scripts.bench.workloads import OFFLINE
 
@@ -31,6 +32,7 @@ RUNS: dict[str, Callable[[argparse.Namespace, report.Record], None]] = {
     "control": control.run,
     "startup": startup.run,
     "growth": growth.run,
+    "sampler": sampler.run,
 }
 LENGTHS = (1024, 4000, 7900)
 RUNNING = (16, 64, 256, 1024)
@@ -63,21 +65,26 @@ def _not_negative(text: str) -> float:
 _positive.__name__ = _not_negative.__name__ = "number"  # argparse shows it
 
 
+def _add_number(
+    parser: argparse.ArgumentParser, flag: str, default: float, kind: Any, text: str
+) -> None:
+    about = f"{text} (default: {default})"
+    parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
+
+
 def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
-    number = _count(1)
     parser.add_argument(
         "--model", default=model, metavar="DIR", help=f"checkpoint, or null (default: {model})"
     )
-    for flag, default, kind, text in (
-        ("--repeats", 5, number, "repetitions, each with new prompts"),
-        ("--seed", 0, int, "seed of the first repetition"),
-        ("--timeout-s", 600.0, _positive, "longest time for one request"),
-    ):
-        about = f"{text} (default: {default})"
-        parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
-    parser.add_argument(
-        "--vocab-size", type=number, metavar="N", help="ids in prompts are smaller (at most 16,000)"
-    )
+    _add_number(parser, "--repeats", 5, _count(1), "repetitions, each with new prompts")
+    _add_number(parser, "--seed", 0, int, "seed of the first repetition")
+    _add_number(parser, "--timeout-s", 600.0, _positive, "longest time for one request")
+    text = "ids in prompts are smaller (at most 16,000)"
+    parser.add_argument("--vocab-size", type=_count(1), metavar="N", help=text)
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a file")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write plots as PNG files")
 
@@ -170,6 +177,16 @@ def make_parser() -> argparse.ArgumentParser:
     text = "steps of a repetition (default: 48)"
     growth_flags.add_argument("--steps", type=_count(1), default=48, metavar="N", help=text)
 
+    sampler_flags = command("sampler")
+    _add_number(sampler_flags, "--repeats", 9, _count(1), "repetitions, after a warm-up")
+    _add_number(sampler_flags, "--seed", 0, int, "seed of the logits")
+    _add_number(sampler_flags, "--rows", 64, _count(1), "rows of a step")
+    _add_number(sampler_flags, "--vocab-size", 151_936, _count(1), "tokens of the vocabulary")
+    _add_work(sampler_flags, list(sampler.WORK))
+    text = "also without the native kernel"
+    sampler_flags.add_argument("--torch", action="store_true", help=text)
+    _add_outputs(sampler_flags)
+
     command("scheduler")
     command("table").add_argument("files", nargs="+", type=Path, metavar="FILE")
     return parser
@@ -184,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv[:place])
     arguments.engine_flags = argv[place + 1 :]
-    if arguments.engine_flags and (arguments.command == "table" or _base(arguments)):
+    if arguments.engine_flags and (arguments.command in {"table", "sampler"} or _base(arguments)):
         parser.error(f"{arguments.engine_flags[0]} has no effect: no engine is started")
     try:
         if arguments.command == "table":

@@ -35,6 +35,7 @@ FIGURES = {
     "ready_s": Figure("ready, s", 2),
     "first_token_s": Figure("first token, s", 2),
     "steps": Figure("steps", 0),
+    "choice_ms": Figure("choice, ms", 2),
     "step_us": Figure("whole step, µs", 1),
 }
 """Names of other figures are shown as they are, with one decimal."""

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from scripts.bench import __main__ as tool
 from scripts.bench import machine, plots, report, workloads
 from scripts.bench.client import BenchError, Reply
+from scripts.bench.commands import sampler
 from scripts.bench.commands.steps import Parts
 from scripts.testing import EngineFactory
 from tests.scripts.bench_peer import ERROR_TEXT, peer
+from worker_proc.native.build import build, compiler
 
 FIGURES = {
     *("seconds", "requests", "prompt_tokens", "output_tokens", "tokens_per_s", "requests_per_s"),
@@ -328,3 +330,15 @@ def test_a_file_of_another_tool_is_refused(tmp_path: Path) -> None:
     path.write_text('{"benchmark": "offline"}')
     with pytest.raises(BenchError, match="`command`"):
         report.load(path)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_the_sampler_is_measured_with_every_set_of_parameters(result: Path) -> None:
+    build()
+    command = f"sampler --rows 3 --vocab-size 600 --repeats 2 --torch --json {result}"
+    assert tool.main(command.split()) == 0
+    found = report.load(result)
+    servers = {"native, bf16", "native, fp32", "torch, bf16"}
+    expected = {(name, server, n) for name in sampler.WORK for server in servers for n in (0, 1)}
+    assert {(run.workload, run.server, run.repeat) for run in found.runs} == expected
+    assert all(run.figures["choice_ms"] > 0 for run in found.runs)

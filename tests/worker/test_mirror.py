@@ -16,6 +16,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from worker_proc.mirror import Mirror, MirrorError
+from worker_proc.sampling.row_edits import TokenCounts
 
 BLOCK_SIZE = 4
 FACTS = ModelFacts(
@@ -273,6 +274,23 @@ def test_those_without_drafts_advance_beside_those_with_some() -> None:
     mirror.advance(parts, [71, 9, 8], [2, 1])
     found = [(r.num_computed_tokens, r.token_ids[-1]) for r in mirror.requests.values()]
     assert found == [(8, 9), (6, 8), (4, 17)]
+
+
+def test_edits_count_sampled_tokens_alone() -> None:
+    """With and without drafts: as if the edits were made now."""
+    mirror, params = make_mirror(), SamplingParams(presence_penalty=0.5)
+    request = msgspec.structs.replace(new(1, blocks=range(1, 4)), sampling_params=params)
+    mirror.advance(mirror.apply(step(0, 6, [request], counts={1: 6})), [61])
+    mirror.requests[1].draft_token_ids = [61, 62, 63]
+    mirror.advance(mirror.apply(step(1, 4, counts={1: 4})), [61, 10], [2])
+    found = mirror.requests[1]
+    assert found.edits is not None
+    assert found.edits.token_counts is not None
+    counts = found.edits.token_counts
+    fresh = TokenCounts(found.token_ids, found.num_prompt_tokens)
+    assert (counts.ids, counts.counts) == (fresh.ids, fresh.counts)
+    assert counts.num_tokens == fresh.num_tokens == 9
+    assert dict(zip(counts.ids, counts.counts, strict=True))[61] == 2
 
 
 @pytest.mark.parametrize(

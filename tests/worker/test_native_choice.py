@@ -2,17 +2,24 @@
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
+from torch import Tensor
 
+from protocol.sampling import SamplingParams
 from tests.worker.test_sampler import CPU, EOS, Row, _random_params
 from worker_proc.grammar.masks import RowMasks
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.sampler import Sampler
 
 NUM_ROWS = 96
+LARGE = 40_009
 
 
 def _row(rng: random.Random, vocab_size: int) -> Row:
@@ -56,3 +63,119 @@ def test_both_choose_the_same_tokens(vocab_size: int, num_words: int, dtype: tor
         for masks in (None, _masks(rng, num_words, vocab_size)):
             found, expected = (each.sample(logits, rows, masks) for each in (native, portable))
             assert found == expected
+
+
+def _flat(generator: torch.Generator) -> Tensor:
+    return torch.randn(LARGE, generator=generator) * 2
+
+
+def _peaked(generator: torch.Generator) -> Tensor:
+    scores = _flat(generator)
+    scores[torch.randperm(LARGE, generator=generator)[:300]] = torch.linspace(24, 6, 300)
+    return scores
+
+
+def _tail(generator: torch.Generator) -> Tensor:
+    """Most of the weight is in tokens far under the best one."""
+    return torch.cat([torch.tensor([13.0]), torch.rand(LARGE - 1, generator=generator)])
+
+
+def _equal(_: torch.Generator) -> Tensor:
+    return torch.full((LARGE,), 3.25)
+
+
+def _few_values(generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 3, (LARGE,), generator=generator).float() * 2
+
+
+def _few_tokens(generator: torch.Generator) -> Tensor:
+    scores = torch.full((LARGE,), -math.inf)
+    scores[torch.randperm(LARGE, generator=generator)[:5]] = 1.0
+    return scores
+
+
+def _extreme(generator: torch.Generator) -> Tensor:
+    return torch.randn(LARGE, generator=generator).sign() * torch.finfo(torch.bfloat16).max
+
+
+def _against_the_sample(generator: torch.Generator) -> Tensor:
+    """The tokens by which the kernel estimates where top_p ends are unlike all others."""
+    scores = _flat(generator)
+    for chunk in range(LARGE // 512):
+        first = chunk * 512 + chunk * 7 % 32 * 16
+        scores[first : first + 16] -= 9.0
+    return scores
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(_flat, _peaked, _tail, _equal, _few_values, _few_tokens, _extreme),
+        _against_the_sample,
+    ],
+)
+def test_both_choose_the_same_tokens_of_large_vocabularies(
+    make: Callable[[torch.Generator], Tensor], dtype: torch.dtype
+) -> None:
+    """Wherever top_k and top_p end, and whatever the kernel guesses of it."""
+    native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
+    portable = Sampler(LARGE, EOS, CPU)
+    logits = make(torch.Generator().manual_seed(1)).to(dtype).expand(48, -1)
+    rng = random.Random(2)
+    rows = []
+    for seed in range(48):
+        params = SamplingParams(
+            seed=seed,
+            temperature=rng.choice([2e-5, 0.5, 1.0, 1.0, 2.0]),
+            top_p=[1e-9, 0.3, 0.95, 0.999, 1 - 1e-9, 1.0][seed % 6],
+            top_k=rng.choice([0, 0, 0, 1, 40, 5000, LARGE - 1]),
+            min_p=rng.choice([0.0, 0.0, 0.0, 1e-4, 0.1]),
+        )
+        rows.append(Row(params, [1, 2, 3], 2))
+    assert native.sample(logits, rows) == portable.sample(logits, rows)
+
+
+class _KnownPart(Row):
+    """A row whose last outputs are not counted yet, as those of a draft are not."""
+
+    num_counted = 0
+
+    @property
+    def edits(self) -> RowEdits:
+        known = self.token_ids[: self.num_counted]
+        return RowEdits(self.sampling_params, known, self.num_prompt_tokens)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_outputs_that_are_not_counted_are_penalized_too() -> None:
+    """Tokens of the prompt, of counted outputs, and new ones, each once or often."""
+    rng = random.Random(3)
+    sampler = Sampler(64, EOS, CPU, NativeLibrary(build()))
+    logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(4))
+    whole, parts = [], []
+    for seed in range(200):
+        params = SamplingParams(
+            seed=seed,
+            temperature=rng.choice([0.0, 1.0]),
+            repetition_penalty=rng.choice([1.0, 1.7, 0.4]),
+            frequency_penalty=rng.choice([0.0, 0.9]),
+            presence_penalty=rng.choice([0.0, -1.2]),
+        )
+        ids = [rng.randrange(12) for _ in range(rng.randrange(8, 16))]
+        whole.append(Row(params, ids, 4))
+        part = _KnownPart(params, ids, 4)
+        part.num_counted = rng.randrange(4, len(ids) + 1)
+        parts.append(part)
+    found = sampler.sample(logits, parts)
+    assert found == sampler.sample(logits, whole)
+    assert found == Sampler(64, EOS, CPU).sample(logits, whole)
+    free = [replace(row, sampling_params=_without_penalties(row)) for row in whole]
+    assert found != sampler.sample(logits, free)
+
+
+def _without_penalties(row: Row) -> SamplingParams:
+    return msgspec.structs.replace(
+        row.sampling_params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0
+    )

@@ -28,6 +28,7 @@ from worker_proc.sampling.inverse_cdf import (
     scale,
 )
 from worker_proc.sampling.philox import draw, philox4x32
+from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -59,6 +60,13 @@ class Row:
     @property
     def edits_scores(self) -> bool:
         return self.sampling_params.edits_scores
+
+    @property
+    def edits(self) -> RowEdits:
+        return RowEdits(self.sampling_params, self.token_ids, self.num_prompt_tokens)
+
+    def token_ids_after(self, num_tokens: int) -> list[int]:
+        return self.token_ids[num_tokens:]
 
 
 def _row(

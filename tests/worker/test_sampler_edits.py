@@ -13,6 +13,7 @@ from torch import Tensor
 from protocol.sampling import SamplingParams, ThinkingBudget
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.logit_edits import edit_scores
+from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.sampler import Sampler
 
 EOS = (2, 5)
@@ -43,6 +44,13 @@ class Row:
     @property
     def edits_scores(self) -> bool:
         return self.sampling_params.edits_scores
+
+    @property
+    def edits(self) -> RowEdits:
+        return RowEdits(self.sampling_params, self.token_ids, self.num_prompt_tokens)
+
+    def token_ids_after(self, num_tokens: int) -> list[int]:
+        return self.token_ids[num_tokens:]
 
 
 def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:

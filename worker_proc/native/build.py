@@ -16,8 +16,8 @@ from pathlib import Path
 
 SOURCES = ("attention.cpp", "decoder.cpp", "linear.cpp", "pointwise.cpp", "sampling.cpp")
 HEADERS = (
-    *("attention.h", "attention_pairs.h", "experts.h", "pointwise.h", "products.h", "team.h"),
-    *("vec.h", "weights.h"),
+    *("attention.h", "attention_pairs.h", "choice.h", "edits.h", "exact_sums.h", "experts.h"),
+    *("pointwise.h", "products.h", "team.h", "vec.h", "weights.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),

@@ -39,7 +39,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_round": (_POINTER, *[_INT] * 3),
     "troika_project": (*[_POINTER] * 3, _INT, _INT),
     "troika_execute": (_POINTER, _POINTER),
-    "troika_sample": (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER),
+    "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
 }
 
@@ -177,20 +177,40 @@ class LogitsArgs(ctypes.Structure):
     _fields_ = (
         ("data", _POINTER),
         ("stride", _LONG),
-        *_fields("vocab_size is_bf16 are_edited", _INT),
+        *_fields("vocab_size is_bf16", _INT),
     )
 
 
-SAMPLING_ROW = struct.Struct("=qqddfiii")
-"""`Order` of sampling.cpp: seed, position, min_p, top_p, temperature, top_k, row, line of masks."""
+class MasksArgs(ctypes.Structure):
+    """`Masks` of sampling.cpp."""
+
+    _fields_ = (("words", _POINTER), ("num_words", _INT))
+
+
+SAMPLING_ROW = struct.Struct("=qqddfiiiii")
+"""`Order` of choice.h: seed, position, min_p, top_p, temperature, top_k, row, line of masks, first
+edit, number of edits."""
+
+SCORE_EDIT = struct.Struct("=QQQQiiifff")
+"""`Edit` of edits.h: addresses of ids, biases, counts and the latest outputs; kind, number of ids,
+number of the latest outputs; penalties for repetition, frequency and presence."""
+
+
+class EditKind(enum.IntEnum):
+    """Kinds of edits, by their numbers in edits.h."""
+
+    BAN = 0
+    ADD_BIAS = 1
+    PENALIZE = 2
+    ALLOW = 3
+    FORCE = 4
 
 
 class ChoiceState(enum.IntEnum):
     """What became of a row, by its number in sampling.cpp."""
 
     CHOSEN = 0
-    NONE_POSSIBLE = 1
-    NOT_FINITE = 2
+    NOT_FINITE = 1
 
 
 class PackedWeight(NamedTuple):
@@ -362,37 +382,30 @@ class NativeLibrary:
         self._library.troika_execute(ctypes.byref(program), ctypes.byref(run))
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        orders: bytes,
-        masks: torch.Tensor | None,
-        *,
-        are_edited: bool = False,
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Return a token, int64, and a `ChoiceState` for each SAMPLING_ROW in `orders`.
+        self, logits: torch.Tensor, orders: bytes, edits: bytes, masks: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Return a token and a `ChoiceState` for each SAMPLING_ROW in `orders`.
 
-        `logits` are `[rows, vocab]`; `masks` have one bit a token, int32 `[lines, words]`. Edited
-        logits may be -inf for every token of a row, whose state is then NONE_POSSIBLE.
+        `logits` are `[rows, vocab]`; `masks` have one bit a token, int32 `[lines, words]`. The
+        memory that a SCORE_EDIT in `edits` points to must exist during the call.
         """
         assert logits.stride(1) == 1
         assert masks is None or (masks.dtype == torch.int32 and masks.is_contiguous())
         num_orders = len(orders) // SAMPLING_ROW.size
-        tokens = torch.empty(num_orders, dtype=torch.int64)
-        states = (_INT * num_orders)()
+        tokens, states = (_LONG * num_orders)(), (_INT * num_orders)()
         is_bf16 = logits.dtype == torch.bfloat16
-        arguments = LogitsArgs(
-            logits.data_ptr(), logits.stride(0), logits.shape[1], is_bf16, are_edited
-        )
+        arguments = LogitsArgs(logits.data_ptr(), logits.stride(0), logits.shape[1], is_bf16)
+        lines = MasksArgs(None, 0) if masks is None else MasksArgs(masks.data_ptr(), masks.shape[1])
         self._library.troika_sample(
             ctypes.byref(arguments),
             orders,
             num_orders,
-            None if masks is None else masks.data_ptr(),
-            0 if masks is None else masks.shape[1],
-            tokens.data_ptr(),
+            edits,
+            ctypes.byref(lines),
+            tokens,
             states,
         )
-        return tokens, list(states)
+        return list(tokens), list(states)
 
 
 def projection(weight: PackedWeight, **fields: Any) -> Instruction:

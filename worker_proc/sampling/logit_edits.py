@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
+from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.thinking import forced_token
 
 
@@ -21,6 +22,8 @@ class SamplingRow(Protocol):
     num_prompt_tokens: int
     edits_scores: bool
     """`sampling_params.edits_scores`, computed once."""
+    edits: RowEdits | None
+    """What the parameters and the first tokens change; None if `edits_scores` is false."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -29,6 +32,9 @@ class SamplingRow(Protocol):
     @property
     def num_tokens(self) -> int:
         """Length of `token_ids`, which is read more often than the ids."""
+
+    def token_ids_after(self, num_tokens: int) -> list[int]:
+        """Return the part of `token_ids` behind the first ones, without a copy of these."""
 
 
 def edited_scores(
@@ -62,8 +68,8 @@ def edit_scores(
     budget forces is the only one left, unless it is not among those that grammars allow: `allowed`,
     bool [n, vocab]. `scores` are float32 [n, vocab], without NaN or +inf, and are changed in place.
     """
-    _ban_stops(scores, rows, eos_token_ids)
-    _ban_words(scores, rows)
+    _ban(scores, ((i, banned_stops(row, eos_token_ids)) for i, row in enumerate(rows)))
+    _ban(scores, ((i, banned_words(row)) for i, row in enumerate(rows)))
     _add_biases(scores, rows)
     _penalize_repetition(scores, rows)
     _penalize_outputs(scores, rows)
@@ -71,29 +77,34 @@ def edit_scores(
     _end_reasoning(scores, rows, allowed)
 
 
-def _ban_stops(scores: Tensor, rows: Sequence[SamplingRow], eos_token_ids: Sequence[int]) -> None:
+def banned_stops(row: SamplingRow, eos_token_ids: Sequence[int]) -> Sequence[int]:
+    """Return the tokens that would end a row's output before it has min_tokens."""
+    params = row.sampling_params
+    if row.num_tokens - row.num_prompt_tokens >= params.min_tokens:
+        return ()
+    return (*eos_token_ids, *params.stop_token_ids)
+
+
+def banned_words(row: SamplingRow) -> list[int]:
+    """Return the last token of each bad word whose other tokens end the output."""
+    num_outputs = row.num_tokens - row.num_prompt_tokens
+    banned = []
+    for word in row.sampling_params.bad_words:
+        num_before = len(word) - 1
+        if num_before > num_outputs:
+            continue
+        if not num_before or row.token_ids_after(row.num_tokens - num_before) == word[:-1]:
+            banned.append(word[-1])
+    return banned
+
+
+def _ban(scores: Tensor, banned: Iterable[tuple[int, Sequence[int]]]) -> None:
     places = [
         (i, token_id)
-        for i, row in enumerate(rows)
-        if row.num_tokens - row.num_prompt_tokens < row.sampling_params.min_tokens
-        for token_id in (*eos_token_ids, *row.sampling_params.stop_token_ids)
+        for i, token_ids in banned
+        for token_id in token_ids
         if token_id < scores.shape[1]
     ]
-    if places:
-        scores[torch.tensor(places, device=scores.device).unbind(dim=1)] = -math.inf
-
-
-def _ban_words(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Ban the last token of each bad word whose other tokens end the output."""
-    places = []
-    for i, row in enumerate(rows):
-        num_outputs = row.num_tokens - row.num_prompt_tokens
-        for word in row.sampling_params.bad_words:
-            num_before = len(word) - 1
-            if num_before > num_outputs or word[-1] >= scores.shape[1]:
-                continue
-            if not num_before or row.token_ids[-num_before:] == word[:-1]:
-                places.append((i, word[-1]))
     if places:
         scores[torch.tensor(places, device=scores.device).unbind(dim=1)] = -math.inf
 

@@ -1,30 +1,34 @@
-"""Chooses tokens with the native kernel: one call for a step, and one for each part with edits."""
+"""Chooses tokens with the native kernel: one call for a step."""
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from worker_proc.grammar.masks import RowMasks
-from worker_proc.native.kernels import NATIVE_DTYPES, SAMPLING_ROW, ChoiceState, NativeLibrary
-from worker_proc.sampling.logit_edits import SamplingRow, edited_scores
+from worker_proc.native.kernels import (
+    NATIVE_DTYPES,
+    SAMPLING_ROW,
+    SCORE_EDIT,
+    ChoiceState,
+    EditKind,
+    NativeLibrary,
+)
+from worker_proc.sampling.logit_edits import SamplingRow, banned_stops, banned_words
+from worker_proc.sampling.row_edits import RowEdits
+from worker_proc.sampling.thinking import forced_token
 
 
 class NativeChoice:
     """Chooses the tokens of a step on the CPU."""
 
     def __init__(
-        self,
-        library: NativeLibrary,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        chunk_rows: int,
+        self, library: NativeLibrary, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Take the number of rows to edit at a time."""
         self._library = library
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._chunk_rows = chunk_rows
 
     def choose(
         self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
@@ -34,62 +38,84 @@ class NativeChoice:
             logits = logits.float()
         if logits.stride(1) != 1:
             logits = logits.clone(memory_format=torch.contiguous_format)
+        edits = _Edits(self._eos_token_ids)
+        orders = []
+        for place, row in enumerate(rows):
+            first = len(edits.packed)
+            if row.edits_scores:
+                edits.add(row)
+            line = -1 if masks is None else masks.line(place)
+            orders.append(self._order(row, place, line, first, len(edits.packed) - first))
         bits = None if masks is None else masks.bits
-        orders = b"".join(
-            # Rows with edits take their most likely token here: it stays where none is possible.
-            _greedy(i) if row.edits_scores else self._order(i, row, _line(masks, i))
-            for i, row in enumerate(rows)
-        )
-        tokens, states = self._library.sample(logits, orders, bits)
-        token_ids: list[int] = tokens.tolist()
-        self._choose_edited(logits, rows, masks, token_ids)
-        not_finite = [i for i, state in enumerate(states) if state == ChoiceState.NOT_FINITE]
-        for i in not_finite:
-            token_ids[i] = 0
-        return token_ids, not_finite
+        packed = b"".join(edits.packed)
+        token_ids, states = self._library.sample(logits, b"".join(orders), packed, bits)
+        lost = [place for place, state in enumerate(states) if state == ChoiceState.NOT_FINITE]
+        return token_ids, lost
 
-    def _choose_edited(
-        self,
-        logits: Tensor,
-        rows: Sequence[SamplingRow],
-        masks: RowMasks | None,
-        token_ids: list[int],
-    ) -> None:
-        """Replace the tokens of the rows whose scores are edited first."""
-        edited = [i for i, row in enumerate(rows) if row.edits_scores]
-        free = [i for i in edited if _line(masks, i) < 0]
-        masked = [i for i in edited if _line(masks, i) >= 0]
-        for members in (free, masked):
-            for start in range(0, len(members), self._chunk_rows):
-                part = members[start : start + self._chunk_rows]
-                part_rows = [rows[i] for i in part]
-                allowed = bits = None
-                if masks is not None and members is masked:
-                    bits = masks.bits
-                    if any(row.sampling_params.thinking_budget is not None for row in part_rows):
-                        allowed = masks.allowed(part, logits.device)
-                part_logits = logits.index_select(0, torch.tensor(part))
-                scores = edited_scores(part_logits, part_rows, self._eos_token_ids, allowed)
-                orders = b"".join(
-                    self._order(place, rows[i], _line(masks, i)) for place, i in enumerate(part)
-                )
-                tokens, states = self._library.sample(scores, orders, bits, are_edited=True)
-                for i, token_id, state in zip(part, tokens.tolist(), states, strict=True):
-                    if state == ChoiceState.CHOSEN:
-                        token_ids[i] = token_id
-
-    def _order(self, place: int, row: SamplingRow, line: int) -> bytes:
+    def _order(self, row: SamplingRow, *places: int) -> bytes:
         params = row.sampling_params
         if params.greedy:
-            return _greedy(place, line)
+            return SAMPLING_ROW.pack(0, 0, 0.0, 1.0, 0.0, 0, *places)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         filters = (params.min_p, params.top_p, params.temperature, top_k)
-        return SAMPLING_ROW.pack(params.seed, row.num_tokens, *filters, place, line)
+        return SAMPLING_ROW.pack(params.seed, row.num_tokens, *filters, *places)
 
 
-def _greedy(place: int, line: int = -1) -> bytes:
-    return SAMPLING_ROW.pack(0, 0, 0.0, 1.0, 0.0, 0, place, line)
+class _Edits:
+    """The edits of all rows of a step, in the order of `logit_edits.edit_scores`."""
+
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+        self.packed: list[bytes] = []
+        self._eos_token_ids = eos_token_ids
+        self._alive: list[RowEdits | array[int]] = []  # during the call
+
+    def add(self, row: SamplingRow) -> None:
+        """Add the edits of a row that has some."""
+        params, kept = row.sampling_params, row.edits
+        assert kept is not None
+        self._alive.append(kept)
+        self._add(EditKind.BAN, banned_stops(row, self._eos_token_ids))
+        if params.bad_words:
+            self._add(EditKind.BAN, banned_words(row))
+        if kept.bias_ids:
+            self._pack(EditKind.ADD_BIAS, kept.bias_ids, (_address(kept.biases), 0, 0))
+        if kept.token_counts is not None:
+            counts = kept.token_counts
+            latest = self._array(row.token_ids_after(counts.num_tokens))
+            addresses = (0, _address(counts.counts), _address(latest))
+            penalties = (
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+            numbers = (len(latest), *penalties)
+            self._pack(EditKind.PENALIZE, counts.ids, addresses, numbers)
+        if kept.allowed_ids:
+            self._pack(EditKind.ALLOW, kept.allowed_ids)
+        if params.thinking_budget is not None:
+            budget = params.thinking_budget
+            forced = forced_token(row.token_ids, row.num_prompt_tokens, budget)
+            self._add(EditKind.FORCE, [] if forced is None else [forced])
+
+    def _add(self, kind: EditKind, ids: Sequence[int]) -> None:
+        if ids:
+            self._pack(kind, self._array(ids))
+
+    def _array(self, ids: Sequence[int]) -> "array[int]":
+        kept = array("i", ids)
+        self._alive.append(kept)
+        return kept
+
+    def _pack(
+        self,
+        kind: EditKind,
+        ids: "array[int]",
+        addresses: tuple[int, int, int] = (0, 0, 0),
+        numbers: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0),
+    ) -> None:
+        """Pack an edit: addresses of biases, counts and latest outputs, then their numbers."""
+        self.packed.append(SCORE_EDIT.pack(_address(ids), *addresses, kind, len(ids), *numbers))
 
 
-def _line(masks: RowMasks | None, row: int) -> int:
-    return -1 if masks is None else masks.line(row)
+def _address(values: "array[int] | array[float]") -> int:
+    return values.buffer_info()[0]

@@ -56,7 +56,7 @@ class Sampler:
         self._chunk_rows = max(1, num_elements // vocab_size)
         self._choice: NativeChoice | TorchChoice
         if on_cpu and library is not None:
-            self._choice = NativeChoice(library, vocab_size, eos_token_ids, self._chunk_rows)
+            self._choice = NativeChoice(library, vocab_size, eos_token_ids)
         else:
             self._choice = TorchChoice(vocab_size, eos_token_ids, self._chunk_rows)
 

@@ -20,13 +20,19 @@ class DraftedRow:
         self.req_id = request.req_id
         self.sampling_params = request.sampling_params
         self.edits_scores = request.edits_scores
+        self.edits = request.edits
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = request.num_tokens + num_drafts
 
     @cached_property
     def token_ids(self) -> list[int]:
         """The known ids and the first drafts, concatenated on first use."""
-        return self._request.token_ids + self._request.draft_token_ids[: self._num_drafts]
+        return self.token_ids_after(0)
+
+    def token_ids_after(self, num_tokens: int) -> list[int]:
+        """Return the ids behind the first ones, all of which are known."""
+        drafts = self._request.draft_token_ids[: self._num_drafts]
+        return self._request.token_ids[num_tokens:] + drafts
 
 
 def count_valid(
