@@ -4,10 +4,12 @@ Applies the rules of `protocol/core_worker.py` and checks every delta, so that a
 that disagree stop at the first step that shows it. It holds no tensors: both runners use it.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+
+import msgspec
 
 from protocol.core_worker import (
     NULL_BLOCK,
@@ -36,7 +38,7 @@ class MirroredRequest:
     token_ids: list[int]  # prompt and outputs so far; grows with every sampled token
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_tables: list[list[int]]  # one per KV group
+    block_tables: "list[array[int]]"  # one per KV group, of type "i"
     num_computed_tokens: int
     num_cached_tokens: int  # no KV is written for positions before this one
     draft_token_ids: list[int] = field(default_factory=list)
@@ -48,14 +50,24 @@ class MirroredRequest:
     """How far the draft model has computed it."""
     grammar_state: GrammarState | None = None
     """Of a request with a grammar; the runner sets it before the request's first step."""
-    edits_scores: bool = False
+    edits_scores: bool = field(init=False)
     """`sampling_params.edits_scores`, computed once."""
-    edits: RowEdits | None = None
+    edits: RowEdits | None = field(init=False)
     """What changes its scores; None: nothing does."""
-    is_confined: bool = False
+    is_greedy: bool = field(init=False)
+    """`sampling_params.greedy`, computed once."""
+    is_confined: bool = field(init=False)
     """Whether a grammar or a thinking budget decides which tokens may follow."""
     hidden_sum: object = None
     """The runner's sum over the computed tokens, of a request for their mean."""
+
+    def __post_init__(self) -> None:
+        params = self.sampling_params
+        self.edits_scores, self.is_greedy = params.edits_scores, params.greedy
+        self.is_confined = params.grammar is not None or params.thinking_budget is not None
+        self.edits = None
+        if self.edits_scores:
+            self.edits = RowEdits(params, self.token_ids, self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -65,14 +77,14 @@ class MirroredRequest:
         """Return the ids behind the first ones."""
         return self.token_ids[num_tokens:]
 
-    def append(self, outputs: list[int]) -> None:
+    def append(self, outputs: Sequence[int]) -> None:
         """Take sampled tokens."""
         self.token_ids += outputs
         if self.edits is not None:
             self.edits.add(outputs)
 
 
-class ScheduledRequest(NamedTuple):
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step."""
 
     request: MirroredRequest
@@ -157,10 +169,11 @@ class Mirror:
         `num_sampled_tokens`: one per sampling part, and one more for each right draft; empty: one.
         """
         tokens = iter(sampled_token_ids)
-        for request, start, num_tokens, samples in scheduled:
-            request.num_computed_tokens = start + num_tokens
-            if samples and not num_sampled_tokens:
-                request.append([next(tokens)])
+        for part in scheduled:
+            request = part.request
+            request.num_computed_tokens = part.start + part.num_tokens
+            if part.samples and not num_sampled_tokens:
+                request.append((next(tokens),))
         if not num_sampled_tokens:
             if next(tokens, None) is not None:
                 raise MirrorError("more tokens were sampled than requests sample")
@@ -183,7 +196,7 @@ class Mirror:
                     f" over {num_drafts} drafts"
                 )
             request.num_computed_tokens -= num_drafts + 1 - num_sampled
-            request.append(list(islice(tokens, num_sampled)))
+            request.append(tuple(islice(tokens, num_sampled)))
 
     def check_empty(self) -> None:
         """Raise a MirrorError if a request is mirrored, which would lose its KV by a sleep."""
@@ -220,15 +233,10 @@ class Mirror:
             token_ids=token_ids,
             num_prompt_tokens=new.num_prompt_tokens,
             sampling_params=params,
-            block_tables=[list(table) for table in new.block_ids],
+            block_tables=[array("i", table) for table in new.block_ids],
             num_computed_tokens=new.num_computed_tokens,
             num_cached_tokens=new.num_cached_tokens,
             draft_limit=0 if params.pooling is not None else self._num_speculative_tokens,
-            edits_scores=params.edits_scores,
-            edits=RowEdits(params, token_ids, new.num_prompt_tokens)
-            if params.edits_scores
-            else None,
-            is_confined=params.grammar is not None or params.thinking_budget is not None,
         )
 
     def _grow_tables(self, step: SchedulerOutput) -> None:
@@ -283,13 +291,18 @@ class Mirror:
         if not counts.keys() <= self.requests.keys():
             unknown = min(counts.keys() - self.requests.keys())
             raise MirrorError(f"num_scheduled_tokens names {unknown}, which is not mirrored")
-        scheduled, total = [], 0
+        scheduled: list[ScheduledRequest] = []
+        total, block_size = 0, self._facts.block_size
         for req_id, request in self.requests.items():
-            num_tokens = counts.get(req_id, 1)
-            if num_tokens == 0:
-                continue
+            num_tokens = counts.get(req_id, 1) if counts else 1
             total += num_tokens
-            scheduled.append(self._part(request, num_tokens))
+            if num_tokens == 1:  # most parts of most steps
+                start, known = request.num_computed_tokens, len(request.token_ids)
+                if start < known and start < len(request.block_tables[0]) * block_size:
+                    scheduled.append(ScheduledRequest(request, start, 1, start + 1 == known))
+                    continue
+            if num_tokens:
+                scheduled.append(self._part(request, num_tokens))
         if total != step.total_num_scheduled_tokens:
             raise MirrorError(
                 f"total_num_scheduled_tokens is {step.total_num_scheduled_tokens},"

@@ -52,13 +52,13 @@ from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs, proven
 from worker_proc.loading.quantization import FORMATS, check_weights, load_rounding_library
 from worker_proc.loading.start_cache import StartCache
-from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
+from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import Format, NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.sampling.verification import DraftedRow, count_valid
+from worker_proc.sampling.verification import count_valid, rows_to_sample
 
 _MAX_MASK_THREADS = 8
 NOT_FINITE = "the model's logits for this request are not finite"
@@ -166,10 +166,8 @@ class ModelRunner:
         """Start to compute the masks of the rows that `_sample` makes, beside the model."""
         requests = []
         row = 0
-        for part, _, _, num_drafts in inputs.logits_ranges:
-            if not part.samples:
-                continue
-            request = part.request
+        for part in inputs.sampling:
+            request, num_drafts = part.request, part.num_drafts
             if request.sampling_params.grammar is not None:
                 state = grammar_state_of(request, self.grammars)
                 drafts = request.draft_token_ids[:num_drafts]
@@ -186,25 +184,14 @@ class ModelRunner:
         return self._mask_computer.begin(requests)
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor, masks: RowMasks | None) -> _Sampled:
-        ranges = [entry for entry in inputs.logits_ranges if entry.part.samples]
-        if not ranges:
+        if not inputs.sampling:
             return _Sampled([], [], {}, {})
-        indices: list[int] = []
-        rows: list[MirroredRequest | DraftedRow] = []
-        for part, first_row, num_prompt_rows, num_drafts in ranges:
-            first = first_row + num_prompt_rows
-            indices.append(first)
-            rows.append(part.request)
-            if num_drafts:
-                indices += range(first + 1, first + 1 + num_drafts)
-                rows += [DraftedRow(part.request, 1 + place) for place in range(num_drafts)]
-        if len(rows) != len(logits):
-            logits = logits[torch.tensor(indices, device=logits.device)]
-        sampled = self._sampler.sample(logits, rows, masks)
+        rows = rows_to_sample(inputs.sampling)
+        sampled = self._sampler.sample(logits[: len(rows)], rows, masks)
         token_ids, counts = sampled.token_ids, list[int]()
         valid: Sequence[int] = range(len(rows))
-        if len(rows) != len(ranges):
-            counts, valid = count_valid([entry.part for entry in ranges], token_ids)
+        if len(rows) != len(inputs.sampling):
+            counts, valid = count_valid(inputs.sampling, token_ids)
             token_ids = [token_ids[row] for row in valid]
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for row in valid:
@@ -232,10 +219,9 @@ class ModelRunner:
 
     def _prompt_logprobs(self, inputs: StepInputs, logits: torch.Tensor) -> list[PromptLogprobs]:
         found = []
-        for part, first_row, num_rows, _ in inputs.logits_ranges:
+        for part, first_row, num_rows in inputs.prompt_rows:
             num_top = part.request.sampling_params.prompt_logprobs
-            if num_top is None or num_rows == 0:
-                continue
+            assert num_top is not None
             first = part.start + 1
             entries = self._sampler.prompt_logprobs(
                 logits[first_row : first_row + num_rows],

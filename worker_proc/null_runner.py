@@ -43,7 +43,7 @@ def next_token_id(
     With a mask (one bit for each token) it is one of the allowed ones, EOS included.
     """
     tail = token_ids[-CONTEXT_TOKENS:]
-    digest = crc32(b"".join(token_id.to_bytes(4, "little") for token_id in tail), len(token_ids))
+    digest = crc32(pack_token_ids(tail), len(token_ids))
     first = digest % vocab_size
     if mask is not None:
         allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
@@ -273,6 +273,8 @@ class NullRunner:
 
     def _claim_blocks(self, part: ScheduledRequest) -> None:
         request, block_size = part.request, self.facts.block_size
+        if part.num_tokens == 1 and part.start % block_size:
+            return  # its entry was claimed with the token before, or is read from the cache
         first = max(part.start, request.num_cached_tokens) // block_size
         for group, table in enumerate(request.block_tables):
             for index in range(first, (part.end - 1) // block_size + 1):

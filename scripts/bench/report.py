@@ -28,6 +28,7 @@ FIGURES = {
     "itl_p99_ms": Figure("ITL p99, ms", 1),
     "api_us": Figure("API, µs of CPU a token", 1),
     "core_us": Figure("core, µs of CPU a token", 1),
+    "core_tokens_per_s": Figure("core alone, output tokens per second of CPU", 0),
     "worker_us": Figure("worker, µs of CPU a token", 1),
     "other_us": Figure("other processes, µs of CPU a token", 1),
     "load_us": Figure("load processes, µs of CPU a token", 1),

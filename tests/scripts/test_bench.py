@@ -133,7 +133,7 @@ def test_control_gives_the_processor_time_of_each_process(result: Path) -> None:
     assert (http.server, embedded.server) == ("troika", "embedded")
     roles = {"api_us", "core_us", "worker_us"}
     for run in (http, embedded):
-        assert run.figures.keys() == FIGURES | roles | {"other_us"}
+        assert run.figures.keys() == FIGURES | roles | {"other_us", "core_tokens_per_s"}
     assert min(http.figures[role] for role in roles) > 0
     assert embedded.figures["api_us"] < http.figures["api_us"]
 

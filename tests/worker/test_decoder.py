@@ -1,5 +1,6 @@
 """The native decoder takes the layers that it is proven for, and no others."""
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,9 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(dtype: str, tmp_path: P
     rows = torch.randn(1, 3, 72).to(runner._model.dtype)
     angles = runner._model.model.rotary_emb(rows, torch.arange(3).unsqueeze(0))
     decode = runner._model.model.layers[-1]
+    request = MirroredRequest(1, [5, 6, 7], 3, PARAMS, [array("i", [1])], 0, 0)
     inputs = pack_step(
-        [ScheduledRequest(MirroredRequest(1, [5, 6, 7], 3, PARAMS, [[1]], 0, 0), 0, 3, True)],
+        [ScheduledRequest(request, 0, 3, True)],
         runner.facts.block_size,
         torch.device("cpu"),
     )

@@ -3,6 +3,7 @@
 import copy
 import random
 import shutil
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -57,7 +58,7 @@ class Texts:
         random.Random(5).shuffle(free)
         self.requests = []
         for req_id, length in enumerate(LENGTHS):
-            blocks = [free.pop() for _ in range(-(-length // block_size))]
+            blocks = array("i", [free.pop() for _ in range(-(-length // block_size))])
             self.requests.append(
                 MirroredRequest(req_id, [0] * length, length, SamplingParams(), [blocks], 0, 0)
             )
@@ -184,7 +185,7 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
     free = iter(sorted(set(range(1, NUM_BLOCKS)) - used))
     for i in range(24):
         num_common = (0, 3, len(common) - 1)[i % 3]
-        own = [next(free) for _ in common[num_common:]]
+        own = array("i", [next(free) for _ in common[num_common:]])
         request = copy.copy(texts.requests[longest])
         request.block_tables = [common[:num_common] + own]
         texts.requests.append(request)
@@ -275,7 +276,7 @@ def test_blocks_before_the_window_are_never_read(
     table = texts.requests[longest].block_tables[0]
     outputs = []
     for mode in ("kept", "stale", "null"):
-        texts.requests[longest].block_tables = [list(table)]
+        texts.requests[longest].block_tables = [table[:]]
         layer, rows = texts.layer(backend_of(kind, dtype, spec, block_size)), []
         if mode != "kept" and kind == "native":
             layer.kv.keys.fill_(torch.nan)
@@ -286,7 +287,7 @@ def test_blocks_before_the_window_are_never_read(
                 layer.kv.keys[[0, *table[:passed]]] = torch.nan
                 layer.kv.values[[0, *table[:passed]]] = torch.nan
             if mode == "null":
-                texts.requests[longest].block_tables = [[0] * passed + table[passed:]]
+                texts.requests[longest].block_tables = [array("i", [0] * passed) + table[passed:]]
             rows += texts.attend(layer, [(longest, start, min(chunk, num_tokens - start))])
         outputs.append(torch.cat(rows))
     assert torch.equal(outputs[0], outputs[1])

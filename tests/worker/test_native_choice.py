@@ -179,3 +179,15 @@ def _without_penalties(row: Row) -> SamplingParams:
     return msgspec.structs.replace(
         row.sampling_params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0
     )
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_greedy_steps_of_any_size_take_the_most_likely_tokens() -> None:
+    """Also after larger and smaller steps, whose orders are kept."""
+    native = Sampler(64, EOS, CPU, NativeLibrary(build()))
+    row = Row(SamplingParams(temperature=0.0), [1, 2], 1)
+    generator = torch.Generator().manual_seed(1)
+    for num_rows in (3, 1, 40, 7, 41):
+        logits = torch.randn(num_rows, 64, generator=generator)
+        found = native.sample(logits, [row] * num_rows)
+        assert found.token_ids == logits.argmax(1).tolist()

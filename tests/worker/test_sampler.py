@@ -62,6 +62,10 @@ class Row:
         return self.sampling_params.edits_scores
 
     @property
+    def is_greedy(self) -> bool:
+        return self.sampling_params.greedy
+
+    @property
     def edits(self) -> RowEdits:
         return RowEdits(self.sampling_params, self.token_ids, self.num_prompt_tokens)
 

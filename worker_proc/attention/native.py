@@ -4,7 +4,10 @@ A token's results depend on its own text alone, so they have the same bits in ev
 step.
 """
 
+import struct
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -53,6 +56,14 @@ class WorkItems(NamedTuple):
         self.group_items.append(len(self.segments))
         self.group_shared.append(num_shared)
 
+    def add_each(self, segments: list[int]) -> None:
+        """Add segments of one token, each as a group of its own."""
+        before = len(self.segments)
+        self.segments.extend(segments)
+        self.tokens.extend([0] * len(segments))
+        self.group_items.extend(range(before + 1, before + 1 + len(segments)))
+        self.group_shared.extend([0] * len(segments))
+
 
 class NativeBackend:
     """Attention by the native kernel, in place."""
@@ -78,7 +89,8 @@ class NativeBackend:
         self._layers: dict[PagedLayer, LayerArgs] = {}
         self.steps: list[StepArgs] = []
         """The present step, for each KV group."""
-        self._arrays: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor | array[int]] = []
+        """What the present step's addresses point to."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`.
@@ -90,17 +102,18 @@ class NativeBackend:
 
     def begin_step(self, inputs: StepInputs) -> None:
         parts = inputs.parts
-        self._arrays = []
+        self._kept = []
         rows = self._pointer(inputs.first_rows)
         counts = self._pointer([part.num_tokens for part in parts])
         starts = self._pointer([part.start for part in parts])
         self.steps = []
         for group, slots in enumerate(inputs.slot_mappings):
-            offsets, tables = map(self._pointer, self._tables(parts, group))
+            offsets, tables = self._tables(parts, group)
             items = self._share_work(parts, group)
-            self._arrays.append(slots)
+            self._kept.append(slots)
             sizes = (len(slots), len(items.segments), ITEM_TOKENS, len(items.group_shared))
-            columns = (slots.data_ptr(), rows, counts, starts, offsets, tables)
+            tables_at = self._pointer(offsets), self._address(tables)
+            columns = (slots.data_ptr(), rows, counts, starts, *tables_at)
             self.steps.append(StepArgs(*sizes, *columns, *map(self._pointer, items)))
 
     def _share_work(self, parts: Sequence[ScheduledRequest], group: int) -> WorkItems:
@@ -111,8 +124,7 @@ class NativeBackend:
         work = WorkItems([], [], [0], [])
         singles = [segment for segment, part in enumerate(parts) if part.num_tokens == 1]
         groups, alone = self._group_by_prefix(parts, singles, group)
-        for segment in alone:
-            work.add([segment], [0], 0)
+        work.add_each(alone)
         for members, num_shared in groups:
             work.add(members, [0] * len(members), num_shared)
         chunks = [segment for segment, part in enumerate(parts) if part.num_tokens > 1]
@@ -145,23 +157,27 @@ class NativeBackend:
 
     def _pointer(self, column: list[int]) -> int:
         """Return the address of the values as int32, valid until the next step begins."""
-        array = torch.tensor(column, dtype=torch.int32)
-        self._arrays.append(array)
-        return array.data_ptr()
+        return self._address(struct.pack(f"{len(column)}i", *column))  # faster than a tensor
 
-    def _tables(self, parts: Sequence[ScheduledRequest], group: int) -> tuple[list[int], list[int]]:
-        """Return the offset of each part's block 0 in the tables, and the tables.
+    def _address(self, values: bytes) -> int:
+        kept = array("i", values)
+        self._kept.append(kept)
+        return kept.buffer_info()[0]
+
+    def _tables(self, parts: Sequence[ScheduledRequest], group: int) -> tuple[list[int], bytes]:
+        """Return the offset of each part's block 0 in the tables, and the tables as int32.
 
         A part's table begins with the first block that its first token attends to.
         """
         window, size = self._windows[group], self._block_size
-        offsets: list[int] = []
-        tables: list[int] = []
-        for part in parts:
-            first = first_visible(window, part.start) // size
-            offsets.append(len(tables) - first)
-            tables += part.request.block_tables[group][first : (part.end - 1) // size + 1]
-        return offsets, tables
+        tables = [part.request.block_tables[group] for part in parts]
+        firsts = [0] * len(parts)
+        if window is not None:
+            firsts = [first_visible(window, part.start) // size for part in parts]
+            tables = [table[first:] for table, first in zip(tables, firsts, strict=True)]
+        ends = accumulate(map(len, tables), initial=0)
+        offsets = [end - first for end, first in zip(ends, firsts, strict=False)]
+        return offsets, b"".join(tables)
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         spec, step = layer.spec, self.steps[layer.group]

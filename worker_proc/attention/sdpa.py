@@ -154,7 +154,7 @@ class SdpaBackend:
         block_ids = None
         if part.start:
             table = part.request.block_tables[rule.group]
-            block_ids = to_device(table[span.start : span.stop], self._device)
+            block_ids = to_device(table[span.start : span.stop].tolist(), self._device)
         first = span.start * self._block_size
         queries = torch.arange(part.start, part.end, device=self._device).unsqueeze(1)
         keys = torch.arange(first, part.end, device=self._device)

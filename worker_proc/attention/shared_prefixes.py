@@ -1,6 +1,6 @@
 """Which texts of a step begin with the same blocks, so that a kernel reads these once for all."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 COMPARED_BLOCKS = 64  # by which texts are ordered
@@ -14,12 +14,14 @@ class PrefixGroup(NamedTuple):
 
 
 def group_by_prefix(
-    tables: Mapping[int, list[int]], max_members: int, min_blocks: int
+    tables: Mapping[int, Sequence[int]], max_members: int, min_blocks: int
 ) -> tuple[list[PrefixGroup], list[int]]:
     """Return groups of texts that begin alike, and the texts of no group, given lists of block ids.
 
     Groups have 2 to `max_members` texts, with at least `min_blocks` in common.
     """
+    if len({table[0] for table in tables.values()}) == len(tables):
+        return [], list(tables)
     families: dict[int, list[int]] = {}
     for text, table in tables.items():
         families.setdefault(table[0], []).append(text)
@@ -30,7 +32,7 @@ def group_by_prefix(
             alone += family
             continue
         # Texts with much in common are adjacent, then.
-        family.sort(key=lambda text: tables[text][:COMPARED_BLOCKS])
+        family.sort(key=lambda text: list(tables[text][:COMPARED_BLOCKS]))
         at = 0
         while at < len(family):
             group = _take_group(family[at : at + max_members], tables, min_blocks)
@@ -42,7 +44,9 @@ def group_by_prefix(
     return groups, alone
 
 
-def _take_group(texts: list[int], tables: Mapping[int, list[int]], min_blocks: int) -> PrefixGroup:
+def _take_group(
+    texts: list[int], tables: Mapping[int, Sequence[int]], min_blocks: int
+) -> PrefixGroup:
     """Return the first of some texts with those behind it that may join it."""
     first = tables[texts[0]]
     members, num_blocks = texts[:1], len(first)
@@ -56,7 +60,7 @@ def _take_group(texts: list[int], tables: Mapping[int, list[int]], min_blocks: i
     return PrefixGroup(members, num_blocks if len(members) > 1 else 0)
 
 
-def _num_common(first: list[int], second: list[int], most: int) -> int:
+def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
     """Return the length of the common prefix of two lists, or `most` if that is less."""
     if first[:most] == second[:most]:
         return min(most, len(first), len(second))

@@ -1,5 +1,7 @@
 """Decides how much memory the KV cache may take."""
 
+from array import array
+
 import torch
 
 from protocol.config import EngineConfig
@@ -56,7 +58,7 @@ def profile_run(
         rest -= lengths[-1]
     num_blocks = -(-max(lengths) // layout.block_size)
     attach_cache(loaded, backend, layout, 1 + num_blocks)
-    tables = [list(range(1, 1 + num_blocks))] * len(layout.groups)
+    tables = [array("i", range(1, 1 + num_blocks))] * len(layout.groups)
     parts = []
     for req_id, length in enumerate(lengths):
         request = MirroredRequest(req_id, [0] * length, length, SamplingParams(), tables, 0, 0)

@@ -6,6 +6,7 @@ texts, computed together in steps, must give the logits that each gives alone.
 """
 
 import statistics
+from array import array
 from dataclasses import replace
 from itertools import count, islice
 
@@ -123,7 +124,7 @@ def trial_requests(layout: KVLayout, texts: list[list[int]]) -> list[MirroredReq
     free_blocks = count(1)
     for req_id, text in enumerate(texts):
         num_blocks = -(-len(text) // layout.block_size)
-        tables = [list(islice(free_blocks, num_blocks)) for _ in layout.groups]
+        tables = [array("i", islice(free_blocks, num_blocks)) for _ in layout.groups]
         requests.append(MirroredRequest(req_id, text, len(text), SamplingParams(), tables, 0, 0))
     return requests
 

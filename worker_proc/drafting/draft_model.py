@@ -11,6 +11,7 @@ preemption, from the host or from a worker that died. A draft is never trusted, 
 missing or outdated costs time, and no token.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -136,7 +137,7 @@ class DraftModel:
         room = min(most, self._max_len) - request.num_tokens - 1
         return min(request.draft_limit, room)
 
-    def _table(self, request: MirroredRequest, place: int | None) -> list[int]:
+    def _table(self, request: MirroredRequest, place: int | None) -> "array[int]":
         """Return the request's table; with a place among those with drafts, spare blocks follow.
 
         The model's own table may end before the next tokens, as their blocks are not yet given.
@@ -145,7 +146,7 @@ class DraftModel:
         if place is None:
             return table
         first = self._facts.num_gpu_blocks + place * self._num_spare
-        return [*table, *range(first, first + self._num_spare)]
+        return table + array("i", range(first, first + self._num_spare))
 
     def _computed(self, request: MirroredRequest, progress: DraftProgress, end: int) -> None:
         """Note that a request is computed to `end`, as far as its own blocks reach."""
@@ -217,7 +218,7 @@ _NO_PARAMS = SamplingParams()
 
 
 def _part(
-    request: MirroredRequest, table: list[int], start: int, num_tokens: int, *, samples: bool
+    request: MirroredRequest, table: "array[int]", start: int, num_tokens: int, *, samples: bool
 ) -> ScheduledRequest:
     """Return a part of a request as the draft model computes it: without prompt logprobs."""
     computed = MirroredRequest(

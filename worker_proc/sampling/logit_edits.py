@@ -24,6 +24,8 @@ class SamplingRow(Protocol):
     """`sampling_params.edits_scores`, computed once."""
     edits: RowEdits | None
     """What the parameters and the first tokens change; None if `edits_scores` is false."""
+    is_greedy: bool
+    """`sampling_params.greedy`, computed once."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Chooses tokens with the native kernel: one call for a step."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from worker_proc.sampling.logit_edits import SamplingRow, banned_stops, banned_w
 from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.thinking import forced_token
 
+_NOT_FINITE = int(ChoiceState.NOT_FINITE)
+
 
 class NativeChoice:
     """Chooses the tokens of a step on the CPU."""
@@ -29,6 +31,7 @@ class NativeChoice:
         self._library = library
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._greedy, self._num_greedy = b"", 0
 
     def choose(
         self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
@@ -38,24 +41,39 @@ class NativeChoice:
             logits = logits.float()
         if logits.stride(1) != 1:
             logits = logits.clone(memory_format=torch.contiguous_format)
-        edits = _Edits(self._eos_token_ids)
-        orders = []
+        orders, edits = self._greedy_orders(len(rows)), _Edits(self._eos_token_ids)
+        if masks is not None or not all(row.is_greedy and not row.edits_scores for row in rows):
+            orders = b"".join(self._orders(rows, masks, edits))
+        bits = None if masks is None else masks.bits
+        packed = b"".join(edits.packed)
+        token_ids, states = self._library.sample(logits, orders, packed, bits)
+        lost = []
+        if _NOT_FINITE in states:
+            lost = [place for place, state in enumerate(states) if state == _NOT_FINITE]
+        return token_ids, lost
+
+    def _greedy_orders(self, num_rows: int) -> bytes:
+        """Return the orders of rows that all take their most likely token as it is."""
+        if num_rows > self._num_greedy:
+            self._num_greedy = num_rows
+            self._greedy = b"".join(_greedy(place, -1, 0, 0) for place in range(num_rows))
+        return self._greedy[: num_rows * SAMPLING_ROW.size]
+
+    def _orders(
+        self, rows: Sequence[SamplingRow], masks: RowMasks | None, edits: "_Edits"
+    ) -> Iterator[bytes]:
+        """Yield the order of each row, whose edits are added."""
         for place, row in enumerate(rows):
             first = len(edits.packed)
             if row.edits_scores:
                 edits.add(row)
             line = -1 if masks is None else masks.line(place)
-            orders.append(self._order(row, place, line, first, len(edits.packed) - first))
-        bits = None if masks is None else masks.bits
-        packed = b"".join(edits.packed)
-        token_ids, states = self._library.sample(logits, b"".join(orders), packed, bits)
-        lost = [place for place, state in enumerate(states) if state == ChoiceState.NOT_FINITE]
-        return token_ids, lost
+            yield self._order(row, place, line, first, len(edits.packed) - first)
 
     def _order(self, row: SamplingRow, *places: int) -> bytes:
         params = row.sampling_params
-        if params.greedy:
-            return SAMPLING_ROW.pack(0, 0, 0.0, 1.0, 0.0, 0, *places)
+        if row.is_greedy:
+            return _greedy(*places)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         filters = (params.min_p, params.top_p, params.temperature, top_k)
         return SAMPLING_ROW.pack(params.seed, row.num_tokens, *filters, *places)
@@ -115,6 +133,10 @@ class _Edits:
     ) -> None:
         """Pack an edit: addresses of biases, counts and latest outputs, then their numbers."""
         self.packed.append(SCORE_EDIT.pack(_address(ids), *addresses, kind, len(ids), *numbers))
+
+
+def _greedy(*places: int) -> bytes:
+    return SAMPLING_ROW.pack(0, 0, 0.0, 1.0, 0.0, 0, *places)
 
 
 def _address(values: "array[int] | array[float]") -> int:

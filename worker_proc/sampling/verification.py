@@ -21,6 +21,7 @@ class DraftedRow:
         self.sampling_params = request.sampling_params
         self.edits_scores = request.edits_scores
         self.edits = request.edits
+        self.is_greedy = request.is_greedy
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = request.num_tokens + num_drafts
 
@@ -33,6 +34,17 @@ class DraftedRow:
         """Return the ids behind the first ones, all of which are known."""
         drafts = self._request.draft_token_ids[: self._num_drafts]
         return self._request.token_ids[num_tokens:] + drafts
+
+
+def rows_to_sample(parts: Sequence[ScheduledRequest]) -> Sequence[MirroredRequest | DraftedRow]:
+    """Return for each part that samples a row for its last known token, and one for each draft."""
+    rows: list[MirroredRequest | DraftedRow] = []
+    for part in parts:
+        request = part.request
+        rows.append(request)
+        if part.num_tokens > 1:
+            rows += [DraftedRow(request, 1 + place) for place in range(part.num_drafts)]
+    return rows
 
 
 def count_valid(

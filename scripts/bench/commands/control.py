@@ -19,7 +19,7 @@ from scripts.testing import Engine
 
 _SHOWN = [
     *("tokens_per_s", "api_us", "core_us", "worker_us", "other_us"),
-    *("load_us", "load_busy_percent"),
+    *("load_us", "load_busy_percent", "core_tokens_per_s"),
 ]
 _NAMED = (Role.API, Role.CORE, Role.WORKER)
 
@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
                 f"{name}_us": 1e6 * (after[name] - before[name]) / figures["output_tokens"]
                 for name in before
             }
+            # Of a core with a processor of its own, whose workers and clients are never the limit.
+            costs["core_tokens_per_s"] = 1e6 / costs["core_us"] if costs["core_us"] else 0.0
             return figures | costs
 
         servers = [ours.http, *peers, ours.embedded]
