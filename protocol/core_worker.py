@@ -70,7 +70,7 @@ class ModelFacts(Record):
     embedding_size: Annotated[int, Meta(ge=0, le=MAX_EMBEDDING_SIZE)] = 0
     """Numbers in the vector of a prompt; 0: the worker returns none."""
     decoder: Text = ""
-    """What computes the layers, "native" or "modules": results of the two differ in their bits."""
+    """What computes the layers: "native", "triton" or "modules". Their results differ in bits."""
     speculation: Text = ""
     """What guesses tokens ahead, for people; empty: nothing does."""
     quantization: Text = ""

@@ -21,7 +21,7 @@ ALLOWED = {
     "core_proc": {"core_proc", "protocol", "msgspec", "zmq"},
     "worker_proc": {
         *{"worker_proc", "protocol", "msgspec", "zmq", "torch", "transformers"},
-        *{"safetensors", "numpy", "llguidance"},
+        *{"safetensors", "numpy", "llguidance", "triton"},
     },
 }
 PRODUCT = [*ALLOWED, "scripts"]
@@ -34,7 +34,7 @@ SUBPACKAGES = {
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
         *("native", "kv", "attention", "grammar", "sampling", "loading", "drafting"),
-        *("calibration", "decoder", "startup"),
+        *("calibration", "decoder", "cuda", "startup"),
     ],
     "scripts": ["supervisor", "bench", "batch"],
 }
@@ -170,6 +170,19 @@ def modules_after(statement: str) -> set[str]:
 )
 def test_running_process_has_not_loaded_what_it_must_not(module: str, banned: set[str]) -> None:
     assert not modules_after(f"import {module}") & banned
+
+
+def test_triton_is_loaded_on_a_gpu_only() -> None:
+    for path in (ROOT / "worker_proc").rglob("*.py"):
+        assert "triton" not in imported_packages(path) or path.parent.name == "cuda", path
+    loaded = modules_after(
+        "from worker_proc.startup.lean_import import lean_imports\n"
+        "with lean_imports(): import worker_proc.model_runner"
+    )
+    assert "triton" not in loaded
+    assert {name for name in loaded if name.startswith("worker_proc.cuda.")} == {
+        "worker_proc.cuda.device"
+    }
 
 
 def test_no_module_unpickles_or_evaluates() -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,11 +29,13 @@ from worker_proc.calibration.self_check import (
     num_blocks_needed,
 )
 from worker_proc.calibration.swap_cost import measure_swap_cost
+from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.install import decoding, find_settings, install, uninstall
 from worker_proc.decoder.layers import LayerSettings
+from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
 from worker_proc.drafting.repetitions import propose_repetitions
-from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.errors import CheckpointError, InsufficientMemory
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
 from worker_proc.grammar.following import follow, grammar_state_of
@@ -46,6 +48,7 @@ from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.host_limits import available_cpus, available_memory
+from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
@@ -59,6 +62,9 @@ from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import count_valid, rows_to_sample
+
+if TYPE_CHECKING:
+    from worker_proc.cuda.graphs import DecodeGraphs
 
 _MAX_MASK_THREADS = 8
 NOT_FINITE = "the model's logits for this request are not finite"
@@ -90,6 +96,7 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         grammars: GrammarCompiler | None = None,
         library: NativeLibrary | None = None,
+        graphs: "DecodeGraphs | None" = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`."""
         self._model = loaded.model
@@ -107,12 +114,15 @@ class ModelRunner:
         """When the last step was computed."""
         self.grammars = grammars
         self._mask_computer: MaskComputer | None = None
+        self._graphs = graphs
 
     def reset(self) -> None:
         self._mirror.reset()
 
     def sleep(self) -> None:
         self._mirror.check_empty()
+        if self._graphs is not None:  # first: the pool also releases what the allocator caches
+            self._graphs.forget()
         self._pool.sleep()
         if self._draft_model is not None:
             self._draft_model.sleep()
@@ -133,7 +143,7 @@ class ModelRunner:
         masks = self._begin_masks(inputs) if self._mirror.num_constrained else None
         pooling = self._mirror.pooling
         with captured_hidden_states(self._model if pooling else None) as hidden:
-            logits = compute_logits(self._model, self._backend, inputs, self.facts.vocab_size)
+            logits = self._compute_logits(inputs)
         failpoint("worker.mid_step")
         row_masks = None if masks is None else masks.result()
         token_ids, num_tokens, logprobs, errors = self._sample(inputs, logits, row_masks)
@@ -161,6 +171,13 @@ class ModelRunner:
             ended_ns - sampled_ns if self._is_drafting else 0,
             wait_ns,
         )
+
+    def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
+        if self._graphs is not None and not self._mirror.pooling:
+            logits = self._graphs.compute(inputs)
+            if logits is not None:
+                return logits
+        return compute_logits(self._model, self._backend, inputs, self.facts.vocab_size)
 
     def _begin_masks(self, inputs: StepInputs) -> Future[RowMasks] | None:
         """Start to compute the masks of the rows that `_sample` makes, beside the model."""
@@ -263,6 +280,7 @@ def prepare_model(
     device = resolve_device(config.model.device)
     quantization, library = config.model.quantization, None
     kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
+    prepare_device(device)
     if quantization is not None:
         progress("compile_kernels", 0, 0)
         library = load_rounding_library(quantization, device)
@@ -294,7 +312,24 @@ def prepare_model(
             pack_linears(one.model, library, partial(progress, "pack_weights"), formats)
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
-    return PreparedModel(loaded, library, load_grammars(vocabulary), proofs, draft)
+    executor = _make_executor(loaded, draft, library)
+    return PreparedModel(loaded, library, load_grammars(vocabulary), executor, proofs, draft)
+
+
+def _make_executor(
+    loaded: LoadedModel, draft: LoadedModel | None, library: NativeLibrary | None
+) -> LayerExecutor | None:
+    """Return what computes layers in place of their modules; on CUDA the models change for it."""
+    if library is not None:
+        return NativeExecutor(library)
+    if not uses_triton(loaded.device):
+        return None
+    from worker_proc.cuda.stack import TritonExecutor, install_kernels
+
+    executor = TritonExecutor()
+    for one in filter(None, (loaded, draft)):
+        install_kernels(one, executor)
+    return executor
 
 
 def _fuse(
@@ -422,12 +457,13 @@ def build_runner(
         exact_resume=exactness.holds,
         exact_resume_reason=exactness.reason,
         embedding_size=calibration.embedding_size,
-        decoder="native" if calibration.decoder else "modules",
+        decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
         speculation=describe_speculation(config),
         quantization=config.model.quantization or "",
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     install(prepared, calibration.decoder)
+    graphs = make_graphs(loaded, backend, facts, config)
     progress("allocate_cache", 1, 1)
     return ModelRunner(
         loaded,
@@ -439,7 +475,31 @@ def build_runner(
         draft_model=build_draft_model(prepared, config, calibration, facts),
         grammars=prepared.grammars,
         library=prepared.kernels,
+        graphs=graphs,
     )
+
+
+def make_graphs(
+    loaded: LoadedModel, backend: AttentionBackend, facts: ModelFacts, config: EngineConfig
+) -> "DecodeGraphs | None":
+    """Return the captured decodes, where Triton attends; None: every step is launched anew."""
+    if not uses_triton(loaded.device) or config.worker.enforce_eager:
+        return None
+    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.graphs import DecodeGraphs
+
+    if not isinstance(backend, TritonBackend):
+        return None
+    graphs = DecodeGraphs(
+        loaded.model,
+        backend,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        vocab_size=facts.vocab_size,
+    )
+    graphs.capture()
+    return graphs
 
 
 def build_draft_model(
@@ -512,26 +572,19 @@ def _lay_out(loaded: LoadedModel, config: EngineConfig, *, hybrid: bool) -> KVLa
 def make_backend(
     loaded: LoadedModel, layout: KVLayout, library: NativeLibrary | None
 ) -> AttentionBackend:
-    """Return the native backend where its kernel covers the layers, else the portable one."""
+    """Return the backend whose kernels cover the layers, else the portable one."""
     specs = [layer.spec for layer in loaded.layers]
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
         windows = [group.window for group in layout.groups]
         return NativeBackend(library, layout.block_size, loaded.dtype, specs, windows)
+    if uses_triton(loaded.device):
+        from worker_proc.cuda.backend import TritonBackend, can_attend_by_triton
+
+        if can_attend_by_triton(specs):
+            return TritonBackend(specs, len(layout.groups), layout.block_size, loaded.device)
     rules = {
         Rule(number, specs[index].window)
         for number, group in enumerate(layout.groups)
         for index in group.layers
     }
     return SdpaBackend(rules, layout.block_size, loaded.dtype, loaded.device)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that `name` ("auto", "cpu", "cuda") stands for."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModel(
-            "device cuda: PyTorch finds no CUDA device; check nvidia-smi and that PyTorch was"
-            " installed with CUDA, or use --device cpu"
-        )
-    return torch.device(name)

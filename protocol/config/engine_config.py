@@ -136,9 +136,9 @@ class SchedulerConfig(Section):
     """How a step is filled."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=16384)] = 64
-    """Most requests computed in one step."""
+    """Most requests computed in one step; on a GPU the default is 256."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 2048
-    """Most tokens computed in one step."""
+    """Most tokens computed in one step; on a GPU the default is 8192."""
     max_num_scheduled_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     """Token budget of a step, if less than that."""
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=2**20)] = 0
@@ -205,6 +205,8 @@ class WorkerConfig(Section):
     native_decoder: NativeDecoder = NativeDecoder.AUTO
     """Compute the decoder's layers by one native call where it is proven to give the results of
     the model's own modules; off: by these modules."""
+    enforce_eager: bool = False
+    """On CUDA, launch the kernels of every decode step one by one instead of replaying graphs."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
     """Time a step of the null worker takes."""
 

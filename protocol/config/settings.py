@@ -21,6 +21,7 @@ import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
 from protocol.config.environment import erase_variable
+from protocol.config.gpu_defaults import GPU_DEFAULTS, GPU_NODES, computes_on_gpu
 
 ENV_PREFIX = "TROIKA_"
 NOTHING: tuple[Any, ...] = (None, {}, ())
@@ -158,7 +159,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def resolve(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: str | None = None,
+    gpu_nodes: Sequence[str] = GPU_NODES,
 ) -> EngineConfig:
     """Merge flags, `TROIKA_*` variables and a YAML file; ConfigError: a name or value is wrong."""
     known = {setting.name: setting for setting in settings()}
@@ -176,6 +180,9 @@ def resolve(
     tree: dict[str, dict[str, Any]] = {}
     for name, (value, origin) in values.items():
         tree.setdefault(known[name].section, {})[name] = _convert(value, known[name], origin)
+    model = msgspec.convert(tree, EngineConfig).model
+    if model.model != "null" and computes_on_gpu(model.device, gpu_nodes):
+        tree["scheduler"] = GPU_DEFAULTS | tree.get("scheduler", {})
     return validate(msgspec.convert(tree, EngineConfig))
 
 

@@ -24,7 +24,7 @@ from scripts.bench import machine, plots, report, scheduler
 from scripts.bench.client import BenchError
 from scripts.bench.commands import control, growth, offline, sampler, serving, startup
 from scripts.bench.peers import http_url, named_url
-from scripts.bench.workloads import OFFLINE
+from scripts.bench.workloads import DEFAULT_OFFLINE, OFFLINE
 
 RUNS: dict[str, Callable[[argparse.Namespace, report.Record], None]] = {
     "offline": offline.run,
@@ -107,9 +107,12 @@ def _add_rounds(parser: argparse.ArgumentParser, num_processes: int) -> None:
     )
 
 
-def _add_work(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    text = "workloads (default: all)"
-    parser.add_argument("--work", nargs="+", choices=names, default=list(names), help=text)
+def _add_work(
+    parser: argparse.ArgumentParser, names: Sequence[str], default: Sequence[str] = ()
+) -> None:
+    text = f"workloads (default: {', '.join(default) or 'all'})"
+    chosen = list(default or names)
+    parser.add_argument("--work", nargs="+", choices=names, default=chosen, help=text)
 
 
 def _add_pause(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     offline_flags = command("offline")
     _add_common(offline_flags, "demo")
-    _add_work(offline_flags, list(OFFLINE))
+    _add_work(offline_flags, list(OFFLINE), DEFAULT_OFFLINE)
     _add_pause(offline_flags)
     text = "also the parts of a step, from an engine in this process"
     offline_flags.add_argument("--profile", action="store_true", help=text)

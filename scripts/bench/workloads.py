@@ -82,8 +82,18 @@ W1 = Workload(
 )
 W2 = Workload("w2", "W2: one request, 128 in, 128 out", partial(_same_size, 1, 128, 128))
 W3 = Workload("w3", "W3: 64 requests sharing 512 tokens, 32 own, 32 out", _shared_prefix)
-OFFLINE = {workload.name: workload for workload in (W1, W2, W3)}
+WN = Workload(
+    "wn",
+    f"WN: 256 requests at once, 100{EN_DASH}1,024 in, 100{EN_DASH}1,024 out",
+    lambda random, ids: [
+        Request(_prompt(random, ids, random.randint(100, 1024)), random.randint(100, 1024))
+        for _ in range(256)
+    ],
+)
+OFFLINE = {workload.name: workload for workload in (W1, W2, W3, WN)}
 """The workloads that need no server."""
+DEFAULT_OFFLINE = ("w1", "w2", "w3")
+"""WN takes a GPU, or hours."""
 
 
 def poisson(rate: float, count: int) -> Workload:

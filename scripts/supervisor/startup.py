@@ -15,7 +15,8 @@ import msgspec
 from api_proc.http import listener as http_listener
 from api_proc.http.api_keys import read_keys
 from api_proc.http.tls import make_context
-from protocol.config import ApiConfig, ConfigError, Device, EngineConfig, settings
+from protocol.config import ApiConfig, ConfigError, EngineConfig, settings
+from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu
 from protocol.process.launch import failure_file
 from protocol.version import version
 from scripts.supervisor.help_pages import help_text
@@ -27,8 +28,6 @@ BUNDLED_MODELS = {
 }
 """The models that come with the engine, by name."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of drivers that torch can use."""
 
 
 def complete(config: EngineConfig) -> EngineConfig:
@@ -101,15 +100,13 @@ def _names_beside(directory: Path) -> list[str]:
         return []
 
 
-def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = _GPU_NODES) -> int:
+def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> int:
     """As configured; by default 1 where it costs little: a real model, one rank, the CPU."""
     if config.recovery.standby_workers is not None:
         return config.recovery.standby_workers
-    on_cpu = config.model.device is Device.CPU or (
-        config.model.device is Device.AUTO and not any(map(os.path.exists, gpu_nodes))
-    )
+    on_gpu = computes_on_gpu(config.model.device, gpu_nodes)
     is_plain = config.parallel.tensor_parallel_size == 1 and config.model.model != "null"
-    return int(on_cpu and is_plain)
+    return int(is_plain and not on_gpu)
 
 
 def served_name(config: EngineConfig) -> str:

@@ -1,14 +1,25 @@
-"""Parity on a GPU: the same torch code, fp32 token for token, bf16 up to ties."""
+"""Parity on a GPU: fp32 token for token on every path, bf16 up to ties."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfig, SchedulerConfig
+from protocol.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    NativeDecoder,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from worker_proc import model_runner
 from worker_proc.model_runner import ModelRunner, load_model_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -20,25 +31,52 @@ MODES: tuple[dict[str, object], ...] = (
     {"max_num_batched_tokens": 16},
     {"max_num_seqs": 4},
 )
+WITHOUT_GRAPHS = {"mixtral", "qwen3_moe", "olmoe", "deepseek_v3"}
+"""transformers' code for experts may wait for the device; then graphs are not captured."""
 
 
-def make_runner(directory: Path, dtype: str) -> ModelRunner:
+def make_runner(directory: Path, dtype: str, **worker: object) -> ModelRunner:
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype), device=Device.CUDA),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=400),
-        scheduler=SchedulerConfig(max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+        worker=WorkerConfig(**worker),  # type: ignore[arg-type]
     )
     return load_model_runner(config, lambda phase, done, total: None)
 
 
+def make_plain_runner(directory: Path) -> ModelRunner:
+    """Return a runner without Triton and graphs: transformers' modules and torch's attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "uses_triton", lambda device: False)
+        return make_runner(directory, "float32")
+
+
+def make_eager_runner(directory: Path) -> ModelRunner:
+    return make_runner(directory, "float32", enforce_eager=True)
+
+
+def make_runner_of_modules(directory: Path) -> ModelRunner:
+    return make_runner(directory, "float32", native_decoder=NativeDecoder.OFF)
+
+
+def make_whole_runner(directory: Path) -> ModelRunner:
+    return make_runner(directory, "float32")
+
+
+@pytest.mark.parametrize(
+    "make", [make_whole_runner, make_eager_runner, make_runner_of_modules, make_plain_runner]
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
-def test_fp32_outputs_equal_generate(architecture: Architecture, tmp_path: Path) -> None:
+def test_fp32_outputs_equal_generate(
+    architecture: Architecture, make: Callable[[Path], ModelRunner], tmp_path: Path
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = build_checkpoint(tmp_path, architecture.config())
     model.set_attn_implementation("eager")
     prompts = make_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
-    runner = make_runner(tmp_path, "float32")
+    runner = make(tmp_path)
     for options in MODES:
         assert expected == drive(runner, prompts, GREEDY, **options).output_token_ids
 
@@ -54,6 +92,24 @@ def test_bf16_outputs_hardly_depend_on_the_cut(architecture: Architecture, tmp_p
         assert num_equal >= MIN_EQUAL_OUTPUTS * len(prompts)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_decodes_are_captured(architecture: Architecture, tmp_path: Path) -> None:
+    """Again after a sleep, when the pool lies at other addresses."""
+    if architecture.name in WITHOUT_GRAPHS:
+        pytest.skip("transformers' code for experts")
+    build_checkpoint(tmp_path, architecture.config())
+    runner = make_runner(tmp_path, "float32")
+    graphs = runner._graphs
+    assert graphs is not None
+    assert set(graphs._decodes) == {1, 2, 4, 8, 16}
+    before = drive(runner, make_prompts(), GREEDY).output_token_ids
+    runner.reset()
+    runner.sleep()
+    assert not graphs._decodes
+    assert drive(runner, make_prompts(), GREEDY).output_token_ids == before
+    assert graphs._decodes
+
+
 def test_the_pool_is_sized_from_free_memory(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, ARCHITECTURES[0].config())
     config = EngineConfig(
@@ -64,3 +120,11 @@ def test_the_pool_is_sized_from_free_memory(tmp_path: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     assert runner.facts.num_gpu_blocks > 1000
     assert (total - free) / total < 0.55
+
+
+def test_all_tensors_are_on_the_device_and_cudnn_does_not_attend(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, ARCHITECTURES[0].config())
+    runner = make_runner(tmp_path, "bfloat16")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    tensors = (*runner._model.parameters(), *runner._model.buffers())
+    assert {tensor.device.type for tensor in tensors} <= {"cuda", "meta"}

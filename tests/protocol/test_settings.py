@@ -22,8 +22,25 @@ def parse(*argv: str) -> EngineConfig:
     return parse_args(parser, argv)
 
 
-def test_defaults() -> None:
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "__defaults__", (None, ()))  # no GPU
     assert parse() == EngineConfig()
+
+
+def test_a_gpu_computes_larger_steps(tmp_path: Path) -> None:
+    """Unless they are configured, or the model is not computed there."""
+
+    def sizes(**values: object) -> tuple[int, int]:
+        scheduler = resolve({"model": "demo"} | values, {}, gpu_nodes=nodes).scheduler
+        return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+
+    nodes = [str(tmp_path / "nvidiactl")]
+    assert sizes() == sizes(device="cpu") == (64, 2048)
+    assert sizes(device="cuda") == (256, 8192)
+    (tmp_path / "nvidiactl").touch()
+    assert sizes() == (256, 8192)
+    assert sizes(max_num_seqs=64) == (64, 8192)
+    assert sizes(device="cpu") == sizes(model="null") == (64, 2048)
 
 
 def test_every_setting_has_a_flag_and_a_description() -> None:

@@ -1,13 +1,15 @@
 """What a start reports: capacity, attention path, a missing compiler; and what it refuses."""
 
+import sys
+
 import msgspec
 import pytest
 import torch
 
 from protocol.core_worker import KVGroup, ModelFacts
+from worker_proc.cuda.device import resolve_device
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.loading.loader import check_room
-from worker_proc.model_runner import resolve_device
 from worker_proc.runner import PORTABLE_ATTENTION
 from worker_proc.startup import announcement as module
 from worker_proc.startup.announcement import announcement
@@ -84,6 +86,15 @@ def test_cuda_that_is_not_there_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"finds no CUDA device; .* or use --device cpu"):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+def test_a_gpu_without_triton_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(UnsupportedModel, match=r"Triton.* pip install triton, or use --device cpu"):
+        resolve_device(name)
+    assert resolve_device("cpu").type == "cpu"
 
 
 def test_weights_larger_than_memory_are_refused_before_they_are_read() -> None:

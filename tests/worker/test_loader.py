@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     Qwen3NextConfig,
     T5Config,
+    modeling_utils,
 )
 from transformers.models.llama4 import Llama4TextConfig
 
@@ -26,6 +27,8 @@ from worker_proc.attention.probe import observed_window
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
+from worker_proc.loading import loader
+from worker_proc.loading.checkpoint import check_stored_dtypes
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.model_runner import load_model_runner
 
@@ -39,6 +42,16 @@ def silent(phase: str, done: int, total: int) -> None:
 
 def load(directory: Path, dtype: str = "auto") -> LoadedModel:
     return load_model(str(directory), dtype, CPU, silent)
+
+
+def test_weights_are_read_straight_to_a_device(llama: Path) -> None:
+    """The meta device stands for one that is not the host."""
+    check = modeling_utils.check_and_set_device_map
+    stored = check_stored_dtypes(str(llama))
+    meta = torch.device("meta")
+    model = loader._load_weights(str(llama), torch.float32, stored, silent, meta)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert modeling_utils.check_and_set_device_map is check
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,15 @@ from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.sampling.sampler import Sampler
 
 DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
 CUDA_MARGIN_BYTES = 1024**3
-"""Left free for memory that the profiled step does not use: keys and values gathered for a group of
-decodes, the masks of a chunk deep in its context, the sampler's temporaries."""
+"""Left free for what is allocated later: CUDA graphs, and what the allocator cannot use."""
+NUM_TOP_LOGPROBS = 20
+_WORST_SAMPLING = SamplingParams(
+    temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=NUM_TOP_LOGPROBS
+)
 
 
 def available_cache_bytes(
@@ -26,7 +30,7 @@ def available_cache_bytes(
     """Return the bytes for the KV cache, as configured or as measured.
 
     On the CPU: 4 GiB, at most half of the memory that is available to this process. On CUDA: the
-    configured share of the device less what the largest step needs; that step is computed here.
+    configured share of the device less what the largest steps need; these are computed here.
     """
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
@@ -46,22 +50,37 @@ def available_cache_bytes(
 def profile_run(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
 ) -> None:
-    """Compute the largest step, with as many samples as possible, in blocks that parts share."""
+    """Compute the steps that need most memory, in a block that all parts share.
+
+    One decodes as many requests as possible at the end of the longest context, samples each in the
+    costliest way, and fills its budget with a chunk that ends there, too. The other computes a
+    prompt with the logprobs of all of its tokens.
+    """
+    longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
     num_tokens = config.scheduler.max_num_batched_tokens
     rows_per_request = 1 + config.scheduler.num_speculative_tokens
-    num_requests = min(config.scheduler.max_num_seqs * rows_per_request, num_tokens)
-    longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
-    lengths = [1] * (num_requests - 1)
-    rest = num_tokens - len(lengths)
+    num_decodes = min(config.scheduler.max_num_seqs * rows_per_request, num_tokens) - 1
+    attach_cache(loaded, backend, layout, 2)
+    sizes = [1] * num_decodes
+    rest = num_tokens - num_decodes
     while rest > 0:
-        lengths.append(min(rest, longest))
-        rest -= lengths[-1]
-    num_blocks = -(-max(lengths) // layout.block_size)
-    attach_cache(loaded, backend, layout, 1 + num_blocks)
-    tables = [array("i", range(1, 1 + num_blocks))] * len(layout.groups)
-    parts = []
-    for req_id, length in enumerate(lengths):
-        request = MirroredRequest(req_id, [0] * length, length, SamplingParams(), tables, 0, 0)
-        parts.append(ScheduledRequest(request, 0, length, True))
+        sizes.append(min(rest, longest))
+        rest -= sizes[-1]
+    token_ids = [0] * longest
+    tables = [array("i", [1]) * -(-longest // layout.block_size)] * len(layout.groups)
+
+    def part(start: int, end: int, params: SamplingParams) -> ScheduledRequest:
+        request = MirroredRequest(0, token_ids, end, params, list(tables), 0, 0)
+        return ScheduledRequest(request, start, end - start, True)
+
+    sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids, loaded.device)
+    parts = [part(longest - size, longest, _WORST_SAMPLING) for size in sizes]
     inputs = pack_step(parts, layout.block_size, loaded.device)
-    compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
+    logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
+    sampler.sample(logits, [part.request for part in parts])
+    del logits
+    size = min(num_tokens, longest)
+    described = SamplingParams(prompt_logprobs=NUM_TOP_LOGPROBS)
+    inputs = pack_step([part(0, size, described)], layout.block_size, loaded.device)
+    logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
+    sampler.prompt_logprobs(logits, [0] * len(logits), NUM_TOP_LOGPROBS)

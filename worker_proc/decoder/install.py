@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
-from worker_proc.attention.native import NativeBackend
 from worker_proc.calibration.self_check import (
     TEXT_LENGTHS,
     check_texts,
@@ -22,17 +21,18 @@ from worker_proc.calibration.self_check import (
     max_error,
     median_error,
 )
-from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
-from worker_proc.decoder.stack import DecoderStack, replace_forwards, restore_forwards
+from worker_proc.decoder.layers import LayerSettings
+from worker_proc.decoder.stack import replace_forwards, restore_forwards
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.experts import FusedExperts
+from worker_proc.loading.layer_executor import LayerExecutor, Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.native.kernels import NativeLibrary, Rotation
+from worker_proc.native.kernels import Rotation
 
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 """Of what a layer adds to a row, relative to its length."""
-ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6}
+ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """Share of a row's own length that counts as what the layer adds, since sums are rounded."""
 TRIAL_SCALES = (0.1, 1.0, 30.0)
 
@@ -43,10 +43,10 @@ def install(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> None:
     The attention modules are attached to a KV cache.
     """
     uninstall(prepared)
-    layers = read_layers(prepared.loaded) if settings else None
-    if layers is None or prepared.kernels is None:
+    executor, loaded = prepared.executor, prepared.loaded
+    if not settings or executor is None or (layers := read_layers(executor, loaded)) is None:
         return
-    stack = DecoderStack(prepared.kernels, layers, settings, prepared.loaded.dtype)
+    stack = executor.stack(layers, settings, loaded.dtype)
     replace_forwards(layer_modules(prepared.loaded), stack)
 
 
@@ -91,10 +91,10 @@ def layer_modules(loaded: LoadedModel) -> list[nn.Module]:
     return [loaded.model.get_submodule(name) for name in names]
 
 
-def read_layers(loaded: LoadedModel) -> list[DecoderLayer] | None:
-    """Return what the layers compute; None: there are no instructions for one of them."""
+def read_layers(executor: LayerExecutor, loaded: LoadedModel) -> list[Any] | None:
+    """Return what the layers compute; None: the executor has no instructions for one of them."""
     factor = float(getattr(loaded.model.config, "residual_multiplier", None) or 1.0)
-    layers = [read_layer(module, factor) for module in layer_modules(loaded)]
+    layers = [executor.read(module, factor) for module in layer_modules(loaded)]
     read = [layer for layer in layers if layer is not None]
     return read if len(read) == len(layers) else None
 
@@ -110,9 +110,11 @@ def find_settings(
     `expected` are the modules' logits, of `check_forward`. An empty list: there are no instructions
     for a layer, or they compute something else.
     """
-    loaded, library = prepared.loaded, prepared.kernels
-    layers = read_layers(loaded)
-    if layers is None or library is None or not isinstance(backend, NativeBackend):
+    loaded, executor = prepared.loaded, prepared.executor
+    if executor is None or not executor.covers(backend):
+        return []
+    layers = read_layers(executor, loaded)
+    if layers is None:
         return []
     modules = layer_modules(loaded)
     settings: list[LayerSettings] = []
@@ -121,7 +123,7 @@ def find_settings(
         if not _is_usual(recording, layers):
             return []
         found = [
-            _best_settings(library, layer, call, scoring)
+            _best_settings(executor, layer, call, scoring)
             for layer, call, scoring in zip(layers, *recording, strict=True)
         ]
         proven = [one for one in found if one is not None]
@@ -135,7 +137,7 @@ def find_settings(
 
 def _record(
     loaded: LoadedModel,
-    backend: NativeBackend,
+    backend: AttentionBackend,
     layout: KVLayout,
     modules: list[nn.Module],
     first_position: int,
@@ -166,7 +168,7 @@ def _record(
     return recording
 
 
-def _is_usual(recording: Recording, layers: list[DecoderLayer]) -> bool:
+def _is_usual(recording: Recording, layers: list[Any]) -> bool:
     """Return whether each layer was called once, with angles that the instructions can use."""
     calls, scorings = recording
     if not len(calls) == len(scorings) == len(layers):
@@ -183,17 +185,17 @@ def _is_usual(recording: Recording, layers: list[DecoderLayer]) -> bool:
 
 
 def _best_settings(
-    library: NativeLibrary, layer: DecoderLayer, call: LayerCall, scoring: Scoring
+    executor: LayerExecutor, layer: Any, call: LayerCall, scoring: Scoring
 ) -> LayerSettings | None:
     """Return the settings that are closest to what a module does; None: none is close enough."""
     best, least = None, MAX_ERROR[call.hidden.dtype]
     trials = list(_trials(call))
+    # Attention rounds otherwise than the module does, which may send a row to another expert.
+    # The mixture itself is proven (loading/fused.py): so here the typical row counts.
+    is_mixture = any(isinstance(part, FusedExperts) for part in call.module.modules())
     for rotation in Rotation:
         settings = LayerSettings(rotation, scoring.scale, scoring.softcap or 0.0)
-        stack = DecoderStack(library, [layer], [settings], call.hidden.dtype)
-        # Attention rounds otherwise than the module does, which may send a row to another expert.
-        # The mixture itself is proven (loading/fused.py): so here the typical row counts.
-        is_mixture = isinstance(layer.mlp, FusedExperts)
+        stack = executor.stack([layer], [settings], call.hidden.dtype)
         error = max(
             _error(stack, call, hidden, expected, is_typical=is_mixture)
             for hidden, expected in trials
@@ -211,13 +213,13 @@ def _trials(call: LayerCall) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for scale in TRIAL_SCALES:
         rows = torch.randn(call.hidden.shape, generator=generator) * scale
-        hidden = rows.to(call.hidden.dtype)
+        hidden = rows.to(call.hidden)
         yield hidden, call.module(hidden, **call.options)
 
 
 @torch.inference_mode()
 def _error(
-    stack: DecoderStack,
+    stack: Stack,
     call: LayerCall,
     hidden: torch.Tensor,
     expected: object,

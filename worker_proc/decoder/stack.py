@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.interface import AttentionBackend, PagedLayer
 from worker_proc.attention.native import NativeBackend
-from worker_proc.decoder.layers import DecoderLayer, LayerSettings
+from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
 from worker_proc.loading.experts import ExpertBuffers, FusedExperts
 from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
+from worker_proc.loading.layer_executor import Angles, Stack
 from worker_proc.native.kernels import (
     BufferArgs,
     Epilogue,
@@ -36,8 +37,30 @@ LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(6, 10)
 """Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
 _ROW_BYTES = 64
 
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of a step's positions: `[1, T, num_rotated]` each."""
+
+class NativeExecutor:
+    """Reads layers, and computes them by the native library."""
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def covers(self, backend: AttentionBackend) -> bool:
+        return isinstance(backend, NativeBackend)
+
+    def read(self, module: nn.Module, factor: float) -> DecoderLayer | None:
+        """Return what a layer computes; None: there are no instructions for a part of it."""
+        return read_layer(module, factor)
+
+    def stack(
+        self,
+        layers: Sequence[DecoderLayer],
+        settings: Sequence[LayerSettings],
+        dtype: torch.dtype,
+    ) -> "DecoderStack":
+        """Return what computes the layers."""
+        return DecoderStack(self._library, layers, settings, dtype)
 
 
 class DecoderStack:
@@ -281,7 +304,7 @@ def _pointers(addresses: list[int]) -> Any:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def replace_forwards(modules: Sequence[nn.Module], stack: DecoderStack) -> None:
+def replace_forwards(modules: Sequence[nn.Module], stack: Stack) -> None:
     """Let the last of the layers' modules compute all layers, and the others nothing."""
     angles: list[Any] = [None] * len(modules)
 

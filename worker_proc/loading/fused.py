@@ -11,6 +11,7 @@ a tensor in another way: there a row's bits can depend on its place.
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ MIXTURE_QUANTILE = {torch.float32: 1.0, torch.bfloat16: 0.9}
 """Share of the rows of a mixture of experts that must agree: rounding may send a row to another
 expert, whose logit is equal within it."""
 NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
-MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 """Relative to the largest value: another order of a sum, and one rounding."""
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)  # of the random rows
 TRIAL_RANGE = 9.0
@@ -40,15 +41,28 @@ TRIAL_RANGE = 9.0
 LARGE_VALUES = (10.5, 30.0, 1e3, 1e5)
 _MLP_CHILDREN = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ACTIVATIONS = {"act_fn", "activation_fn"}
+Module = TypeVar("Module", bound=nn.Module)
 _Fused = tuple[int, nn.Module]
 """The number of a kernel among those of its kind, and the module that computes with it."""
+
+
+class PointwiseKernels(Protocol):
+    """Kernels for norms and activations, of the CPU or of a GPU."""
+
+    def rms_norm(
+        self, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, round_first: bool
+    ) -> torch.Tensor:
+        """Normalize the last dimension, and multiply it by `weight`, which is float32."""
+
+    def activate(self, hidden: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Apply an activation to every value."""
 
 
 class FusedRMSNorm(nn.Module):
     """Root-mean-square normalization in one pass."""
 
     def __init__(
-        self, library: NativeLibrary, weight: torch.Tensor, epsilon: float, round_first: bool
+        self, library: PointwiseKernels, weight: torch.Tensor, epsilon: float, round_first: bool
     ) -> None:
         super().__init__()
         self.weight = weight.detach().float().contiguous()
@@ -154,11 +168,20 @@ def _fused(
     if names == {"gate", "experts"}:
         return _fused_experts(module, library, number)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
-        activation = _activation_of(module, library, number)
+        activation = activation_of(module, library, number=number)
         return None if activation is None else (activation, FusedActivation(library, activation))
+    return fused_norm(module, library, dtype, number)
+
+
+@torch.inference_mode()
+def fused_norm(
+    module: nn.Module, library: PointwiseKernels, dtype: torch.dtype, number: int | None = None
+) -> tuple[int, FusedRMSNorm] | None:
+    """Return the number and the module of the kernel that a norm is proven to agree with."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = dict(module.named_parameters())
-    if names or set(parameters) != {"weight"} or not isinstance(epsilon, float):
+    is_leaf = next(module.children(), None) is None
+    if not is_leaf or set(parameters) != {"weight"} or not isinstance(epsilon, float):
         return None
     weight = parameters["weight"]
     if weight.dim() != 1 or weight.dtype != dtype:
@@ -175,7 +198,8 @@ def _fused_mlp(
     module: nn.Module, library: NativeLibrary, number: int | None, format: Format
 ) -> _Fused | None:
     parts = dict(module.named_children())
-    activation = _activation_of(parts.get("act_fn", parts.get("activation_fn")), library, number)
+    function = parts.get("act_fn", parts.get("activation_fn"))
+    activation = activation_of(function, library, number=number)
     if activation is None:
         return None
     before = [(part, part.weight) for part in parts.values() if isinstance(part, nn.Linear)]
@@ -211,7 +235,8 @@ def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None
     if len({tensor.dtype for tensor in (gate_up, down, weights["weight"])}) > 1:
         return None
     known = None if number is None else number // 4
-    activation = _activation_of(getattr(parts["experts"], "act_fn", None), library, known)
+    function = getattr(parts["experts"], "act_fn", None)
+    activation = activation_of(function, library, number=known)
     num_chosen = getattr(router, "top_k", None)
     if activation is None or not isinstance(num_chosen, int) or num_chosen > num_experts:
         return None
@@ -257,17 +282,24 @@ def _gates_of(parts: dict[str, nn.Module]) -> tuple[torch.Tensor, torch.Tensor |
     return torch.cat([gate.weight, up.weight]), bias
 
 
-def _activation_of(
-    function: object, library: NativeLibrary, number: int | None
+def activation_of(
+    function: object,
+    library: PointwiseKernels,
+    device: torch.device | None = None,
+    *,
+    number: int | None = None,
 ) -> Activation | None:
-    """Return the activation that a module or function computes; tried in float32."""
+    """Return the activation that a module or function computes, tried in float32.
+
+    Its `number` may be proven by an earlier start.
+    """
     if not callable(function):
         return None
     if number is not None:
         return Activation(number)
     values = torch.linspace(-TRIAL_RANGE, TRIAL_RANGE, NUM_TRIAL_VALUES)
     large = torch.tensor([*LARGE_VALUES, *(-value for value in LARGE_VALUES)])
-    values = torch.cat([values, large]).view(1, NUM_TRIAL_ROWS, -1)
+    values = torch.cat([values, large]).view(1, NUM_TRIAL_ROWS, -1).to(device or values.device)
     try:
         expected = function(values)
     except Exception:
@@ -284,12 +316,12 @@ def _activation_of(
 def _agreeing(
     module: nn.Module,
     size: int,
-    candidates: Mapping[int, Callable[[], nn.Module]],
+    candidates: Mapping[int, Callable[[], Module]],
     proven: int | None,
     *,
     num_rows: int = NUM_TRIAL_ROWS,
     quantile: float = 1.0,
-) -> _Fused | None:
+) -> tuple[int, Module] | None:
     """Return the candidate that is closest to what `module` does, if it agrees at every scale.
 
     One may be proven by an earlier start, and is not tried. The error is that of a quantile of the
@@ -297,11 +329,14 @@ def _agreeing(
     """
     if proven is not None:
         return proven, candidates[proven]()
-    dtype = next(module.parameters()).dtype
+    parameter = next(module.parameters())
+    dtype = parameter.dtype
+    if parameter.is_meta:  # text does not reach it
+        return None
     generator = torch.Generator().manual_seed(1)
     # Off zero, so that a norm that subtracts the mean does not pass.
     rows = torch.randn(1, num_rows, size, generator=generator) + 1.0
-    trials = [(rows * scale).to(dtype) for scale in TRIAL_SCALES]
+    trials = [(rows * scale).to(parameter) for scale in TRIAL_SCALES]
     try:
         expected = [module(trial).float() for trial in trials]
     except (TypeError, AttributeError, RuntimeError):

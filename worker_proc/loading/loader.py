@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
@@ -77,7 +83,7 @@ def load_model(
     stored = check_stored_dtypes(directory)
     check_room(probed.num_weights * torch_dtype.itemsize, device)
     progress("inspect", 1, 1)
-    model = _load_weights(directory, torch_dtype, stored, progress).to(device)
+    model = _load_weights(directory, torch_dtype, stored, progress, device).to(device)
     _release_unused(model, probed.parameters)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
@@ -166,16 +172,20 @@ def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) ->
 
 
 def _load_weights(
-    directory: str, dtype: torch.dtype, stored: dict[str, StoredTensor], progress: ReportProgress
+    directory: str,
+    dtype: torch.dtype,
+    stored: dict[str, StoredTensor],
+    progress: ReportProgress,
+    device: torch.device,
 ) -> PreTrainedModel:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     try:
-        with _reported(progress):
+        with _reported(progress), _straight_to(device) as placement:
             try:
-                model, info = _from_pretrained(directory, dtype)
+                model, info = _from_pretrained(directory, dtype, placement)
             except NotImplementedError:  # a module computes something while it is built
                 load_meta_kernels()
-                model, info = _from_pretrained(directory, dtype)
+                model, info = _from_pretrained(directory, dtype, placement)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
@@ -193,7 +203,9 @@ def _load_weights(
     return model
 
 
-def _from_pretrained(directory: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_pretrained(
+    directory: str, dtype: torch.dtype, placement: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model, and the names of weights that have not been loaded."""
     model, info = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -204,6 +216,7 @@ def _from_pretrained(directory: str, dtype: torch.dtype) -> tuple[PreTrainedMode
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # they are reported by name
         output_loading_info=True,
+        **placement,
     )
     return model, info
 
@@ -216,6 +229,23 @@ def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
         if parameter.untyped_storage()._cdata not in kept:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta")))
+
+
+@contextmanager
+def _straight_to(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield arguments with which each weight is read to `device`, never all of them to the host.
+
+    For one device transformers needs nothing of `accelerate`; its check asks for it all the same.
+    """
+    check = getattr(modeling_utils, "check_and_set_device_map", None)
+    if device.type == "cpu" or check is None:
+        yield {}
+        return
+    modeling_utils.check_and_set_device_map = lambda device_map: device_map
+    try:
+        yield {"device_map": {"": device}}
+    finally:
+        modeling_utils.check_and_set_device_map = check
 
 
 @contextmanager

@@ -6,7 +6,11 @@ from protocol.core_worker import ModelFacts
 from worker_proc.native.build import compiler
 from worker_proc.runner import PORTABLE_ATTENTION
 
-DECODERS = {"native": "native decoder", "modules": "modules of transformers"}
+DECODERS = {
+    "native": "native decoder",
+    "triton": "Triton kernels",
+    "modules": "modules of transformers",
+}
 
 
 def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:

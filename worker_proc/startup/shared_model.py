@@ -11,6 +11,7 @@ import torch
 
 from protocol.config import EngineConfig
 from worker_proc.calibration.self_check import num_blocks_needed
+from worker_proc.cuda.device import resolve_device
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.host_limits import available_cpus
@@ -24,7 +25,6 @@ from worker_proc.model_runner import (
     make_draft_layout,
     make_layout,
     prepare_model,
-    resolve_device,
 )
 from worker_proc.runner import ReportProgress, RunnerFactory
 

@@ -1,0 +1,18 @@
+"""Defaults that differ where a GPU computes."""
+
+import os
+from collections.abc import Sequence
+
+from protocol.config.engine_config import Device
+
+GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Device files of drivers that torch can use."""
+GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+"""Settings of the scheduler; a GPU needs larger steps to be busy."""
+
+
+def computes_on_gpu(device: Device, gpu_nodes: Sequence[str] = GPU_NODES) -> bool:
+    """Return whether a model is computed on a GPU, as far as that is known without torch."""
+    if device is Device.AUTO:
+        return any(map(os.path.exists, gpu_nodes))
+    return device is not Device.CPU

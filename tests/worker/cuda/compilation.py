@@ -1,0 +1,105 @@
+"""Compiles the kernels for a GPU, which need not be there: python -m tests.worker.cuda.compilation.
+
+Prints a line for each kernel and target, with the shared memory of a program. It must run without
+TRITON_INTERPRET.
+"""
+
+from typing import Any
+
+import torch
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from worker_proc.cuda import attention_kernels, pointwise_kernels
+from worker_proc.cuda.attention import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, choose_tiles
+from worker_proc.kv.kv_groups import LayerSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TARGETS = [GPUTarget("cuda", capability, 32) for capability in (80, 90)]
+MAX_SHARED_BYTES = 99 * 1024  # of a program on the smallest devices since 8.0
+HEADS = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 16}
+PADDED_HEADS = {"PADDED_HEADS": 16, "PADDED_KV_HEADS": 8}
+FLAGS = {"HAS_SOFTCAP": True, "HAS_SINKS": True, "ROUNDS_FIRST": True, "ROTATION": 0}
+FLOATS = {"scale", "softcap", "factor", "added_epsilon", "epsilon"}
+INT_ARRAYS = {"table", "first_rows", "starts", "table_rows", "kept_from"}
+FLOAT_ARRAYS = {"partial_out", "partial_stats", "sinks", "added_weight", "weight"}
+FLOAT_ARRAYS |= {"query_norm", "key_norm"}
+STRIDES = {"query_strides", "key_strides", "value_strides"}
+INTS = {"num_parts", "num_splits", "size", "hidden_stride", "added_stride", "out_stride"}
+INTS |= {"gates_stride", "factors_stride", "table_stride", "qkv_stride", "angle_stride"}
+
+
+def _dims(size: int) -> dict[str, int]:
+    names = ("HEAD_DIM", "PADDED_DIM", "VALUE_DIM", "PADDED_VALUE_DIM", "NUM_ROTATED")
+    return dict.fromkeys(names, size)
+
+
+def _type(name: str, dtype: str) -> Any:
+    if name in STRIDES:
+        return ("i32", "i32")
+    for names, kind in ((FLOATS, "fp32"), (INT_ARRAYS, "*i32"), (FLOAT_ARRAYS, "*fp32")):
+        if name in names:
+            return kind
+    return "i32" if name in INTS else f"*{dtype}"
+
+
+def compile_for(kernel: Any, dtype: str, sizes: dict[str, Any]) -> None:
+    """Compile one variant for all targets; an error ends the program."""
+    signature, constants = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name.isupper():
+            signature[name], constants[(place,)] = "constexpr", sizes[name]
+        else:
+            signature[name] = _type(name, dtype)
+    for target in TARGETS:
+        compiled = compile_kernel(ASTSource(kernel, signature, constants), target=target)
+        shared = compiled.metadata.shared
+        name = f"{kernel.__name__} {dtype} for {target.arch}"
+        print(f"{name}: {shared} bytes of shared memory", flush=True)
+        assert shared <= MAX_SHARED_BYTES
+
+
+def compile_attention(dtype: str, dim: int, group: int) -> None:
+    """Compile attention with the tiles that it is launched with."""
+    tiles = choose_tiles(LayerSpec(group, 1, dim, dim, None), DTYPES[dtype])
+    for is_decode in (True, False):
+        rows = tiles.decode_rows if is_decode else tiles.prefill_rows
+        tile = {
+            "TILE_ROWS": rows,
+            "TILE_TOKENS": 1 if is_decode else rows // group,
+            "TILE_KEYS": tiles.keys,
+            "IS_DECODE": is_decode,
+            "IS_SPLIT": is_decode,
+            "WINDOW": 0 if is_decode else 1000,
+            "NUM_HEADS": group,
+            "NUM_KV_HEADS": 1,
+        }
+        compile_for(attention_kernels.attend_kernel, dtype, HEADS | FLAGS | _dims(dim) | tile)
+
+
+def main() -> None:
+    """Compile each kernel with usual sizes, and attention with its largest tiles."""
+    for dtype, dim, group in (
+        ("bf16", 128, 2),
+        ("bf16", MAX_HEAD_DIM, 2),
+        ("fp32", 128, 2),
+        ("fp32", MAX_HEAD_DIM, 2),
+        ("fp32", MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD),
+    ):
+        compile_attention(dtype, dim, group)
+    usual = HEADS | PADDED_HEADS | FLAGS | _dims(128)
+    compile_for(attention_kernels.combine_kernel, "bf16", usual)
+    compile_for(attention_kernels.store_kernel, "bf16", usual)
+    for head_norm in (0, 1, 2):
+        sizes = usual | {"HEAD_NORM": head_norm, "ROTATION": head_norm % 2}
+        compile_for(pointwise_kernels.rotate_and_store_kernel, "bf16", sizes)
+    norm = {"ADDS": True, "NORMS_ADDED": True, "SCALES_ADDED": True, "NORMS": True}
+    norm |= {"SIZE": 1024, "PADDED_SIZE": 1024, "ADDED_ROUNDS_FIRST": True}
+    compile_for(pointwise_kernels.norm_kernel, "bf16", usual | norm)
+    activation = {"ACTIVATION": 0, "MULTIPLIES": True, "TILE": 1024}
+    compile_for(pointwise_kernels.activate_kernel, "bf16", activation)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Prepares Triton for tests: its kernels run on a GPU, or are interpreted on the CPU.
+
+The interpreter keeps bfloat16 as integers: it multiplies matrices of these bits, and cuts values
+off where a GPU rounds. Both are corrected here, so that the kernels can be tested as they are.
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NEEDS_TORCH_WITH_CUDA = "PyTorch cannot use this machine's GPU; set TRITON_INTERPRET=1"
+NEEDS_TRITON = "needs Triton; scripts/setup dev installs it on Linux with x86-64"
+
+
+def prepare_triton() -> None:
+    """Skip the module that calls this where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip(NEEDS_TRITON, allow_module_level=True)
+    if DEVICE.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") != "1":  # tests/conftest.py sets it
+            pytest.skip(NEEDS_TORCH_WITH_CUDA, allow_module_level=True)
+        _correct_bfloat16()
+
+
+def _correct_bfloat16() -> None:
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    if hasattr(InterpreterBuilder, "is_corrected"):
+        return
+    multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [
+            self.cast_impl(operand, tl.float32) if operand.dtype.scalar == tl.bfloat16 else operand
+            for operand in (a, b)
+        ]
+        return multiply(self, *wide, *others)
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        kinds = source.dtype.scalar, target.scalar
+        if kinds == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if kinds == (tl.float32, tl.bfloat16):
+            values = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+            return TensorHandle(values.view(torch.uint16).numpy(), tl.bfloat16)
+        return cast(self, source, target)
+
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.is_corrected = True

@@ -1,0 +1,215 @@
+"""A whole model on the CUDA path: kernels proven at load, static decodes, tokens of `generate`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from protocol.config import (
+    CacheConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    NativeDecoder,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
+from tests.worker.cuda.interpreter import DEVICE, prepare_triton
+from tests.worker.driving import drive
+from tests.worker.test_parity import generate, make_prompts
+from worker_proc import model_runner
+from worker_proc.calibration import self_check
+from worker_proc.decoder import install
+from worker_proc.inputs import pack_step
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.native.kernels import Rotation
+
+prepare_triton()
+from worker_proc.cuda.backend import TritonBackend  # noqa: E402
+
+BLOCK_SIZE, MAX_TOKENS, NUM_DRAFTS = 4, 4, 2
+UNWRITTEN = 1e9
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+SMALL = SHAPE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+TRITON = {
+    *("llama", "llama_tied", "qwen2", "qwen3", "mistral_window", "gemma2", "gemma3"),
+    *("gemma3_vision", "granite", "olmo2", "smollm3", "glm4", "phi3"),
+}
+"""Families whose layers the kernels compute; of the others they compute norms and attention."""
+
+
+@pytest.fixture(autouse=True)
+def _cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, let the CPU take the path of one."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(model_runner, "load_library", lambda: None)
+        monkeypatch.setattr(model_runner, "start_building", lambda: None)
+        monkeypatch.setattr(model_runner, "can_pack", lambda *_: False)
+        monkeypatch.setattr(model_runner, "uses_triton", lambda device: True)
+
+
+def prove_briefly(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    """Try one text, rows of one scale and the usual rotation; slow tests leave nothing out."""
+    monkeypatch.setattr(self_check, "TEXT_LENGTHS", (4,))
+    monkeypatch.setattr(install, "TRIAL_SCALES", (scale,))
+    monkeypatch.setattr(install, "Rotation", [Rotation.HALVES])
+
+
+def make_runner(
+    directory: Path, dtype: str = "float32", draft: Path | None = None, **worker: object
+) -> ModelRunner:
+    config = EngineConfig(
+        model=ModelConfig(
+            model=str(directory),
+            dtype=Dtype(dtype),
+            device=Device(DEVICE.type),
+            speculative_model=None if draft is None else str(draft),
+        ),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=200),
+        scheduler=SchedulerConfig(
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            num_speculative_tokens=0 if draft is None else NUM_DRAFTS,
+        ),
+        worker=WorkerConfig(**worker),  # type: ignore[arg-type]
+    )
+    return load_model_runner(config, lambda phase, done, total: None)
+
+
+def check_outputs(directory: Path, config: PretrainedConfig, decoder: str) -> None:
+    model = build_checkpoint(directory, config)
+    prompts = [prompt[:9] for prompt in make_prompts()[:3]]
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    runner = make_runner(directory)
+    assert (runner.facts.decoder, runner.attention) == (decoder, "Triton")
+    run = drive(runner, prompts, GREEDY, max_num_batched_tokens=12, max_num_seqs=4)
+    assert expected == run.output_token_ids
+    assert runner._graphs is not None
+    assert 4 in runner._graphs._decodes  # three requests, and a row that fills up
+
+
+def test_outputs_equal_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in chunks beside decodes, then decodes alone, over static buffers."""
+    prove_briefly(monkeypatch, 1.0)
+    check_outputs(tmp_path, Qwen3Config(**SMALL), "triton")
+
+
+def test_every_draft_of_the_model_itself_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model's layers are proven, too, and it attends by tables of its own."""
+    prove_briefly(monkeypatch, 1.0)
+    model = build_checkpoint(tmp_path, Qwen3Config(**SMALL))
+    prompts = [prompt[:9] for prompt in make_prompts()[:2]]
+    runner = make_runner(tmp_path, draft=tmp_path)
+    draft = runner._draft_model
+    assert draft is not None
+    assert isinstance(draft._backend, TritonBackend)
+    assert draft._backend is not runner._backend
+    assert "forward" in install.layer_modules(draft._loaded)[0].__dict__
+    options = {"max_num_batched_tokens": 12, "num_speculative_tokens": NUM_DRAFTS}
+    run = drive(runner, prompts, GREEDY, **options)
+    assert run.output_token_ids == [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    assert run.num_accepted_drafts == run.num_drafts >= NUM_DRAFTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.timeout(300)
+def test_outputs_of_every_family_equal_generate(architecture: Architecture, tmp_path: Path) -> None:
+    decoder = "triton" if architecture.name in TRITON else "modules"
+    check_outputs(tmp_path, architecture.config(), decoder)
+
+
+def test_layers_are_proven_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prove_briefly(monkeypatch, 30.0)
+    build_checkpoint(tmp_path, LlamaConfig(**SMALL))
+    assert make_runner(tmp_path, "bfloat16").facts.decoder == "triton"
+
+
+def test_a_decode_is_the_same_over_static_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the pool has been released and is back, and beside rows that fill up."""
+    build_checkpoint(tmp_path, LlamaConfig(**SMALL))
+    runner = make_runner(tmp_path, native_decoder=NativeDecoder.OFF)
+    graphs = runner._graphs
+    assert graphs is not None
+    requests = [MirroredRequest(i, [5 + i, 9, 11], 3, GREEDY, [[1 + i]], 0, 0) for i in range(3)]
+    sleep = runner._pool.sleep
+
+    def sleep_after_graphs() -> None:
+        assert not graphs._decodes  # else their memory would stay
+        sleep()
+
+    monkeypatch.setattr(runner._pool, "sleep", sleep_after_graphs)
+
+    def logits(start: int, size: int, *, is_static: bool) -> torch.Tensor:
+        parts = [ScheduledRequest(request, start, size, True) for request in requests]
+        inputs = pack_step(parts, BLOCK_SIZE, DEVICE)
+        found = graphs.compute(inputs) if is_static else None
+        if found is None:
+            assert not is_static or size > 1
+            graphs_of, runner._graphs = runner._graphs, None
+            found = runner._compute_logits(inputs)
+            runner._graphs = graphs_of
+        return found.clone()
+
+    with torch.inference_mode():
+        assert (
+            graphs.compute(
+                pack_step([ScheduledRequest(requests[0], 0, 2, True)], BLOCK_SIZE, DEVICE)
+            )
+            is None
+        )
+        for _ in range(2):
+            logits(0, 2, is_static=False)
+            eager = logits(2, 1, is_static=False)
+            torch.testing.assert_close(logits(2, 1, is_static=True), eager)
+            runner._mirror.reset()
+            runner.sleep()
+            runner._pool.wake()
+            runner._graphs = graphs
+
+
+def test_rows_that_fill_a_decode_up_write_to_the_null_block_only(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, LlamaConfig(**SMALL))
+    runner = make_runner(tmp_path, native_decoder=NativeDecoder.OFF)
+    assert runner._graphs is not None
+    requests = [MirroredRequest(i, [5, 9, 11], 3, GREEDY, [[1 + i]], 0, 0) for i in range(4)]
+    for size in (4, 3):  # in the second step the last row still holds a token of the first
+        for tensors in runner._pool.tensors:
+            tensors.keys.fill_(UNWRITTEN)
+        parts = [ScheduledRequest(request, 2, 1, True) for request in requests[:size]]
+        with torch.inference_mode():
+            assert runner._graphs.compute(pack_step(parts, BLOCK_SIZE, DEVICE)) is not None
+    for tensors in runner._pool.tensors:
+        written = (tensors.keys != UNWRITTEN).any(dim=3).any(dim=2).nonzero().tolist()
+        assert written == [[0, 0], [1, 2], [2, 2], [3, 2]]
+
+
+def test_graphs_can_be_switched_off(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, LlamaConfig(**SMALL))
+    runner = make_runner(tmp_path, native_decoder=NativeDecoder.OFF, enforce_eager=True)
+    assert runner._graphs is None
+    assert runner.facts.decoder == "modules"
+
+
+def test_layers_that_compute_something_else_are_left_to_their_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prove_briefly(monkeypatch, 1.0)
+    build_checkpoint(tmp_path, LlamaConfig(**SMALL))
+    read = install.read_layers
+
+    def scaled(*args: object) -> object:
+        layers = read(*args)  # type: ignore[arg-type]
+        return layers and [layer._replace(residual_factor=1.01) for layer in layers]
+
+    monkeypatch.setattr(install, "read_layers", scaled)
+    assert make_runner(tmp_path).facts.decoder == "modules"

@@ -1,0 +1,160 @@
+"""Launches the attention kernels over tensors of one step."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from worker_proc.attention.interface import Scoring
+from worker_proc.cuda.attention_kernels import attend_kernel, combine_kernel, store_kernel
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.kv.kv_tensors import KVTensors
+
+MAX_HEAD_DIM = 256
+MAX_HEADS_PER_KV_HEAD = 32
+MIN_TILE = 16  # of a matrix product
+PREFILL_ROWS = 64  # query rows of a tile, over tokens and heads
+MOST_TILE_KEYS = 64
+WIDE_DIM = 128
+MIN_SPLIT_TOKENS = 256  # of a context that one program attends to
+MOST_PARTIAL_RESULTS = 4096  # of each head: parts of a step, times splits
+
+
+class DeviceStep(NamedTuple):
+    """The parts of a step, as arrays on the device; see attention_kernels.py."""
+
+    first_rows: torch.Tensor  # int32 [P + 1]
+    starts: torch.Tensor  # int32 [P]
+    table_rows: torch.Tensor  # int32 [P]
+    kept_from: torch.Tensor  # int32 [P]
+    num_rows: int
+    num_decodes: int  # parts of one token
+    num_splits: int  # of a decode's context
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.starts)
+
+
+class PagedStep(NamedTuple):
+    """A step over the KV of one layer."""
+
+    step: DeviceStep
+    table: torch.Tensor  # int32 [rows, blocks]: the block table of the layer's group
+    kv: KVTensors
+
+
+def choose_num_splits(
+    num_parts: int, num_decodes: int, spec: LayerSpec, longest: int, num_units: int
+) -> int:
+    """Return over how many programs a context of `longest` tokens is divided.
+
+    As many as keep the device's `num_units` multiprocessors busy, of a length that pays. There is
+    room for the partial results of every part, of which `num_decodes` have some.
+    """
+    wanted = 2 * num_units // max(num_decodes * spec.num_kv_heads, 1)
+    return max(1, min(wanted, longest // MIN_SPLIT_TOKENS, MOST_PARTIAL_RESULTS // num_parts))
+
+
+class Tiles(NamedTuple):
+    """How many query rows and keys a program computes at a time."""
+
+    decode_rows: int
+    prefill_rows: int
+    keys: int
+
+
+def choose_tiles(spec: LayerSpec, dtype: torch.dtype) -> Tiles:
+    """Return tiles that fit into the shared memory of a program: narrow ones for wide rows."""
+    narrowing = (max(spec.head_dim, spec.value_head_dim) > WIDE_DIM) + (dtype == torch.float32)
+    least = max(MIN_TILE, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
+    prefill_rows = PREFILL_ROWS // 2 if narrowing == 2 else PREFILL_ROWS
+    return Tiles(least, max(prefill_rows, least), MOST_TILE_KEYS >> narrowing)
+
+
+def store(place: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Store keys and values, `[T, kv_heads, dim]`, into their blocks."""
+    step, table, kv = place
+    num_rows, num_kv_heads, head_dim = key.shape
+    value_dim = value.shape[2]
+    store_kernel[(num_rows,)](
+        key,
+        value,
+        kv.keys,
+        kv.values,
+        table,
+        *(step.first_rows, step.starts, step.table_rows, step.kept_from, step.num_parts),
+        (key.stride(0), key.stride(1)),
+        (value.stride(0), value.stride(1)),
+        table.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        PADDED_HEADS=triton.next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        VALUE_DIM=value_dim,
+        PADDED_VALUE_DIM=triton.next_power_of_2(value_dim),
+        BLOCK_SIZE=kv.keys.shape[1],
+    )
+
+
+def attend(
+    place: PagedStep,
+    query: torch.Tensor,
+    spec: LayerSpec,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend for `[T, num_heads, head_dim]` over stored KV; returns `[T, num_heads, value_dim]`.
+
+    `sinks` are logits, one for each head, that take a share of the softmax.
+    """
+    step, table, kv = place
+    heads, value_dim = spec.num_heads, spec.value_head_dim
+    out = query.new_empty(step.num_rows, heads, value_dim)
+    sizes = {
+        "NUM_HEADS": heads,
+        "VALUE_DIM": value_dim,
+        "PADDED_VALUE_DIM": max(MIN_TILE, triton.next_power_of_2(value_dim)),
+        "HAS_SINKS": sinks is not None,
+    }
+    group = heads // spec.num_kv_heads
+    tiles = choose_tiles(spec, query.dtype)
+    options = sizes | {
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "HEAD_DIM": spec.head_dim,
+        "PADDED_DIM": max(MIN_TILE, triton.next_power_of_2(spec.head_dim)),
+        "BLOCK_SIZE": kv.keys.shape[1],
+        "WINDOW": spec.window or 0,
+        "HAS_SOFTCAP": scoring.softcap is not None,
+        "TILE_KEYS": tiles.keys,
+    }
+
+    def launch(num_tiles: int, tile_rows: int, num_splits: int, is_decode: bool) -> None:
+        is_split = num_splits > 1
+        shape = (step.num_parts, heads, num_splits) if is_split else (0, 0, 0)
+        sums = query.new_empty(*shape, value_dim, dtype=torch.float32)
+        stats = query.new_empty(*shape, 2, dtype=torch.float32)
+        attend_kernel[(num_tiles, spec.num_kv_heads, num_splits)](
+            *(query, kv.keys, kv.values, sinks, out, sums, stats, table),
+            *(step.first_rows, step.starts, step.table_rows, step.num_parts),
+            (query.stride(0), query.stride(1)),
+            table.stride(0),
+            scoring.scale,
+            scoring.softcap or 0.0,
+            IS_DECODE=is_decode,
+            IS_SPLIT=is_split,
+            TILE_ROWS=tile_rows,
+            TILE_TOKENS=1 if is_decode else tile_rows // group,
+            **options,
+        )
+        if is_split:
+            combine_kernel[(step.num_parts, heads)](
+                sums, stats, sinks, out, step.first_rows, num_splits, **sizes
+            )
+
+    if step.num_decodes:
+        launch(step.num_parts, tiles.decode_rows, step.num_splits, True)
+    if step.num_decodes < step.num_parts:
+        num_tiles = step.num_rows // (tiles.prefill_rows // group) + step.num_parts
+        launch(num_tiles, tiles.prefill_rows, 1, False)
+    return out

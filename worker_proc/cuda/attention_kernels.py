@@ -1,0 +1,259 @@
+"""Paged attention in Triton: keys and values are stored into blocks and attended to in place.
+
+One kernel attends, with two kinds of tiles. A prefill tile holds some tokens of one part of the
+step, with all query heads that share a KV head. A decode tile holds the only token of its part, and
+its context may be divided over several programs, whose results `_combine` adds up. Which tokens a
+tile holds follows from the step's arrays on the device, so no plan is made on the host and a launch
+depends on the number of parts and tokens alone.
+
+The arrays, int32: `first_rows` [P + 1], the row of each part's first token; `starts` [P], its
+position; `table_rows` [P], its row in the block table; `kept_from` [P], the first position whose KV
+is kept.
+"""
+
+import triton
+import triton.language as tl
+
+# They are parts of one array, so their alignment varies; a kernel for each would be compiled.
+BY_PART = ["num_parts", "first_rows", "starts", "table_rows", "kept_from"]
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def part_at(first_rows, num_parts, index, TOKENS: tl.constexpr, STEP: tl.constexpr):
+    """Return the last part p with first_rows[p] // TOKENS + p * STEP <= index."""
+    low = num_parts * 0
+    high = num_parts - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = tl.load(first_rows + middle) // TOKENS + middle * STEP
+        low = tl.where(first <= index, middle, low)
+        high = tl.where(first <= index, high, middle - 1)
+    return low
+
+
+@triton.jit
+def slot_of(table, table_row, table_stride, position, kept_from, BLOCK_SIZE: tl.constexpr):
+    """Return where a token's KV is stored: the null block's first slot if it is not kept."""
+    block = tl.load(table + table_row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    return tl.where(position < kept_from, 0, slot)
+
+
+@triton.jit(do_not_specialize=BY_PART)
+def store_kernel(
+    key,
+    value,
+    keys,
+    values,
+    table,
+    first_rows,
+    starts,
+    table_rows,
+    kept_from,
+    num_parts,
+    key_strides,
+    value_strides,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Store the keys and values of one token. Grid: tokens."""
+    row = tl.program_id(0)
+    part = part_at(first_rows, num_parts, row, 1, 0)
+    position = tl.load(starts + part) + row - tl.load(first_rows + part)
+    kept = tl.load(kept_from + part)
+    slot = slot_of(table, tl.load(table_rows + part), table_stride, position, kept, BLOCK_SIZE)
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    exists = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
+    wide_head = head.to(tl.int64)  # a head's stride may be that of a whole step
+    source = key + row.to(tl.int64) * key_strides[0] + wide_head * key_strides[1] + dim
+    target = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + dim
+    tl.store(target, tl.load(source, mask=exists), mask=exists)
+    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    exists = (head < NUM_KV_HEADS) & (dim < VALUE_DIM)
+    source = value + row.to(tl.int64) * value_strides[0] + wide_head * value_strides[1] + dim
+    target = values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + dim
+    tl.store(target, tl.load(source, mask=exists), mask=exists)
+
+
+@triton.jit(do_not_specialize=BY_PART)
+def attend_kernel(
+    query,
+    keys,
+    values,
+    sinks,
+    out,
+    partial_out,
+    partial_stats,
+    table,
+    first_rows,
+    starts,
+    table_rows,
+    num_parts,
+    query_strides,
+    table_stride,
+    scale,
+    softcap,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_DECODE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+):
+    """Attend for one tile and one KV head. Grid: tiles, KV heads, splits of the context."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if IS_DECODE:
+        part = tile
+        first_token = tile * 0
+    else:
+        part = part_at(first_rows, num_parts, tile, TILE_TOKENS, 1)
+        first_tile = tl.load(first_rows + part) // TILE_TOKENS + part
+        first_token = (tile - first_tile) * TILE_TOKENS
+    first_row = tl.load(first_rows + part)
+    num_tokens = tl.load(first_rows + part + 1) - first_row
+    if IS_DECODE:
+        is_mine = num_tokens == 1
+    else:
+        is_mine = (num_tokens > 1) & (first_token < num_tokens)
+    if is_mine:
+        start = tl.load(starts + part)
+        index = tl.arange(0, TILE_ROWS)
+        token = first_token + index // GROUP
+        head = kv_head * GROUP + index % GROUP
+        is_row = (index // GROUP < TILE_TOKENS) & (token < num_tokens)
+        position = start + token
+        row = (first_row + token).to(tl.int64)
+        wide_head = head[:, None].to(tl.int64)  # a head's stride may be that of a whole step
+        dim = tl.arange(0, PADDED_DIM)
+        value_dim = tl.arange(0, PADDED_VALUE_DIM)
+        queries = tl.load(
+            query + row[:, None] * query_strides[0] + wide_head * query_strides[1] + dim,
+            mask=is_row[:, None] & (dim < HEAD_DIM),
+            other=0.0,
+        )
+        end = start + tl.minimum(first_token + TILE_TOKENS, num_tokens)
+        first_visible = start * 0
+        if WINDOW > 0:
+            first_visible = tl.maximum(start + first_token - WINDOW + 1, 0)
+        begin = first_visible // TILE_KEYS * TILE_KEYS
+        if IS_SPLIT:
+            num_splits = tl.num_programs(2)
+            length = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), num_splits) * TILE_KEYS
+            begin += split * length
+            end = tl.minimum(end, begin + length)
+        blocks = table + tl.load(table_rows + part).to(tl.int64) * table_stride
+        most = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        sums = tl.zeros([TILE_ROWS, PADDED_VALUE_DIM], tl.float32)
+        for first_key in range(begin, end, TILE_KEYS):
+            seen = first_key + tl.arange(0, TILE_KEYS)
+            # What no query of the tile sees may be of another request, and not finite.
+            is_read = (seen >= first_visible) & (seen < end)
+            block = tl.load(blocks + seen // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
+            slot = (block * BLOCK_SIZE + seen % BLOCK_SIZE) * NUM_KV_HEADS + kv_head
+            tile_keys = tl.load(
+                keys + slot[None, :] * HEAD_DIM + dim[:, None],
+                mask=is_read[None, :] & (dim[:, None] < HEAD_DIM),
+                other=0.0,
+            )
+            scores = tl.dot(queries, tile_keys, input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
+            is_seen = is_read[None, :] & (seen[None, :] <= position[:, None])
+            if WINDOW > 0:
+                is_seen = is_seen & (seen[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
+            greatest = tl.maximum(most, tl.max(scores, axis=1))
+            base = tl.where(greatest == float("-inf"), 0.0, greatest)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(most - base)
+            tile_values = tl.load(
+                values + slot[:, None] * VALUE_DIM + value_dim[None, :],
+                mask=is_read[:, None] & (value_dim[None, :] < VALUE_DIM),
+                other=0.0,
+            )
+            added = tl.dot(weights.to(tile_values.dtype), tile_values, input_precision="ieee")
+            sums = sums * shrink[:, None] + added
+            total = total * shrink + tl.sum(weights, axis=1)
+            most = greatest
+        exists = is_row[:, None] & (value_dim[None, :] < VALUE_DIM)
+        if IS_SPLIT:
+            place = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + split
+            tl.store(
+                partial_out + place[:, None] * VALUE_DIM + value_dim[None, :], sums, mask=exists
+            )
+            tl.store(partial_stats + place * 2, most, mask=is_row)
+            tl.store(partial_stats + place * 2 + 1, total, mask=is_row)
+        else:
+            if HAS_SINKS:
+                sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+                base = tl.maximum(most, sink)
+                sums = sums * tl.exp2(most - base)[:, None]
+                total = total * tl.exp2(most - base) + tl.exp2(sink - base)
+            result = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # rows that fill up
+            place = row * NUM_HEADS + head
+            tl.store(
+                out + place[:, None] * VALUE_DIM + value_dim[None, :],
+                result.to(out.dtype.element_ty),
+                mask=exists,
+            )
+
+
+@triton.jit(do_not_specialize=["first_rows", "num_splits"])
+def combine_kernel(
+    partial_out,
+    partial_stats,
+    sinks,
+    out,
+    first_rows,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Add up the splits of one decode and head. Grid: parts, heads."""
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = tl.load(first_rows + part)
+    if tl.load(first_rows + part + 1) - first_row == 1:
+        dim = tl.arange(0, PADDED_VALUE_DIM)
+        exists = dim < VALUE_DIM
+        first = (part.to(tl.int64) * NUM_HEADS + head) * num_splits
+        most = tl.load(partial_stats + first * 2)
+        for split in range(1, num_splits):
+            most = tl.maximum(most, tl.load(partial_stats + (first + split) * 2))
+        if HAS_SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            most = tl.maximum(most, sink)
+        total = most * 0.0
+        if HAS_SINKS:
+            total += tl.exp2(sink - most)
+        sums = tl.zeros([PADDED_VALUE_DIM], tl.float32)
+        for split in range(0, num_splits):
+            place = first + split
+            share = tl.exp2(tl.load(partial_stats + place * 2) - most)
+            total += tl.load(partial_stats + place * 2 + 1) * share
+            sums += tl.load(partial_out + place * VALUE_DIM + dim, mask=exists, other=0.0) * share
+        target = out + (first_row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + dim
+        tl.store(target, (sums / total).to(out.dtype.element_ty), mask=exists)

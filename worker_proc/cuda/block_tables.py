@@ -1,0 +1,103 @@
+"""Block tables that stay on the device: a step sends only the entries that are new.
+
+Each running request has a row. The rows are a cache of the mirror's tables: when all are taken, the
+one that was used least recently goes to the next request, and a request whose row is gone sends its
+table again. So nothing has to report that a request has ended.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.mirror import ScheduledRequest
+
+MIN_ROWS, MIN_BLOCKS = 16, 64
+
+
+class Update(NamedTuple):
+    """What a step must write before it reads the tables."""
+
+    places: list[int]  # in the flat tables
+    block_ids: list[int]
+
+
+class _Row:
+    """A request's row, and how much of its tables is there."""
+
+    def __init__(self, index: int, tables: list[list[int]]) -> None:
+        self.index = index
+        self.tables = tables
+        """The request's own lists, which grow; they stay alive, so their identity stays unique."""
+        self.num_sent = 0  # entries of each table
+
+
+class BlockTables:
+    """Tables of all KV groups, int32 `[groups, rows, blocks]`; the last row is always null."""
+
+    def __init__(self, num_groups: int, device: torch.device) -> None:
+        self._num_groups = num_groups
+        self._device = device
+        self._rows: dict[int, _Row] = {}  # by the identity of its tables; oldest use first
+        self.tensor = torch.zeros(0, 0, 0, dtype=torch.int32, device=device)
+        self.reserve(MIN_ROWS, MIN_BLOCKS)
+
+    @property
+    def null_row(self) -> int:
+        """The row of tokens that fill a batch up."""
+        return self.tensor.shape[1] - 1
+
+    def reserve(self, num_rows: int, num_blocks: int) -> None:
+        """Make room for this many requests, and blocks of each; the tensor moves only then."""
+        _, rows, blocks = self.tensor.shape
+        if num_rows < rows and num_blocks <= blocks:
+            return
+        if num_blocks > blocks:
+            # A multiple: kernels are compiled for the alignment of a table's rows.
+            num_blocks = -(-max(num_blocks, 2 * blocks) // MIN_BLOCKS) * MIN_BLOCKS
+        shape = (self._num_groups, max(num_rows + 1, rows), max(num_blocks, blocks))
+        self.tensor = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._rows.clear()
+
+    def assign(self, parts: Sequence[ScheduledRequest]) -> tuple[list[int], Update]:
+        """Return the row of each part, and what to write into the tables first."""
+        most_blocks = max(len(part.request.block_tables[0]) for part in parts)
+        _, rows, blocks = self.tensor.shape
+        if len(parts) >= rows or most_blocks > blocks:
+            self.reserve(max(len(parts), rows - 1), max(most_blocks, blocks))
+        update = Update([], [])
+        indices = []
+        unknown = []
+        for place, part in enumerate(parts):
+            tables = part.request.block_tables
+            row = self._rows.pop(id(tables), None)
+            if row is None:
+                unknown.append(place)
+                indices.append(-1)
+                continue
+            self._rows[id(tables)] = row  # now it is the newest
+            indices.append(row.index)
+            if len(tables[0]) > row.num_sent:
+                self._send(row, update)
+        for place in unknown:
+            tables = parts[place].request.block_tables
+            row = self._rows[id(tables)] = _Row(self._free_row(), tables)
+            indices[place] = row.index
+            self._send(row, update)
+        return indices, update
+
+    def _free_row(self) -> int:
+        """Return a row that is not in use, or the oldest, which no part of this step has."""
+        if len(self._rows) < self.null_row:
+            # Rows are taken in order, and given back only to be taken at once.
+            return len(self._rows)
+        oldest = next(iter(self._rows))
+        return self._rows.pop(oldest).index
+
+    def _send(self, row: _Row, update: Update) -> None:
+        _, num_rows, num_blocks = self.tensor.shape
+        for group, table in enumerate(row.tables):
+            first = (group * num_rows + row.index) * num_blocks
+            update.places.extend(range(first + row.num_sent, first + len(table)))
+            update.block_ids.extend(table[row.num_sent :])
+        row.num_sent = len(row.tables[0])

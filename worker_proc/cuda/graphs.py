@@ -1,0 +1,179 @@
+"""The forward of decode steps over static buffers, captured as CUDA graphs.
+
+A step in which every request computes one token and samples runs with one of a few sizes, filled up
+with tokens of the null block. All that such a step reads lies at addresses that stay: its buffers,
+the block tables, the pool. So one launch replays the whole forward. Without a device the same
+buffers are computed with directly, which is how tests check them.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from worker_proc.cuda.attention import DeviceStep
+from worker_proc.cuda.backend import TritonBackend
+from worker_proc.inputs import StepInputs
+
+SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+SIZE_STEP, MAX_SIZE = 32, 512
+_log = logging.getLogger(__name__)
+
+
+def padded_sizes(max_num_seqs: int) -> list[int]:
+    """Return the sizes that serve steps of up to `max_num_seqs` requests, or of MAX_SIZE."""
+    most = min(max_num_seqs, MAX_SIZE)
+    sizes = [*SMALL_SIZES, *range(SMALL_SIZES[-1] + SIZE_STEP, MAX_SIZE + 1, SIZE_STEP)]
+    return sizes[: bisect_left(sizes, most) + 1]
+
+
+class StaticDecode:
+    """The buffers of steps of one size, and the forward over them."""
+
+    def __init__(
+        self, model: nn.Module, backend: TritonBackend, size: int, longest: int, vocab_size: int
+    ) -> None:
+        device = backend.tables.tensor.device
+        self._model = model
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._input_ids = torch.zeros(1, size, dtype=torch.long, device=device)
+        self._position_ids = torch.zeros(1, size, dtype=torch.long, device=device)
+        self._columns = torch.zeros(3, size, dtype=torch.int32, device=device)
+        self._columns[1] = backend.tables.null_row
+        self._logits_indices = torch.arange(size, device=device)
+        first_rows = torch.arange(size + 1, dtype=torch.int32, device=device)
+        num_splits = backend.num_splits(size, size, longest)
+        starts, table_rows, kept_from = self._columns
+        by_part = (first_rows, starts, table_rows, kept_from)
+        self._step = DeviceStep(*by_part, size, size, num_splits)
+        self._tables = backend.tables.tensor
+        self._replay: Callable[[], torch.Tensor] = self._forward
+
+    @property
+    def size(self) -> int:
+        return self._columns.shape[1]
+
+    def compute(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the logits of a step, valid until the next one."""
+        num_rows = len(inputs.parts)
+        columns, _ = self._backend.upload(inputs.parts, [], self.size)
+        self._columns.copy_(columns)
+        self._input_ids[:, :num_rows] = inputs.input_ids
+        self._position_ids[:, :num_rows] = inputs.position_ids
+        if self._backend.tables.tensor is not self._tables:  # a graph reads where they were
+            self._tables, self._replay = self._backend.tables.tensor, self._forward
+        return self._replay()[:num_rows]
+
+    def _forward(self) -> torch.Tensor:
+        self._backend.step = self._step
+        output = self._model(
+            input_ids=self._input_ids,
+            position_ids=self._position_ids,
+            use_cache=False,
+            logits_to_keep=self._logits_indices,
+        )
+        logits: torch.Tensor = output.logits[0][:, : self._vocab_size]
+        return logits
+
+    @torch.inference_mode()
+    def capture(self, pool: Any, out: torch.Tensor | None) -> torch.Tensor:
+        """Record the forward in a graph whose memory is of `pool`.
+
+        Its logits go to the first rows of `out`, which the first size makes and all sizes share.
+        RuntimeError: the forward waits for the device, so it cannot be recorded.
+        """
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            logits = self._forward()  # compiles kernels; libraries allocate their workspaces
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._forward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.current_stream().wait_stream(stream)
+        kept = torch.empty_like(logits) if out is None else out
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            kept[: self.size].copy_(self._forward())
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return kept
+
+        self._replay = replay
+        return kept
+
+
+class DecodeGraphs:
+    """Static decodes of several sizes; on a CUDA device they are captured."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: TritonBackend,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+    ) -> None:
+        """Take a model whose attention modules are attached to the pool that it will use."""
+        self._model = model
+        self._backend = backend
+        self._longest = max_model_len
+        self._vocab_size = vocab_size
+        self._sizes = padded_sizes(max_num_seqs)
+        self._decodes: dict[int, StaticDecode] = {}
+        self._is_captured = backend.tables.tensor.device.type == "cuda"
+        self._pool: Any = None
+        self._logits: torch.Tensor | None = None
+        # From here on the tables never move.
+        backend.tables.reserve(max_num_seqs, -(-max_model_len // block_size))
+
+    def capture(self) -> None:
+        """Capture all sizes, the largest first, since the others fit into its memory."""
+        if self._is_captured:
+            for size in reversed(self._sizes[:]):
+                self._prepare(size)
+
+    def forget(self) -> None:
+        """Drop what refers to the pool, which moves when it sleeps."""
+        self._decodes.clear()
+        self._pool = None
+
+    def compute(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Return a step's logits; None: no size fits, or it is more than a decode.
+
+        A size that was forgotten is captured here, which takes one step longer.
+        """
+        num_parts = len(inputs.parts)
+        is_decode = len(inputs.logits_indices) == inputs.input_ids.shape[1] == num_parts
+        place = bisect_left(self._sizes, num_parts)
+        if not is_decode or place == len(self._sizes):
+            return None
+        size = self._sizes[place]
+        decode = self._decodes.get(size) or self._prepare(size)
+        return None if decode is None else decode.compute(inputs)
+
+    def _prepare(self, size: int) -> StaticDecode | None:
+        """Make the decode of a size; None: it cannot be captured, and no other will be."""
+        if size not in self._sizes:
+            return None
+        decode = StaticDecode(self._model, self._backend, size, self._longest, self._vocab_size)
+        if self._is_captured:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            try:
+                self._logits = decode.capture(self._pool, self._logits)
+            except RuntimeError as error:
+                _log.warning("decode steps run without CUDA graphs: %s", error)
+                self._sizes.clear()
+                self._decodes.clear()
+                return None
+        self._decodes[size] = decode
+        return decode

@@ -1,0 +1,243 @@
+"""Norms, rotations and activations in Triton, one program for each row.
+
+Values are rounded to the model's type where transformers' modules round them.
+"""
+
+import triton
+import triton.language as tl
+
+from worker_proc.cuda.attention_kernels import BY_PART, part_at, slot_of
+
+HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.kernels.Rotation
+SILU = tl.constexpr(0)  # of native.kernels.Activation
+EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # of layers.HeadNorm
+
+
+@triton.jit
+def normalized(x, factor, weight, ROUNDS_FIRST: tl.constexpr, TYPE: tl.constexpr):
+    """Return float32 values that have been rounded as a module's are."""
+    x = x * factor
+    if ROUNDS_FIRST:
+        x = x.to(TYPE).to(tl.float32)
+    return (x * weight).to(TYPE).to(tl.float32)
+
+
+@triton.jit
+def norm_kernel(
+    hidden,
+    added,
+    added_weight,
+    weight,
+    out,
+    hidden_stride,
+    added_stride,
+    out_stride,
+    factor,
+    added_epsilon,
+    epsilon,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS_ADDED: tl.constexpr,
+    SCALES_ADDED: tl.constexpr,
+    ADDED_ROUNDS_FIRST: tl.constexpr,
+    NORMS: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
+    """hidden += factor * norm(added), and out = norm(hidden); each part is optional. Grid: rows."""
+    TYPE: tl.constexpr = hidden.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PADDED_SIZE)
+    exists = place < SIZE
+    x = tl.load(hidden + row * hidden_stride + place, mask=exists, other=0.0).to(tl.float32)
+    if ADDS:
+        y = tl.load(added + row * added_stride + place, mask=exists, other=0.0).to(tl.float32)
+        if NORMS_ADDED:
+            y_weight = tl.load(added_weight + place, mask=exists, other=0.0)
+            y_factor = tl.rsqrt(tl.sum(y * y, axis=0) / SIZE + added_epsilon)
+            y = normalized(y, y_factor, y_weight, ADDED_ROUNDS_FIRST, TYPE)
+        if SCALES_ADDED:
+            y = (y * factor).to(TYPE).to(tl.float32)
+        rounded = (x + y).to(TYPE)
+        tl.store(hidden + row * hidden_stride + place, rounded, mask=exists)
+        x = rounded.to(tl.float32)
+    if NORMS:
+        x_weight = tl.load(weight + place, mask=exists, other=0.0)
+        x_factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
+        x = normalized(x, x_factor, x_weight, ROUNDS_FIRST, TYPE)
+        tl.store(out + row * out_stride + place, x.to(TYPE), mask=exists)
+
+
+@triton.jit
+def activate_kernel(
+    gates,
+    factors,
+    out,
+    gates_stride,
+    factors_stride,
+    out_stride,
+    size,
+    ACTIVATION: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """out = activation(gates) * factors. Grid: rows, tiles of a row."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = place < size
+    x = tl.load(gates + row * gates_stride + place, mask=exists, other=0.0).to(tl.float32)
+    if ACTIVATION == SILU:
+        x = x * tl.sigmoid(x)
+    else:  # GELU by tanh
+        x = x * tl.sigmoid(x * (x * x * 0.044715 + 1.0) * 1.5957691216)
+    if MULTIPLIES:
+        y = tl.load(factors + row * factors_stride + place, mask=exists, other=0.0).to(tl.float32)
+        x = x.to(TYPE).to(tl.float32) * y
+    tl.store(out + row * out_stride + place, x.to(TYPE), mask=exists)
+
+
+@triton.jit
+def rotated(
+    source,
+    norm,
+    cosines,
+    sines,
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
+    """Return the heads of one token, with their norms and rotated by position."""
+    TYPE: tl.constexpr = source.dtype.element_ty
+    ANGLE_TYPE: tl.constexpr = cosines.dtype.element_ty
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    exists = (head < NUM_HEADS) & (dim < HEAD_DIM)
+    turns = dim < NUM_ROTATED
+    HALF: tl.constexpr = NUM_ROTATED // 2
+    if ROTATION == HALVES:
+        is_first = dim < HALF
+        partner = tl.where(is_first, dim + HALF, dim - HALF)
+        angle = dim
+    else:
+        is_first = dim % 2 == 0
+        partner = tl.where(is_first, dim + 1, dim - 1)
+        angle = dim // 2
+    partner = tl.where(turns, partner, dim)
+    x = tl.load(source + head * HEAD_DIM + dim, mask=exists, other=0.0).to(tl.float32)
+    y = tl.load(source + head * HEAD_DIM + partner, mask=exists, other=0.0).to(tl.float32)
+    if HEAD_NORM == EACH_HEAD:
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + epsilon)[:, None]
+        x_weight = tl.load(norm + head * 0 + dim, mask=exists, other=0.0)
+        y_weight = tl.load(norm + head * 0 + partner, mask=exists, other=0.0)
+        x = normalized(x, factor, x_weight, ROUNDS_FIRST, TYPE)
+        y = normalized(y, factor, y_weight, ROUNDS_FIRST, TYPE)
+    if HEAD_NORM == ALL_HEADS:
+        mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / (NUM_HEADS * HEAD_DIM)
+        factor = tl.rsqrt(mean + epsilon)
+        x_weight = tl.load(norm + head * HEAD_DIM + dim, mask=exists, other=0.0)
+        y_weight = tl.load(norm + head * HEAD_DIM + partner, mask=exists, other=0.0)
+        x = normalized(x, factor, x_weight, ROUNDS_FIRST, TYPE)
+        y = normalized(y, factor, y_weight, ROUNDS_FIRST, TYPE)
+    if NUM_ROTATED > 0:
+        cosine = tl.load(cosines + angle, mask=turns, other=0.0).to(tl.float32)
+        sine = tl.load(sines + angle, mask=turns, other=0.0).to(tl.float32)
+        straight = (x * cosine).to(ANGLE_TYPE).to(tl.float32)
+        crossed = (y * sine).to(ANGLE_TYPE).to(tl.float32)
+        turned = straight + tl.where(is_first, -crossed, crossed)
+        x = tl.where(turns, turned, x)
+    return x.to(TYPE)
+
+
+@triton.jit(do_not_specialize=BY_PART)
+def rotate_and_store_kernel(
+    qkv,
+    query,
+    keys,
+    values,
+    query_norm,
+    key_norm,
+    cosines,
+    sines,
+    table,
+    first_rows,
+    starts,
+    table_rows,
+    kept_from,
+    num_parts,
+    qkv_stride,
+    angle_stride,
+    table_stride,
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PADDED_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,
+    ROTATION: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
+    """Write one token's queries to `query`, and its keys and values to their blocks. Grid: rows."""
+    row = tl.program_id(0)
+    source = qkv + row.to(tl.int64) * qkv_stride
+    cosines += row.to(tl.int64) * angle_stride
+    sines += row.to(tl.int64) * angle_stride
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    x = rotated(
+        source,
+        query_norm,
+        cosines,
+        sines,
+        epsilon,
+        NUM_HEADS,
+        PADDED_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        NUM_ROTATED,
+        ROTATION,
+        HEAD_NORM,
+        ROUNDS_FIRST,
+    )
+    target = query + (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dim
+    tl.store(target, x, mask=(head < NUM_HEADS) & (dim < HEAD_DIM))
+    part = part_at(first_rows, num_parts, row, 1, 0)
+    position = tl.load(starts + part) + row - tl.load(first_rows + part)
+    kept = tl.load(kept_from + part)
+    slot = slot_of(table, tl.load(table_rows + part), table_stride, position, kept, BLOCK_SIZE)
+    head = tl.arange(0, PADDED_KV_HEADS)[:, None]
+    source += NUM_HEADS * HEAD_DIM
+    x = rotated(
+        source,
+        key_norm,
+        cosines,
+        sines,
+        epsilon,
+        NUM_KV_HEADS,
+        PADDED_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        NUM_ROTATED,
+        ROTATION,
+        HEAD_NORM,
+        ROUNDS_FIRST,
+    )
+    target = keys + (slot * NUM_KV_HEADS + head) * HEAD_DIM + dim
+    tl.store(target, x, mask=(head < NUM_KV_HEADS) & (dim < HEAD_DIM))
+    source += NUM_KV_HEADS * HEAD_DIM
+    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
+    exists = (head < NUM_KV_HEADS) & (dim < VALUE_DIM)
+    x = tl.load(source + head * VALUE_DIM + dim, mask=exists, other=0.0)
+    tl.store(values + (slot * NUM_KV_HEADS + head) * VALUE_DIM + dim, x, mask=exists)

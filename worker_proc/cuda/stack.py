@@ -1,0 +1,96 @@
+"""All decoder layers of a model as a short list of kernels: about ten for each layer.
+
+The layers' modules stay in transformers' model, as on the CPU (decoder/stack.py). Nothing here
+depends on values of the step, so the launches can be captured in a CUDA graph.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from worker_proc.attention.interface import AttentionBackend, Scoring
+from worker_proc.cuda.backend import TritonBackend
+from worker_proc.cuda.layers import CudaLayer, fuse_norms, merge_matrices, read_layer
+from worker_proc.cuda.pointwise import (
+    TritonLibrary,
+    activate_and_multiply,
+    add_and_norm,
+    rotate_and_store,
+)
+from worker_proc.decoder.layers import LayerSettings
+from worker_proc.loading.layer_executor import Angles
+from worker_proc.loading.loader import LoadedModel
+
+
+class TritonExecutor:
+    """Reads layers, and computes them with Triton kernels and torch's matrix products."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self.kernels = TritonLibrary()
+
+    def covers(self, backend: AttentionBackend) -> bool:
+        return isinstance(backend, TritonBackend)
+
+    def read(self, module: nn.Module, factor: float) -> CudaLayer | None:
+        """Return what a layer computes; None: there are no kernels for a part of it."""
+        return read_layer(module, factor, self.kernels)
+
+    def stack(
+        self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings], dtype: torch.dtype
+    ) -> "CudaStack":
+        """Return what computes the layers."""
+        return CudaStack(layers, settings)
+
+
+def install_kernels(loaded: LoadedModel, executor: TritonExecutor) -> None:
+    """Replace norms by kernels that are proven, and merge matrices, for modules and executor."""
+    fuse_norms(loaded.model, executor.kernels, loaded.dtype)
+    merge_matrices(loaded.model)
+
+
+class CudaStack:
+    """Computes layers whose attention modules are attached to a pool and a `TritonBackend`."""
+
+    def __init__(self, layers: Sequence[CudaLayer], settings: Sequence[LayerSettings]) -> None:
+        """Take layers of one hidden size, and what their modules do not show."""
+        self._layers = layers
+        self._settings = settings
+
+    def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
+        """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
+        hidden = hidden_states[0].clone(memory_format=torch.contiguous_format)
+        before = [layer.norms.before_attention for layer in self._layers]
+        normed = add_and_norm(hidden, None, None, 1.0, before[0])
+        layers = zip(self._layers, self._settings, angles, [*before[1:], None], strict=True)
+        for layer, settings, layer_angles, next_norm in layers:
+            norms, factor = layer.norms, layer.residual_factor
+            attended = self._attend(layer, settings, layer_angles, linear(normed, *layer.qkv))
+            added = linear(attended, *layer.out)
+            normed = add_and_norm(hidden, added, norms.after_attention, factor, norms.before_mlp)
+            inner = activate_and_multiply(linear(normed, *layer.gate_up), layer.activation)
+            added = linear(inner, *layer.down)
+            normed = add_and_norm(hidden, added, norms.after_mlp, factor, next_norm)
+        return hidden.unsqueeze(0)
+
+    @staticmethod
+    def _attend(
+        layer: CudaLayer, settings: LayerSettings, angles: Angles, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        paged = layer.paged
+        backend = paged.backend
+        assert isinstance(backend, TritonBackend)
+        cosines, sines = (part[0].contiguous() for part in angles)
+        query = rotate_and_store(
+            backend.place(paged),
+            qkv,
+            layer.head_norms,
+            (cosines, sines),
+            rotation=settings.rotation,
+            spec=paged.spec,
+        )
+        scoring = Scoring(settings.scale, settings.softcap or None)
+        return backend.attend_stored(paged, query, scoring).flatten(1)
