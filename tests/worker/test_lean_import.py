@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.system.conftest import ROOT
 
 _SCRIPT = """
@@ -38,9 +40,15 @@ assert torch._dynamo.disable.__module__ == "torch._dynamo.decorators"
 def test_worker_loads_without_what_it_never_uses(tmp_path: Path) -> None:
     """Sharding and the compiler are not imported, and the compiler still can be.
 
-    A later start builds no model without memory, and needs no rules for shapes.
+    A later start builds no model without memory, and needs no rules for shapes. One that finds a
+    part of the proofs, as after an interrupted start, proves the rest.
     """
-    for start in ("first", "later"):
+    for start in ("first", "later", "interrupted"):
+        if start == "interrupted":
+            removed = [*tmp_path.glob("**/fused"), *tmp_path.glob("**/calibration*")]
+            assert len(removed) == 2
+            for path in removed:
+                path.unlink()
         done = subprocess.run(
             [sys.executable, "-c", _SCRIPT, start],
             cwd=ROOT,
@@ -51,3 +59,19 @@ def test_worker_loads_without_what_it_never_uses(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_trials_draw_the_same_numbers_after_lean_imports() -> None:
+    """torch refuses to make a generator without a part that these leave out."""
+    script = (
+        "from worker_proc.startup.lean_import import lean_imports\n"
+        "with lean_imports():\n"
+        "    import torch\n"
+        "    from worker_proc.loading.deferred_module import make_generator\n"
+        "print(torch.rand(3, generator=make_generator(7)).tolist())\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100.0)
+    assert done.returncode == 0, done.stderr
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(7)).tolist()
+    assert done.stdout.strip() == str(expected)

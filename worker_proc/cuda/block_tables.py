@@ -5,6 +5,7 @@ one that was used least recently goes to the next request, and a request whose r
 table again. So nothing has to report that a request has ended.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,10 +26,10 @@ class Update(NamedTuple):
 class _Row:
     """A request's row, and how much of its tables is there."""
 
-    def __init__(self, index: int, tables: list[list[int]]) -> None:
+    def __init__(self, index: int, tables: "list[array[int]]") -> None:
         self.index = index
         self.tables = tables
-        """The request's own lists, which grow; they stay alive, so their identity stays unique."""
+        """The request's own tables, which grow; they stay alive, so their identity stays unique."""
         self.num_sent = 0  # entries of each table
 
 

@@ -24,6 +24,7 @@ from worker_proc.calibration.self_check import (
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.decoder.stack import replace_forwards, restore_forwards
 from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.experts import FusedExperts
 from worker_proc.loading.layer_executor import LayerExecutor, Stack
 from worker_proc.loading.loader import LoadedModel
@@ -210,7 +211,7 @@ def _best_settings(
 @torch.inference_mode()
 def _trials(call: LayerCall) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield random rows of every scale, and what the module makes of them."""
-    generator = torch.Generator().manual_seed(1)
+    generator = make_generator(1)
     for scale in TRIAL_SCALES:
         rows = torch.randn(call.hidden.shape, generator=generator) * scale
         hidden = rows.to(call.hidden)

@@ -4,7 +4,10 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 META_KERNELS = "torch._meta_registrations"
 
@@ -40,3 +43,11 @@ def load_meta_kernels() -> None:
     module = sys.modules.get(META_KERNELS)
     if isinstance(module, DeferredModule):
         module.load()
+
+
+def make_generator(seed: int) -> "torch.Generator":
+    """Return a source of random numbers, which torch offers only when these rules are loaded."""
+    import torch
+
+    load_meta_kernels()
+    return torch.Generator().manual_seed(seed)

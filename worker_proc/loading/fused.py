@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.experts import ExpertWeights, FusedExperts, Routing
 from worker_proc.loading.packed_linear import make_linear, round_linears
 from worker_proc.native.kernels import (
@@ -257,7 +258,7 @@ def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
     """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded."""
-    generator = torch.Generator().manual_seed(2)
+    generator = make_generator(2)
     try:
         _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
     except (TypeError, ValueError, AttributeError, RuntimeError):
@@ -333,7 +334,7 @@ def _agreeing(
     dtype = parameter.dtype
     if parameter.is_meta:  # text does not reach it
         return None
-    generator = torch.Generator().manual_seed(1)
+    generator = make_generator(1)
     # Off zero, so that a norm that subtracts the mean does not pass.
     rows = torch.randn(1, num_rows, size, generator=generator) + 1.0
     trials = [(rows * scale).to(parameter) for scale in TRIAL_SCALES]
