@@ -273,8 +273,9 @@ class NullRunner:
 
     def _claim_blocks(self, part: ScheduledRequest) -> None:
         request, block_size = part.request, self.facts.block_size
-        if part.num_tokens == 1 and part.start % block_size:
-            return  # its entry was claimed with the token before, or is read from the cache
+        is_in_block = part.num_tokens == 1 and part.start % block_size
+        if is_in_block and part.start > request.num_cached_tokens:
+            return  # its entry was claimed with the token before
         first = max(part.start, request.num_cached_tokens) // block_size
         for group, table in enumerate(request.block_tables):
             for index in range(first, (part.end - 1) // block_size + 1):

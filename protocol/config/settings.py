@@ -21,7 +21,7 @@ import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
 from protocol.config.environment import erase_variable
-from protocol.config.gpu_defaults import GPU_DEFAULTS, GPU_NODES, computes_on_gpu
+from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
 
 ENV_PREFIX = "TROIKA_"
 NOTHING: tuple[Any, ...] = (None, {}, ())
@@ -182,7 +182,7 @@ def resolve(
         tree.setdefault(known[name].section, {})[name] = _convert(value, known[name], origin)
     model = msgspec.convert(tree, EngineConfig).model
     if model.model != "null" and computes_on_gpu(model.device, gpu_nodes):
-        tree["scheduler"] = GPU_DEFAULTS | tree.get("scheduler", {})
+        tree["scheduler"] = gpu_defaults(tree.get("scheduler", {}))
     return validate(msgspec.convert(tree, EngineConfig))
 
 

@@ -299,6 +299,7 @@ def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> No
     """Reports alone do not count as service: the time without READY counts."""
 
     async def play(client: AsyncEngineClient) -> None:
+        core.status = RECOVERING  # so that a Connect of a client that was delayed changes nothing
         stream = client.submit([5], PARAMS)
         failing = asyncio.create_task(failure_of(stream))
         while not failing.done():
@@ -310,6 +311,7 @@ def test_engine_that_only_recovers_is_given_up_and_refuses(core: FakeCore) -> No
         with pytest.raises(RequestFailed) as caught:
             client.submit([5], PARAMS)
         assert caught.value.error.code is ErrorCode.ENGINE_FAILED
+        core.status = READY
         core.send(READY)
         await core.until(lambda: client.status == READY)
         client.submit([5], PARAMS)

@@ -40,6 +40,7 @@ def test_a_gpu_computes_larger_steps(tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
     assert sizes() == (256, 8192)
     assert sizes(max_num_seqs=64) == (64, 8192)
+    assert sizes(max_num_batched_tokens=100) == (100, 100)
     assert sizes(device="cpu") == sizes(model="null") == (64, 2048)
 
 

@@ -101,6 +101,16 @@ def test_a_shared_block_is_read_and_not_written() -> None:
     runner.execute(step(2, 3, [new(3, 4, [5], computed=3, cached=4)], counts={3: 1}))
 
 
+@pytest.mark.parametrize("num_computed", [1, 2])
+def test_a_shared_block_is_not_written_within(num_computed: int) -> None:
+    """Even if a request begins with one token in the middle of a block."""
+    runner = NullRunner(facts())
+    runner.execute(step(0, 3, [new(1, 3, [5])], counts={1: 3}))
+    shared = new(2, num_computed + 1, [5], computed=num_computed)
+    with pytest.raises(MirrorError, match="block 5 is written by requests 1 and 2"):
+        runner.execute(step(1, 2, [shared]))
+
+
 def windowed_facts(num_blocks: int = 400) -> ModelFacts:
     groups = [KVGroup(), KVGroup(6, 5)]
     return msgspec.structs.replace(facts(num_blocks), kv_groups=groups, num_host_blocks=9)

@@ -109,6 +109,17 @@ def test_rounded_weights_stay_as_they_are(
     assert not once[1].any()
 
 
+@pytest.mark.parametrize("format", CODED, ids=str)
+@pytest.mark.parametrize("exponent", [-95, -70, 70, 110])
+def test_the_size_of_weights_does_not_matter(
+    exponent: int, format: Format, library: NativeLibrary
+) -> None:
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    factor = 2.0**exponent
+    found = rounded(library, weight * factor, format)
+    assert torch.equal(found, rounded(library, weight, format) * factor)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_eight_bits_round_to_the_nearest_multiple_of_a_scale(
     shape: tuple[int, int], library: NativeLibrary

@@ -102,6 +102,15 @@ def test_repetition_penalty_covers_prompt_and_outputs_once() -> None:
     assert edited == [0.5, -2.0, 1.0, -4.0, 0.0, 4.0, 0.5, -0.5]
 
 
+@pytest.mark.parametrize("kwargs", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 4}, {}])
+def test_the_least_repetition_penalty_allows_no_banned_token(kwargs: dict[str, Any]) -> None:
+    """It makes the scores of known tokens huge, or 0, and leaves those at -inf there."""
+    row = _row([2, 5, 9, 10], repetition_penalty=5e-324, min_tokens=1, **kwargs)
+    scores = torch.full((1, VOCAB), -1.0)
+    scores[0, 9] = 1.0
+    assert _tokens(scores, [row]) == [9]
+
+
 def test_presence_penalty_covers_outputs_once() -> None:
     """Outputs lose the penalty once; the prompt's tokens nothing."""
     edited = _edit(SCORES, _row([0, 1], [2, 2, 3], presence_penalty=0.5))

@@ -42,6 +42,7 @@ PARAMS = [
     make_params(logit_bias=FEW | {2: 62.0}, ignore_eos=False, min_tokens=25),
     make_params(logit_bias=FEW | {2: 58.0}, temperature=2.0, seed=6, ignore_eos=False),
     make_params(temperature=0.8, seed=7, min_p=0.1, repetition_penalty=1.3, logprobs=2),
+    make_params(logit_bias=FEW, temperature=1.0, seed=8, bad_words=[[17, 23], [99, 260, 99]]),
 ]
 PROMPTS = [[5 + number, *([17, 23, 99, 260] * 5), 40 + number] for number in range(len(PARAMS))]
 """Each is longer than a window and than a chunk."""

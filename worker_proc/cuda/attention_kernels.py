@@ -2,9 +2,9 @@
 
 One kernel attends, with two kinds of tiles. A prefill tile holds some tokens of one part of the
 step, with all query heads that share a KV head. A decode tile holds the only token of its part, and
-its context may be divided over several programs, whose results `_combine` adds up. Which tokens a
-tile holds follows from the step's arrays on the device, so no plan is made on the host and a launch
-depends on the number of parts and tokens alone.
+its context may be divided over several programs, whose results `combine_kernel` adds up. Which
+tokens a tile holds follows from the step's arrays on the device, so no plan is made on the host and
+a launch depends on the number of parts and tokens alone.
 
 The arrays, int32: `first_rows` [P + 1], the row of each part's first token; `starts` [P], its
 position; `table_rows` [P], its row in the block table; `kept_from` [P], the first position whose KV

@@ -153,7 +153,8 @@ class DecodeGraphs:
         A size that was forgotten is captured here, which takes one step longer.
         """
         num_parts = len(inputs.parts)
-        is_decode = len(inputs.logits_indices) == inputs.input_ids.shape[1] == num_parts
+        # Rows of prompts are not in the order of the parts, so each part must sample.
+        is_decode = len(inputs.sampling) == inputs.input_ids.shape[1] == num_parts
         place = bisect_left(self._sizes, num_parts)
         if not is_decode or place == len(self._sizes):
             return None

@@ -10,7 +10,7 @@ from worker_proc.cuda.attention_kernels import BY_PART, part_at, slot_of
 
 HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.kernels.Rotation
 SILU = tl.constexpr(0)  # of native.kernels.Activation
-EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # of layers.HeadNorm
+EACH_HEAD, ALL_HEADS = tl.constexpr(1), tl.constexpr(2)  # values of HEAD_NORM
 
 
 @triton.jit

@@ -379,9 +379,10 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
 #endif
 }
 
-// Tokens of one segment, whose rows for one KV head a tile holds.
-struct PairTokens {
-  int segment, first, count;
+// Query rows of one segment and one KV head, the heads of each token side by side, and the rows of
+// a tile that hold them.
+struct PairQueries {
+  int segment, first;
   RowRange rows;
 };
 
@@ -399,12 +400,21 @@ class PairHead {
         out_(out),
         out_stride_(out_stride) {}
 
-  // Computes some tokens of a segment: at most kPairRows query rows.
+  // Computes at most kPairRows query rows of a segment.
   void attend_tile(int segment, int first, int count) {
     tile_.num_rows = 0;
-    const PairTokens tokens = add_queries(segment, first, count);
-    attend_context(tokens, 0);
-    save_results(tokens);
+    const PairQueries queries = add_queries(segment, first, count);
+    attend_context(queries, 0);
+    save_results(queries);
+  }
+
+  // Computes the tokens of an item. Tiles are full, so that they may end within a token.
+  void attend_item(int item) {
+    const int segment = step_.item_segment[item], token = step_.item_token[item];
+    const int num_tokens = std::min(step_.num_tokens[segment] - token, step_.item_size);
+    const int end = (token + num_tokens) * per_kv_;
+    for (int row = token * per_kv_; row < end; row += kPairRows)
+      attend_tile(segment, row, std::min(kPairRows, end - row));
   }
 
   // Computes whole segments that begin with the same `num_shared` positions, which are read once.
@@ -412,35 +422,37 @@ class PairHead {
     // With a window each row sees others of them.
     if (layer_.window || num_segments * per_kv_ > kPairRows) {
       for (int i = 0; i < num_segments; i++)
-        attend_tile(segments[i], 0, step_.num_tokens[segments[i]]);
+        attend_tile(segments[i], 0, num_rows_of(segments[i]));
       return;
     }
-    PairTokens tokens[kPairRows];
+    PairQueries queries[kPairRows];
     tile_.num_rows = 0;
     for (int i = 0; i < num_segments; i++)
-      tokens[i] = add_queries(segments[i], 0, step_.num_tokens[segments[i]]);
+      queries[i] = add_queries(segments[i], 0, num_rows_of(segments[i]));
     attend_pair_rows(tile_, {0, tile_.num_rows}, context_of(segments[0]), 0, num_shared - 1);
     for (int i = 0; i < num_segments; i++) {
-      attend_context(tokens[i], num_shared);
-      save_results(tokens[i]);
+      attend_context(queries[i], num_shared);
+      save_results(queries[i]);
     }
   }
 
  private:
+  int num_rows_of(int segment) const { return step_.num_tokens[segment] * per_kv_; }
+
   PairContext context_of(int segment) const {
     return PairContext(tile_, layer_, step_, segment, kv_head_);
   }
 
-  void attend_context(const PairTokens& tokens, int begin) {
-    const int last = tile_.position[tokens.rows.first + tokens.rows.count - 1];
-    attend_pair_rows(tile_, tokens.rows, context_of(tokens.segment), begin, last);
+  void attend_context(const PairQueries& queries, int begin) {
+    const int last = tile_.position[queries.rows.first + queries.rows.count - 1];
+    attend_pair_rows(tile_, queries.rows, context_of(queries.segment), begin, last);
   }
 
-  // Begins the rows of some tokens behind those that the tile has.
-  PairTokens add_queries(int segment, int first, int count) {
-    const PairTokens tokens{segment, first, count, {tile_.num_rows, count * per_kv_}};
-    for (int i = 0; i < tokens.rows.count; i++) {
-      const int r = tile_.num_rows++, token = first + i / per_kv_;
+  // Begins some query rows behind those that the tile has.
+  PairQueries add_queries(int segment, int first, int count) {
+    const PairQueries queries{segment, first, {tile_.num_rows, count}};
+    for (int i = first; i < first + count; i++) {
+      const int r = tile_.num_rows++, token = i / per_kv_;
       const int64_t row = step_.first_row[segment] + token;
       const Bf16* q = static_cast<const Bf16*>(query_.data) + row * query_.row_stride +
                       (kv_head_ * per_kv_ + i % per_kv_) * query_.head_stride;
@@ -450,13 +462,14 @@ class PairHead {
       tile_.position[r] = step_.start[segment] + token;
       tile_.top[r] = kNegInf;
     }
-    return tokens;
+    return queries;
   }
 
-  void save_results(const PairTokens& tokens) {
-    for (int i = 0; i < tokens.rows.count; i++) {
-      const int r = tokens.rows.first + i, head = kv_head_ * per_kv_ + i % per_kv_;
-      const int64_t row = step_.first_row[tokens.segment] + tokens.first + i / per_kv_;
+  void save_results(const PairQueries& queries) {
+    for (int i = 0; i < queries.rows.count; i++) {
+      const int r = queries.rows.first + i, query = queries.first + i;
+      const int head = kv_head_ * per_kv_ + query % per_kv_;
+      const int64_t row = step_.first_row[queries.segment] + query / per_kv_;
       Bf16* o = out_ + row * out_stride_ + head * tile_.vdim;
       const float sum = fold(load(tile_.sums[r]), [](Vec a, Vec b) { return a + b; });
       const float factor = 1.0f / sum;
@@ -513,7 +526,6 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   tile.window = layer.window;
   tile.scale = scale;
   tile.softcap = softcap;
-  const int tokens_per_tile = kPairRows / (layer.num_heads / layer.num_kv_heads);
   // The last groups begin first, as in attention.h.
   const int total = step.num_groups * layer.num_kv_heads;
   for (int64_t taken; (taken = team.take(total)) < total;) {
@@ -523,9 +535,7 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
     if (num_items > 1)
       head.attend_group(step.item_segment + first, num_items, step.group_shared[group]);
     else
-      for_tiles(step, first, tokens_per_tile, [&](int segment, int token, int count) {
-        head.attend_tile(segment, token, count);
-      });
+      head.attend_item(first);
   }
 }
 

@@ -98,14 +98,6 @@ inline Vec weight_of(Vec x) {
 }
 
 // Writes the lanes that have a bit side by side; up to 16 values are overwritten. The caller counts.
-inline void compress(Vec v, uint32_t bits, float* to) {
-#ifdef __AVX512F__
-  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), (__m512)v));
-#else
-  for (; bits != 0; bits &= bits - 1) *to++ = v[__builtin_ctz(bits)];
-#endif
-}
-
 inline void compress(VecInt v, uint32_t bits, int32_t* to) {
 #ifdef __AVX512F__
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), (__m512i)v));

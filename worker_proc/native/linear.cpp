@@ -117,8 +117,9 @@ void round_to_codes(Bf16* weight, int64_t num_outputs, int64_t num_inputs) {
 
 }  // namespace
 
-// Packs a weight, [num_outputs, num_inputs], as units; see weights.h. With `gates`, half of the outputs
-// are gates and half factors, and the panels alternate between them. All of `packed` is written.
+// Packs a weight, [num_outputs, num_inputs], as units; see weights.h. With `gates`, half of the
+// outputs are gates and half factors, and the panels alternate between them. All of `packed` is
+// written.
 extern "C" void troika_pack(const void* weight, int32_t is_bf16, int32_t num_outputs,
                             int32_t num_inputs, int32_t gates, void* packed) {
   const int64_t num_bytes = num_inputs * int64_t(is_bf16 ? 2 : 4);

@@ -297,8 +297,8 @@ class Columns {
 };
 
 // Up to 32 rows and pairs [first_pair, last_pair). The outputs are the rows of the tiles, and the
-// rows are columns: the products and the order of their sums are the same. The units of a group are made
-// while the tiles of the group before it are multiplied.
+// rows are columns: the products and the order of their sums are the same. The units of a group are
+// made while the tiles of the group before it are multiplied.
 template <bool HasUpper, class Out>
 void multiply_columns(const CodedGroups& w, UnitRows rows, int64_t row, int64_t count,
                       int64_t first_pair, int64_t last_pair, const Out& out) {

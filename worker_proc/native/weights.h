@@ -72,13 +72,13 @@ struct Rounding {
     return bounded > Code::kMost ? splat(Code::kMost) : bounded;
   }
 
-  // The sum of squared differences.
+  // The sum of squared differences, each times a factor that keeps its square in range.
   template <class Code>
-  float error(float scale) const {
+  float error(float scale, float factor) const {
     Vec sum = splat(0.0f);
     for (int64_t i = 0; i < size; i += kLanes) {
       const Vec v = load(values + i), lost = v - codes<Code>(v, 1.0f / scale) * scale;
-      sum += lost * lost;
+      sum += (lost * factor) * (lost * factor);
     }
     return fold(sum, [](Vec a, Vec b) { return a + b; });
   }
@@ -131,11 +131,13 @@ struct Int4 {
   static float scale_for(const Rounding& rounding) {
     constexpr uint32_t kStep = 1 << 19;
     const float most = rounding.greatest();
+    const float factor = std::ldexp(1.0f, -std::ilogb(most));
     float best = 0.0f, least = std::numeric_limits<float>::infinity();
     for (uint32_t bits = bits_of(std::fabs(most) / 10.0f) / kStep * kStep;; bits += kStep) {
       const float size = float_of(bits);
       if (!(size <= std::fabs(most) / kMost)) return best;
-      const float scale = most > 0.0f ? -size : size, error = rounding.error<Int4>(scale);
+      const float scale = most > 0.0f ? -size : size;
+      const float error = rounding.error<Int4>(scale, factor);
       if (error < least) best = scale, least = error;
     }
   }
@@ -242,7 +244,6 @@ struct CodedPanels {
     CodedTile<Code>::unpack(at, load(scales + scales_at(pair, half, unit)), space);
     return space;
   }
-
 };
 
 #ifdef __AMX_BF16__

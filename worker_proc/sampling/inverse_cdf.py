@@ -7,7 +7,7 @@ shortcut taken here can change a token. Each function returns what this would: s
 descending score with ties by token id, drop weights under the min-p bound, cut to top_k tokens, cut
 after the first token where the running sum reaches top_p of the rest; then, in the order of token
 ids, take the token where the running sum of what is left first exceeds `draw` (as a fraction).
-`worker_proc/native/sampling.cpp` does the same on the CPU.
+`worker_proc/native/choice.h` does the same on the CPU.
 """
 
 from typing import NamedTuple

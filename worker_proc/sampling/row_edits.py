@@ -9,32 +9,30 @@ from collections.abc import Iterable, Sequence
 
 from protocol.sampling import SamplingParams
 
+LEAST_REPETITION_PENALTY = 2.0**-126
+"""Smaller ones count as this: as a float one may be 0, and 0 times -inf is not a number."""
+
 
 class TokenCounts:
     """The distinct tokens of a request, and how often each is among its outputs."""
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        self._places: dict[int, int] = {}
-        self.ids = array("i")
-        self.counts = array("i")
+        self.ids = array("i", dict.fromkeys(token_ids[:num_prompt_tokens]))
+        self.counts = array("i", [0]) * len(self.ids)
+        self._places = {token_id: place for place, token_id in enumerate(self.ids)}
         self.num_tokens = num_prompt_tokens
         """How many tokens of the request are counted."""
-        for token_id in dict.fromkeys(token_ids[:num_prompt_tokens]):
-            self._place(token_id)
         self.add(token_ids[num_prompt_tokens:])
 
     def add(self, outputs: Iterable[int]) -> None:
         """Count outputs that follow the known tokens."""
         for token_id in outputs:
-            place = self._places.get(token_id)
-            self.counts[self._place(token_id) if place is None else place] += 1
+            place = self._places.setdefault(token_id, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token_id)
+                self.counts.append(0)
+            self.counts[place] += 1
             self.num_tokens += 1
-
-    def _place(self, token_id: int) -> int:
-        place = self._places[token_id] = len(self.ids)
-        self.ids.append(token_id)
-        self.counts.append(0)
-        return place
 
 
 class RowEdits:

@@ -31,9 +31,11 @@ class DraftedRow:
         return self.token_ids_after(0)
 
     def token_ids_after(self, num_tokens: int) -> list[int]:
-        """Return the ids behind the first ones, all of which are known."""
-        drafts = self._request.draft_token_ids[: self._num_drafts]
-        return self._request.token_ids[num_tokens:] + drafts
+        """Return the ids behind the first ones, of which the last may be drafts."""
+        known = self._request.token_ids
+        first_draft = max(num_tokens - len(known), 0)
+        drafts = self._request.draft_token_ids[first_draft : self._num_drafts]
+        return known[num_tokens:] + drafts
 
 
 def rows_to_sample(parts: Sequence[ScheduledRequest]) -> Sequence[MirroredRequest | DraftedRow]:

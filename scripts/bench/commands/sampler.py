@@ -15,7 +15,6 @@ from scripts.bench.client import BenchError
 from scripts.bench.report import Record, RunRecord
 from scripts.bench.rounds import add
 from worker_proc.mirror import MirroredRequest
-from worker_proc.sampling.row_edits import RowEdits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,8 +102,5 @@ def _rows(
     for row in range(num_rows):
         params = SamplingParams(**{"temperature": _TEMPERATURE, "seed": row, **fields})
         ids = [random.randrange(vocab_size) for _ in range(_CONTEXT)]
-        request = MirroredRequest(row, ids, _PROMPT, params, [], 0, 0)
-        if params.edits_scores:
-            request.edits_scores, request.edits = True, RowEdits(params, ids, _PROMPT)
-        rows.append(request)
+        rows.append(MirroredRequest(row, ids, _PROMPT, params, [], 0, 0))
     return rows

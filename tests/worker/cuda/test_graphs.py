@@ -1,6 +1,7 @@
 """Which sizes decode steps are filled up to, and when they are captured."""
 
 import logging
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,9 @@ def make_graphs() -> DecodeGraphs:
 
 def step_of(num_requests: int, size: int = 1) -> StepInputs:
     params = SamplingParams()
-    requests = [MirroredRequest(i, [3] * 4, 4, params, [[1]], 0, 0) for i in range(num_requests)]
+    requests = [
+        MirroredRequest(i, [3] * 4, 4, params, [array("i", [1])], 0, 0) for i in range(num_requests)
+    ]
     return pack_step([ScheduledRequest(r, 4 - size, size, True) for r in requests], 4, CPU)
 
 
@@ -77,6 +80,18 @@ def test_the_largest_size_is_captured_first_and_makes_the_buffer(recorder: _Reco
     assert [made.compute(step_of(n)) for n in (1, 3, 8)] == [1, 4, 8]
     assert made.compute(step_of(9)) is None
     assert made.compute(step_of(3, size=2)) is None
+
+
+def test_one_token_of_a_prompt_is_not_replayed(recorder: _Recorder) -> None:
+    """With prompt logprobs it has a row, too, and that comes after the rows to sample."""
+    made = make_graphs()
+    described = SamplingParams(prompt_logprobs=1)
+    prompt = MirroredRequest(0, [3] * 4, 4, described, [array("i", [1])], 0, 0)
+    decode = MirroredRequest(1, [3] * 4, 4, SamplingParams(), [array("i", [1])], 0, 0)
+    parts = [ScheduledRequest(prompt, 1, 1, False), ScheduledRequest(decode, 3, 1, True)]
+    inputs = pack_step(parts, 4, CPU)
+    assert inputs.logits_indices.tolist() == [1, 0]
+    assert made.compute(inputs) is None
 
 
 def test_after_a_sleep_sizes_are_captured_when_they_are_needed(recorder: _Recorder) -> None:
