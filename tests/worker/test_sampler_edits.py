@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams, ThinkingBudget
+from tests.worker.test_sampler import Row
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.logit_edits import edit_scores
-from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.sampler import Sampler
 
 EOS = (2, 5)
@@ -27,34 +26,6 @@ LIBRARY: NativeLibrary | None = None
 def _choice(sampling_library: NativeLibrary | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test with both ways to choose tokens."""
     monkeypatch.setattr(sys.modules[__name__], "LIBRARY", sampling_library)
-
-
-@dataclass
-class Row:
-    """The fields of a request that the sampler reads."""
-
-    sampling_params: SamplingParams
-    token_ids: list[int]
-    num_prompt_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def edits_scores(self) -> bool:
-        return self.sampling_params.edits_scores
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling_params.greedy
-
-    @property
-    def edits(self) -> RowEdits:
-        return RowEdits(self.sampling_params, self.token_ids, self.num_prompt_tokens)
-
-    def token_ids_after(self, num_tokens: int) -> list[int]:
-        return self.token_ids[num_tokens:]
 
 
 def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from worker_proc.attention.interface import PagedLayer
-from worker_proc.decoder.layers import NORM_NAMES, Norms
+from worker_proc.decoder.layers import Norms, layer_parts
 from worker_proc.loading.fused import FusedRMSNorm, activation_of, fused_norm
 from worker_proc.loading.fused import PointwiseKernels as Kernels
 from worker_proc.native.kernels import Activation
@@ -118,23 +118,15 @@ def read_layer(layer: nn.Module, factor: float, kernels: Kernels) -> CudaLayer |
 
     Its attention is attached to a KV cache. `factor` is the one on the residual.
     """
-    children = {
-        name: child
-        for name, child in layer.named_children()
-        if not isinstance(child, nn.Dropout)  # which does nothing here
-    }
-    attention, mlp = children.pop("self_attn", None), children.pop("mlp", None)
-    matching = (names for names in NORM_NAMES if set(names) - {""} == set(children))
-    names = next(matching, None)
-    if names is None or attention is None or mlp is None:
+    found = layer_parts(layer)
+    if found is None:
         return None
-    norms = [children[name] if name else None for name in names]
-    found = [norm for norm in norms if norm is None or isinstance(norm, FusedRMSNorm)]
+    norms, attention, mlp = found
     inner, projections = _read_mlp(mlp, kernels), _read_attention(attention)
-    if len(found) < len(norms) or inner is None or projections is None:
+    if inner is None or projections is None:
         return None
     qkv, out, head_norms = projections
-    read = CudaLayer(Norms(*found), qkv, head_norms, attention, out, *inner, factor)
+    read = CudaLayer(norms, qkv, head_norms, attention, out, *inner, factor)
     return read if _fits(read) else None
 
 

@@ -82,11 +82,16 @@ class DecoderLayer(NamedTuple):
         return layer
 
 
-def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
-    """Return what a layer computes; None: there are no instructions for a part of it.
+class LayerParts(NamedTuple):
+    """The modules of a layer."""
 
-    Its attention is attached to a KV cache. `factor` is the one on the residual.
-    """
+    norms: Norms
+    attention: nn.Module
+    mlp: nn.Module
+
+
+def layer_parts(layer: nn.Module) -> LayerParts | None:
+    """Return a layer's modules; None: it has others, or norms that are not fused."""
     children = {
         name: child
         for name, child in layer.named_children()
@@ -95,7 +100,21 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     attention, mlp = children.pop("self_attn", None), children.pop("mlp", None)
     matching = (names for names in NORM_NAMES if set(names) - {""} == set(children))
     norms = next((_norms(children, names) for names in matching), None)
-    if norms is None or attention is None or not isinstance(mlp, FusedMLP | FusedExperts):
+    if norms is None or attention is None or mlp is None:
+        return None
+    return LayerParts(norms, attention, mlp)
+
+
+def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
+    """Return what a layer computes; None: there are no instructions for a part of it.
+
+    Its attention is attached to a KV cache. `factor` is the one on the residual.
+    """
+    found = layer_parts(layer)
+    if found is None:
+        return None
+    norms, attention, mlp = found
+    if not isinstance(mlp, FusedMLP | FusedExperts):
         return None
     if next(attention.parameters(recurse=False), None) is not None:
         return None
