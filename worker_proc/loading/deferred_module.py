@@ -46,7 +46,7 @@ def load_meta_kernels() -> None:
 
 
 def make_generator(seed: int) -> "torch.Generator":
-    """Return a source of random numbers, which torch offers only when these rules are loaded."""
+    """Return a generator of random numbers; torch makes none before its shape rules are loaded."""
     import torch
 
     load_meta_kernels()

@@ -325,8 +325,8 @@ def _agreeing(
 ) -> tuple[int, Module] | None:
     """Return the candidate that is closest to what `module` does, if it agrees at every scale.
 
-    One may be proven by an earlier start, and is not tried. The error is that of a quantile of the
-    rows.
+    One may be proven by an earlier start, and is not tried. `quantile` is the share of the rows
+    whose error counts.
     """
     if proven is not None:
         return proven, candidates[proven]()
