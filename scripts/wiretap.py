@@ -30,6 +30,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _TIMEOUT_S = 30.0
 _SETTINGS = ("--model", "null", "--null-step-ms", "50", "--log-level", "error", "--run-dir")
 Decode = Callable[[bytes], object]
+_Way = tuple[socket.socket, socket.socket, str, Decode]
 _LINKS: dict[str, tuple[str, Decode, Decode]] = {
     "core.sock": ("client", api_core.decode_from_client, api_core.decode_from_core),
     "workers.sock": ("worker", core_worker.decode_from_worker, core_worker.decode_from_core),
@@ -79,10 +80,18 @@ def tap(name: str, front: Path, back: Path) -> None:
             far.connect(str(back / name))
             inwards = (near, far, f"{peer} → core", decode_from_peer)
             outwards = (far, near, f"core → {peer}", decode_from_core)
-            for ends in (inwards, outwards):
-                threading.Thread(target=_pump, args=ends, daemon=True).start()
+            threading.Thread(target=_relay, args=(inwards, outwards), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
+
+
+def _relay(inwards: _Way, outwards: _Way) -> None:
+    """Pass on both directions of a connection, and close its sockets when both have ended."""
+    returning = threading.Thread(target=_pump, args=outwards, daemon=True)
+    with inwards[0], outwards[0]:
+        returning.start()
+        _pump(*inwards)
+        returning.join()
 
 
 def _pump(source: socket.socket, sink: socket.socket, direction: str, decode: Decode) -> None:
@@ -93,7 +102,9 @@ def _pump(source: socket.socket, sink: socket.socket, direction: str, decode: De
                 line = f"{direction:16} {sum(map(len, parts)):5} B  {describe(parts, decode)}"
                 print(line[:160] + "\n", end="", flush=True)  # in one piece
             sink.sendall(data)
-    sink.close()
+    for end in (source, sink):  # the opposite direction ends too
+        with contextlib.suppress(OSError):  # its peer has disconnected
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def describe(parts: list[bytes], decode: Decode) -> str:
