@@ -82,8 +82,8 @@ class WorkerLink:
             message = decode_from_worker(received.body)
             self._handle(received.peer, received.header.epoch, message)
         except (ProtocolError, WorkerMisbehaved) as problem:
-            self._lose(received.peer, str(problem), kill=True)
-            self._explain_loss(is_fault=True)
+            if self._lose(received.peer, str(problem), kill=True):
+                self._explain_loss(is_fault=True)
 
     def _handle(self, peer: bytes, epoch: int, message: WorkerToCore) -> None:
         rank = self._group.rank_of(peer)
@@ -149,15 +149,19 @@ class WorkerLink:
         for peer in peers:
             self._lose(peer, "its process has died")
 
-    def _lose(self, peer: bytes, why: str, *, kill: bool = False) -> None:
-        """Give up a worker, if it is in the group; it must send `WorkerHello` to be used again."""
+    def _lose(self, peer: bytes, why: str, *, kill: bool = False) -> bool:
+        """Give up a worker, which must send `WorkerHello` to be used again.
+
+        False if the connection is none of the group's.
+        """
         if not self._group.leave(peer):
-            return
+            return False
         log.warning("worker lost, running requests wait for its successor: %s", why)
         if kill:
             self._monitor.kill(peer)
         self._forget(peer)
         self._end_adoption()
+        return True
 
     def _forget(self, peer: bytes) -> None:
         self._monitor.remove(peer)

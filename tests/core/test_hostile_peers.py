@@ -100,7 +100,8 @@ def hostile_frames(
     """Yield frames for the client link (0) or the worker link (1), without valid introductions.
 
     They are damaged messages in valid frames of any of `epochs`, from unknown peers, and captured
-    frames under the identity of their sender or another.
+    frames under the identity of their sender and of others. Captured frames come newest first:
+    three of one sender in order would be those of a sender that counts anew.
     """
     direction = DIRECTIONS[(0, 3)[index]]
     bodies = [
@@ -110,10 +111,12 @@ def hostile_frames(
     ]
     decode = (decode_from_client, decode_from_worker)[index]
     names = [b"T" + rng.randbytes(15) for _ in range(8)]
+    replayed = itertools.cycle(reversed(captured))
     for number, body in enumerate(harmed(bodies, rng)):
         if number % 10 == 0:
-            sender, *parts = rng.choice(captured)
-            yield [rng.choice([sender, rng.choice(names)]), *parts]
+            sender, *parts = next(replayed)
+            yield [sender, *parts]
+            yield [rng.choice(names), *parts]
             continue
         try:
             if isinstance(decode(body), Connect | WorkerHello):

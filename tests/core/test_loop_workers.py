@@ -81,6 +81,26 @@ def test_a_worker_that_breaks_the_protocol_is_killed_and_its_successor_goes_on(
     assert client.tokens(1) == all_tokens(6)
 
 
+def test_an_unreadable_frame_of_a_stranger_explains_no_loss(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss awaits its cause: the worker has introduced itself again in a step."""
+    crashes: list[None] = []
+    monkeypatch.setattr(bench.engine, "attribute_crash", lambda: crashes.append(None))
+    client, worker = bench.client(), bench.worker()
+    worker.answers = False
+    client.add(1, max_tokens=6)
+    bench.until(lambda: worker.unanswered)
+    worker.join()
+    stranger = WorkerEnd(bench, worker.epoch)
+    seen = bench.loop._workers._link.num_read
+    assert stranger.channel.send(worker.epoch, b"unreadable", begins=True)
+    bench.until(lambda: bench.loop._workers._link.num_read > seen)
+    assert not crashes
+    assert worker.channel.send(worker.epoch, b"unreadable")
+    bench.until(lambda: crashes)
+
+
 def test_a_worker_whose_step_failed_may_still_report_why(bench: Bench) -> None:
     worker, client = bench.worker(), bench.client()
     worker.answers = False
