@@ -36,7 +36,7 @@ SUBPACKAGES = {
         *("native", "kv", "attention", "grammar", "sampling", "loading", "drafting"),
         *("calibration", "decoder", "cuda", "startup"),
     ],
-    "scripts": ["supervisor", "bench", "batch"],
+    "scripts": ["hub", "supervisor", "bench", "batch"],
 }
 """Lowest first: a subpackage imports only those before it."""
 MAX_ROOT_FILES = 12

@@ -61,11 +61,13 @@ class ProcessEngine:
             self._processes.address, stall_timeout_s=self._config.recovery.stall_timeout_s
         )
         await self._client.start()
-        for _ in range(max(1, int(timeout_s / _CHECK_S))):
+        num_checks = 0
+        while num_checks * _CHECK_S < timeout_s:
             try:
                 return await self._client.wait_ready(_CHECK_S)
             except TimeoutError:
                 self._processes.check()
+            num_checks += not self._processes.is_fetching
         raise EngineStartError(f"the engine is not ready after {timeout_s:g} s")
 
     def submit(

@@ -56,7 +56,8 @@ class LLM:
         """Start an engine and wait until it serves.
 
         Args:
-            model: a checkpoint directory, "demo", "demo-chat" or "null".
+            model: a model of the Hugging Face hub, a checkpoint directory, "demo", "demo-chat" or
+                "null".
             engine: an engine in this process to use instead, as `scripts.inprocess.InprocEngine`;
                 `model` and `arguments` are those with which it was created.
             arguments: all settings of `troika serve`, with underscores, and those of vLLM's class.

@@ -25,7 +25,6 @@ _INERT = {
     "load_format": "auto",
     "logits_processors": None,
     "pipeline_parallel_size": 1,
-    "revision": None,
     "skip_tokenizer_init": False,
     "speculative_config": None,
     "task": "auto",

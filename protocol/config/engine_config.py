@@ -77,11 +77,14 @@ class ModelConfig(Section):
     """Which model is served, and how."""
 
     model: Annotated[str, Meta(min_length=1)] = "demo"
-    """Checkpoint directory in Hugging Face format, 'demo' or 'demo-chat' for the models that come
-    with the engine, or 'null' for a worker that computes nothing."""
+    """Model of the Hugging Face hub, such as Qwen/Qwen3-0.6B; checkpoint directory in its format;
+    'demo' or 'demo-chat' for the models that come with the engine; or 'null' for a worker that
+    computes nothing."""
+    revision: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Branch, tag or commit of a model of the hub. Default: main."""
     served_model_name: Annotated[tuple[ModelName, ...], Meta(max_length=16)] = ()
-    """Names in the API; responses have the first one. Default: the last part of the model's
-    path."""
+    """Names in the API; responses have the first one. Default: the model's name on the hub, or the
+    last part of its path."""
     tokenizer: str | None = None
     """Directory of the tokenizer, if it is not the model's."""
     chat_template: str | None = None
@@ -103,8 +106,8 @@ class ModelConfig(Section):
     """Longest prompt and output together, in tokens. Default: as in config.json, less if the KV
     cache cannot hold that."""
     speculative_model: PathText | None = None
-    """Checkpoint directory of a smaller model with the same tokenizer, which guesses tokens ahead
-    for this one: see num_speculative_tokens. Default: they are guessed from repetitions."""
+    """A smaller model with the same tokenizer, of the hub or in a directory, which guesses tokens
+    ahead for this one: see num_speculative_tokens. Default: they are guessed from repetitions."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Base of the seeds drawn for requests that bring none; 0: unpredictable."""
 

@@ -37,6 +37,11 @@ def failure_file(run_dir: str, pid: int) -> Path:
     return Path(run_dir) / f"failure-{pid}"
 
 
+def fetching_file(run_dir: str, pid: int) -> Path:
+    """The file that exists while the supervisor with this pid fetches a model from a hub."""
+    return Path(run_dir) / f"fetching-{pid}"
+
+
 class EngineProcesses:
     """A supervisor with a core and workers. Any thread may close it, and query its status."""
 
@@ -70,7 +75,8 @@ class EngineProcesses:
     ) -> "EngineProcesses":
         """Start the processes and wait until all of them are ready.
 
-        EngineStartError: they cannot start, or not within `timeout_s`; nothing is left behind.
+        EngineStartError: they cannot start, or not within `timeout_s`, which does not count while a
+        model is fetched from a hub; nothing is left behind.
         """
         engine = cls(config, with_api=with_api)
         try:
@@ -84,6 +90,11 @@ class EngineProcesses:
     def address(self) -> str:
         """The address for clients of the core."""
         return client_address(self.run_dir)
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a model is fetched from a hub; no other process has been started yet."""
+        return self._child is not None and fetching_file(self.run_dir, self._child.pid).exists()
 
     def status(self, timeout_s: float = 2.0) -> StatusReply | None:
         """Query the processes; None if the supervisor is gone or does not answer in time.
@@ -138,6 +149,8 @@ class EngineProcesses:
         assert self._child is not None
         deadline = time.monotonic() + timeout_s
         while (remaining_s := deadline - time.monotonic()) > 0:
+            if self.is_fetching:  # the supervisor bounds it
+                deadline = time.monotonic() + timeout_s
             reply = self.status(min(remaining_s, _QUERY_TIMEOUT_S))
             if reply is not None and reply.ready:
                 return

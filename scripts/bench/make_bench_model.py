@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.supervisor.startup import BUNDLED_MODELS
+from scripts.supervisor.model_names import BUNDLED_MODELS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.supervisor.startup import BUNDLED_MODELS
+from scripts.supervisor.model_names import BUNDLED_MODELS
 
 
 def make_draft(model: Path, directory: Path, num_layers: int | None, noise: float) -> None:

@@ -14,7 +14,9 @@ from api_proc.peers.directory import remove_all
 from protocol.config import ConfigError, EngineConfig, LogFormat
 from protocol.process.child_runtime import configure_logging
 from protocol.process.prctl import set_subreaper
+from scripts.hub.messages import hub_names
 from scripts.supervisor.console import Console
+from scripts.supervisor.fetching import Interrupted, ModelFetch
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError
 from scripts.supervisor.startup import (
@@ -44,7 +46,10 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     try:
         for text in [] if arguments.no_api else warnings(argv, config):
             console.note(logging.WARNING, text)
-        status, failure = _serve(arguments, config, console, signal_fd, started_at)
+        has_bars = is_terminal and not is_json
+        status, failure = _serve(
+            arguments, config, console, signal_fd, started_at, has_bars=has_bars
+        )
     except (ConfigError, ValueError, RunDirBusyError) as error:
         status, failure = 1, str(error)
     if failure is not None:
@@ -60,6 +65,8 @@ def _serve(
     console: Console,
     signal_fd: int,
     started_at: float,
+    *,
+    has_bars: bool,
 ) -> tuple[int, str | None]:
     """Return the exit status, and the reason if the engine gave up."""
     config = complete(config)
@@ -75,7 +82,13 @@ def _serve(
         run_dir.raise_epoch(arguments.epoch or 0)
         run = msgspec.structs.replace(config.run, run_dir=run_dir.path)
         config = msgspec.structs.replace(config, run=run)
-        listener = None if arguments.no_api else open_listener(config.api)
+        has_api = not arguments.no_api
+        if hub_names(config.model):
+            if has_api:  # a wrong address is reported before hours of waiting
+                close_listener(open_listener(config.api))
+            fetch = ModelFetch(config, console, has_api=has_api, has_bars=has_bars)
+            config = fetch.run(signal_fd, arguments.parent_fd)
+        listener = open_listener(config.api) if has_api else None
         set_subreaper(bool(config.recovery.standby_workers))
         supervisor = Supervisor(
             config,
@@ -90,6 +103,9 @@ def _serve(
         status = supervisor.run(signal_fd)
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
+    except Interrupted as interrupted:
+        is_abandoned = interrupted.is_orphaned
+        return 0, None
     finally:
         if listener is not None:
             close_listener(listener)

@@ -1,9 +1,7 @@
 """What happens before an engine starts: flags, the model's directory, the HTTP socket, signals."""
 
 import argparse
-import difflib
 import os
-import re
 import signal
 import socket
 import sys
@@ -20,84 +18,24 @@ from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu
 from protocol.process.launch import failure_file
 from protocol.version import version
 from scripts.supervisor.help_pages import help_text
-
-_SCRIPTS_DIR = Path(__file__).resolve().parent.parent
-BUNDLED_MODELS = {
-    "demo": _SCRIPTS_DIR / "demo_model",
-    "demo-chat": _SCRIPTS_DIR / "demo_chat_model",
-}
-"""The models that come with the engine, by name."""
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+from scripts.supervisor.model_names import resolve
 
 
 def complete(config: EngineConfig) -> EngineConfig:
-    """Resolve the model's directory and the number of standbys; ConfigError: no such model."""
+    """Resolve names of models that are here, and the number of standbys; ConfigError: no model.
+
+    Models of the hub keep their names (`scripts.hub.messages.hub_names`).
+    """
     model = config.model
     recovery = msgspec.structs.replace(config.recovery, standby_workers=num_standby_workers(config))
     config = msgspec.structs.replace(config, recovery=recovery)
     if model.model == "null":
         return config
-    bundled = BUNDLED_MODELS.get(model.model)
-    directory = bundled or Path(model.model).absolute()
-    name = model.model if bundled else directory.name
-    if not directory.exists() and _HUB_NAME.fullmatch(model.model):
-        directory, name = _downloaded(model.model) or directory, model.model
-    if not (directory / "config.json").is_file():
-        raise ConfigError(_why_not_a_model(model.model, directory))
     if model.tokenizer is not None and not (Path(model.tokenizer) / "tokenizer.json").is_file():
         raise ConfigError(f"tokenizer {model.tokenizer} is not a directory with a tokenizer.json")
     if model.chat_template is not None and not Path(model.chat_template).is_file():
         raise ConfigError(f"chat_template {model.chat_template} is not a file")
-    draft = model.speculative_model
-    if draft is not None:
-        path = BUNDLED_MODELS.get(draft) or Path(draft).absolute()
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"speculative_model {draft} is not a directory with a config.json")
-        draft = str(path)
-    served = model.served_model_name or (name,)
-    model = msgspec.structs.replace(
-        model, model=str(directory), served_model_name=served, speculative_model=draft
-    )
-    return msgspec.structs.replace(config, model=model)
-
-
-def _downloaded(name: str) -> Path | None:
-    """Return the directory to which huggingface_hub has downloaded a model, if it has."""
-    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    model = cache / f"models--{name.replace('/', '--')}"
-    try:
-        revision = (model / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    return model / "snapshots" / revision
-
-
-def _why_not_a_model(given: str, directory: Path) -> str:
-    """Return what is wrong with a model's path, and what to give instead."""
-    close = difflib.get_close_matches(directory.name, _names_beside(directory), n=1, cutoff=0.7)
-    if directory.is_dir():
-        return f"model {directory} has no config.json; give a directory in Hugging Face format"
-    if directory.exists():
-        return f"model {directory} is a file; give the directory that holds config.json"
-    if close:
-        return f"model {directory} does not exist; did you mean {directory.with_name(close[0])}?"
-    if _HUB_NAME.fullmatch(given) and not directory.parent.exists():
-        return (
-            f"model {given} is not a local directory, and nothing is downloaded; fetch it with "
-            f"`hf download {given} --local-dir {directory.name}` and serve {directory.name}"
-        )
-    return (
-        f"model {directory} does not exist; give a checkpoint directory, 'demo', 'demo-chat' or "
-        "'null'"
-    )
-
-
-def _names_beside(directory: Path) -> list[str]:
-    try:
-        return [entry.name for entry in os.scandir(directory.parent)]
-    except OSError:
-        return []
+    return msgspec.structs.replace(config, model=resolve(model))
 
 
 def num_standby_workers(config: EngineConfig, gpu_nodes: Sequence[str] = GPU_NODES) -> int:
@@ -199,7 +137,7 @@ def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Engine
         nargs="?",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="checkpoint directory, 'demo' (default), 'demo-chat' or 'null'; as --model",
+        help="as --model",
     )
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", help="this text")
     parser.add_argument("--version", action="store_true", help="print the version")

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.bench.make_draft_model import make_draft
-from scripts.supervisor.startup import BUNDLED_MODELS
+from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.test_resume import (
     COMPLETION,

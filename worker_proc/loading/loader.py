@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -60,6 +60,15 @@ class LoadedModel:
     eos_token_ids: list[int]
 
 
+class InspectedModel(NamedTuple):
+    """What the configuration alone states."""
+
+    text_config: PretrainedConfig
+    probed: ProbedModel
+    model_len: int
+    dtype: torch.dtype
+
+
 def load_model(
     directory: str,
     dtype: str,
@@ -69,6 +78,27 @@ def load_model(
 ) -> LoadedModel:
     """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored)."""
     progress("inspect", 0, 1)
+    inspected = inspect_config(directory, dtype, device, proofs)
+    probed, torch_dtype = inspected.probed, inspected.dtype
+    stored = check_stored_dtypes(directory)
+    progress("inspect", 1, 1)
+    model = _load_weights(directory, torch_dtype, stored, progress, device).to(device)
+    _release_unused(model, probed.parameters)
+    return LoadedModel(
+        model=model.eval().requires_grad_(False),
+        layers=probed.layers,
+        dtype=torch_dtype,
+        device=device,
+        vocab_size=inspected.text_config.vocab_size,
+        model_len=inspected.model_len,
+        eos_token_ids=_eos_token_ids(model, inspected.text_config),
+    )
+
+
+def inspect_config(
+    directory: str, dtype: str, device: torch.device, proofs: StartCache | None = None
+) -> InspectedModel:
+    """Check everything that is known without weights; they need not be there."""
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
     with _rejections(directory, unknown):
@@ -78,22 +108,9 @@ def load_model(
     text_config = config.get_text_config(decoder=True)
     _check_config(config, text_config)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
-    model_len = _model_len(text_config)
     torch_dtype = _resolve_dtype(dtype, config, device)
-    stored = check_stored_dtypes(directory)
     check_room(probed.num_weights * torch_dtype.itemsize, device)
-    progress("inspect", 1, 1)
-    model = _load_weights(directory, torch_dtype, stored, progress, device).to(device)
-    _release_unused(model, probed.parameters)
-    return LoadedModel(
-        model=model.eval().requires_grad_(False),
-        layers=probed.layers,
-        dtype=torch_dtype,
-        device=device,
-        vocab_size=text_config.vocab_size,
-        model_len=model_len,
-        eos_token_ids=_eos_token_ids(model, text_config),
-    )
+    return InspectedModel(text_config, probed, _model_len(text_config), torch_dtype)
 
 
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:

@@ -1,0 +1,125 @@
+"""The process that fetches models: `python -m scripts.hub`, started by a supervisor."""
+
+import argparse
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.config import EngineConfig, LogFormat, ModelConfig
+from protocol.process.child_runtime import watch_parent
+from protocol.process.prctl import die_with_parent
+from scripts.hub.messages import Fetched, Fetching, Line, Refusal, encode, hub_names
+
+_REPORT_S = 0.2
+
+
+class Reporter:
+    """Writes lines to the parent, and a bar to a terminal."""
+
+    def __init__(self, fd: int, *, has_bar: bool) -> None:
+        self._fd = fd
+        self.has_bar = has_bar
+        self._lock = threading.Lock()
+        self._reported_at = 0.0
+        self._bar: Any = None
+
+    def report(self, line: Line) -> None:
+        """Write a line; of the bytes that arrive, only a few times a second."""
+        with self._lock:
+            if isinstance(line, Fetching):
+                self._draw(line)
+                now = time.monotonic()
+                if now - self._reported_at < _REPORT_S and line.done < line.total:
+                    return
+                self._reported_at = now
+            os.write(self._fd, encode(line))
+
+    def _draw(self, line: Fetching) -> None:
+        if not self.has_bar:
+            return
+        from tqdm.auto import tqdm
+
+        if self._bar is None or self._bar.total != line.total:
+            self.close()
+            self._bar = tqdm(
+                total=line.total, initial=line.done, desc=line.name, unit="B", unit_scale=True
+            )
+        self._bar.update(line.done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def main() -> None:
+    """Fetch the models that the configuration names, and report their directories."""
+    parser = argparse.ArgumentParser("scripts.hub")
+    for flag in ("--config-fd", "--parent-fd", "--listen-fd", "--epoch", "--rank"):
+        parser.add_argument(flag, type=int)
+    parser.add_argument("--no-api", action="store_true")
+    arguments = parser.parse_args()
+    die_with_parent()
+    watch_parent(arguments.parent_fd)
+    with os.fdopen(arguments.config_fd, "rb") as pipe:
+        config = msgspec.msgpack.decode(pipe.read(), type=EngineConfig)
+    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    is_text = config.run.log_format is LogFormat.TEXT
+    reporter = Reporter(arguments.listen_fd, has_bar=is_terminal and is_text)
+    try:
+        directories = fetch(config.model, reporter, has_api=not arguments.no_api)
+        last: Line = Fetched(directories)
+    except Refusal as refusal:
+        last = refusal.message()
+    reporter.close()
+    reporter.report(last)
+    sys.stderr.flush()
+    os._exit(0)  # threads may still wait for the hub
+
+
+def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str, str]:
+    """Complete the snapshots; Refusal: one of them cannot be fetched, or cannot run."""
+    from huggingface_hub import logging
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+
+    from scripts.hub.snapshot import Request, Snapshot
+    from scripts.hub.waits import bound_waits
+
+    logging.set_verbosity_error()
+    reporter.has_bar &= not are_progress_bars_disabled()
+    disable_progress_bars()  # the library's own, which count links
+    bound_waits()
+
+    def check(directory: Path) -> None:
+        check_config(str(directory), model)
+
+    snapshots = {}
+    for setting, name in hub_names(model).items():
+        is_main = setting == "model"
+        needs_tokenizer = is_main and has_api and model.tokenizer is None
+        request = Request(name, model.revision if is_main else None, needs_tokenizer, check)
+        snapshots[setting] = Snapshot(request, reporter.report)
+    for snapshot in snapshots.values():
+        snapshot.prepare()
+    for snapshot in snapshots.values():
+        snapshot.fetch()
+    return {setting: str(snapshot.directory) for setting, snapshot in snapshots.items()}
+
+
+def check_config(directory: str, model: ModelConfig) -> None:
+    """Check what the loader can check without weights; ValueError: the model cannot run."""
+    from worker_proc.startup.lean_import import lean_imports
+
+    with lean_imports():
+        from worker_proc.cuda.device import resolve_device
+        from worker_proc.loading.loader import inspect_config
+    inspect_config(directory, model.dtype, resolve_device(model.device))
+
+
+if __name__ == "__main__":
+    main()

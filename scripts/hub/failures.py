@@ -1,0 +1,98 @@
+"""Why a model cannot be fetched, as one sentence that names it and states what to do."""
+
+import errno
+import importlib
+import os
+
+from huggingface_hub import constants, get_session, get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from scripts.hub.messages import Refusal
+
+NOT_FOUND = 404
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CutShort(Exception):
+    """An answer has ended before all of its bytes had come."""
+
+
+def transport_error() -> type[Exception]:
+    """The base of errors of the connection, in the HTTP library that huggingface_hub uses."""
+    library = importlib.import_module(type(get_session()).__module__.partition(".")[0])
+    error: type[Exception] = library.TransportError
+    return error
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 429) or error.response.status_code >= 500
+    return isinstance(error, CutShort | transport_error())
+
+
+def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusal:
+    """Return the sentence about an error."""
+    hub = constants.ENDPOINT
+    if isinstance(error, RevisionNotFoundError):
+        return Refusal(f"model {name} has no revision {revision or 'main'} at {hub}")
+    if isinstance(error, GatedRepoError):
+        return Refusal(f"model {name} is gated: {_how_to_enter(name)}")
+    if isinstance(error, RepositoryNotFoundError):
+        if error.response.status_code == NOT_FOUND:
+            text = f"model {name} is neither a local directory nor a model at {hub}"
+        else:
+            text = (
+                f"model {name} does not exist at {hub}, or is private or gated: check the name, or "
+                f"{_how_to_enter(name)}"
+            )
+        return Refusal(text, is_absent=True)
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+        status = error.response.status_code
+        return Refusal(f"model {name}: {hub} denies access ({status}): {_how_to_enter(name)}")
+    if isinstance(error, OfflineModeIsEnabled):
+        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+        text = (
+            f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
+            f"HF_HUB_OFFLINE is set; start once without it, or run `HF_HUB_OFFLINE=0 {command}`"
+        )
+        return Refusal(text, is_absent=True)
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        text = (
+            f"model {name} cannot be fetched: the disk of {constants.HF_HUB_CACHE} is full; free "
+            "some space, or set HF_HUB_CACHE to a directory of another disk"
+        )
+        return Refusal(text)
+    if isinstance(error, OSError):
+        reason = os.strerror(error.errno) if error.errno else _one_line(error)
+        where = error.filename or constants.HF_HUB_CACHE
+        return Refusal(f"model {name} cannot be fetched: {where}: {reason}")
+    return Refusal(
+        f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
+        f"{why_unreachable(error)}; what has come is kept for the next start",
+        is_absent=True,
+    )
+
+
+def why_unreachable(error: Exception) -> str:
+    """Return why the hub does not serve a model that may be in the cache."""
+    if isinstance(error, HfHubHTTPError):
+        return f"{constants.ENDPOINT} answers {error.response.status_code}"
+    return f"{constants.ENDPOINT} cannot be reached ({_one_line(error)})"
+
+
+def _how_to_enter(name: str) -> str:
+    place = f"{constants.ENDPOINT}/{name}"
+    if get_token() is None:
+        return f"ask for access at {place}, then run `hf auth login` or set HF_TOKEN"
+    return f"the token in use may not read it; ask for access at {place}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,236 @@
+"""Completes the snapshots of models in the hub's cache: the configuration first, then the rest.
+
+A name is resolved to a commit once. From then on only the commit is used, so that a branch that
+moves never mixes two revisions.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+
+from protocol.version import version
+from scripts.hub.failures import is_transient, why_not_fetched, why_unreachable
+from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
+from scripts.hub.transfer import Transfer
+
+CONFIG = ("config.json", "generation_config.json")
+_TOKENIZER = "tokenizer.json"
+_WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_TEXT = (
+    *(_TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "chat_template.jinja"),
+    "1_Pooling/config.json",
+)
+_COMMIT = re.compile(r"\w{1,64}")
+_TEMPLATES = "additional_chat_templates/"
+_OTHER_WEIGHTS = {
+    "adapter_model.safetensors": "an adapter without its model",
+    ".gguf": "GGUF files",
+    ".bin": "PyTorch's .bin files",
+    ".pt": "PyTorch's .pt files",
+    ".safetensors": "safetensors under other names",
+}
+"""Weights that are not read, by the ends of their names."""
+
+Report = Callable[[Line], None]
+
+
+class Request(NamedTuple):
+    """What is wanted of the hub."""
+
+    name: str
+    revision: str | None
+    needs_tokenizer: bool
+    check: Callable[[Path], None]
+    """Raises ValueError if a model with this configuration cannot run; called without weights."""
+
+
+class Snapshot:
+    """The files of one commit, as far as the engine reads them. Refusal ends any of its methods."""
+
+    def __init__(self, request: Request, report: Report) -> None:
+        self._request = request
+        self._report = report
+        self._commit = ""
+        self._needed: list[str] = []
+        self.directory = Path()
+        """Set by `prepare`."""
+        self._transfer: Transfer | None = None
+
+    def prepare(self) -> None:
+        """Find the commit and check the configuration, without weights."""
+        with _refusals(self._request):
+            self._find()
+            if self._transfer is not None and not self._is_complete():
+                self._fetch_config()
+
+    def fetch(self) -> None:
+        """Fetch all files that are not in the cache."""
+        with _refusals(self._request):
+            if self._transfer is not None:
+                self._take(self._needed)
+                self._keep_revision()
+
+    def _find(self) -> None:
+        """Find the commit and its files; if the hub does not answer, in the cache."""
+        request = self._request
+        api = HfApi(library_name="troika", library_version=version())
+        try:
+            commit = api.repo_info(request.name, revision=request.revision).sha
+            tree = api.list_repo_tree(request.name, revision=commit, recursive=True)
+            paths = [file.path for file in tree if isinstance(file, RepoFile)]
+        except RevisionNotFoundError:
+            raise
+        except Exception as error:
+            is_offline = isinstance(error, OfflineModeIsEnabled)
+            if not (is_offline or isinstance(error, HfHubHTTPError) or is_transient(error)):
+                raise
+            directory = _cached(request)
+            if directory is None:
+                raise
+            self.directory = directory
+            if not is_offline:
+                why = why_unreachable(error)
+                self._report(Note(f"{why}: {request.name} is read from the cache"))
+            self._report(Found(request.name, directory.name))
+            return
+        if commit is None or not _COMMIT.fullmatch(commit):
+            why = f"{constants.ENDPOINT} names no commit"
+            raise Refusal(f"model {request.name} cannot be fetched: {why}")
+        self._commit = commit
+        self._report(Found(request.name, commit))
+        self._transfer = Transfer(request.name, commit, self._on_bytes)
+        self.directory = self._transfer.directory
+        self._needed = needed_files(request, paths)
+        if INDEX in self._needed:
+            self._take([INDEX])
+            self._needed += _shards(request.name, self.directory)
+            if gone := set(self._needed) - set(paths):
+                raise Refusal(f"model {request.name}: {INDEX} names {min(gone)}, which is missing")
+
+    def _is_complete(self) -> bool:
+        return all((self.directory / path).is_file() for path in self._needed)
+
+    def _fetch_config(self) -> None:
+        self._take([path for path in CONFIG if path in self._needed])
+        try:
+            self._request.check(self.directory)
+        except ValueError as error:
+            raise Refusal(f"model {self._request.name} cannot run: {error}") from error
+
+    def _take(self, paths: Sequence[str]) -> None:
+        missing = [path for path in paths if not (self.directory / path).is_file()]
+        if missing:
+            assert self._transfer is not None
+            self._transfer.run(missing)
+            self._link(missing)
+
+    def _link(self, paths: Sequence[str]) -> None:
+        """Let huggingface_hub link files to their blobs."""
+        snapshot_download(
+            self._request.name,
+            revision=self._commit,
+            allow_patterns=list(paths),
+            etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
+            library_name="troika",
+            library_version=version(),
+        )
+        for path in paths:
+            if not (self.directory / path).is_file():
+                text = f"{path} is not there after its download"
+                raise Refusal(f"model {self._request.name} cannot be fetched: {text}")
+
+    def _keep_revision(self) -> None:
+        """Record which commit the revision stands for, for starts without the hub."""
+        revision = self._request.revision or constants.DEFAULT_REVISION
+        file = self.directory.parent.parent / "refs" / revision
+        with contextlib.suppress(OSError):  # as in a cache that is only read
+            if revision == self._commit or (file.is_file() and file.read_text() == self._commit):
+                return
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+            draft.write_text(self._commit)
+            draft.replace(file)
+
+    def _on_bytes(self, done: int, total: int) -> None:
+        self._report(Fetching(self._request.name, done, total))
+
+
+@contextmanager
+def _refusals(request: Request) -> Iterator[None]:
+    """Raise errors of the hub, the network and the disk as a sentence."""
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, HfHubHTTPError | OSError) or is_transient(error)):
+            raise
+        raise why_not_fetched(request.name, request.revision, error) from error
+
+
+def _cached(request: Request) -> Path | None:
+    """Return the snapshot that the cache has of a revision, if it is complete."""
+    try:
+        found = snapshot_download(
+            request.name,
+            revision=request.revision,
+            local_files_only=True,
+            allow_patterns=list(CONFIG),
+        )
+    except LocalEntryNotFoundError:
+        return None
+    directory = Path(found)
+    present = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    try:
+        needed = needed_files(request, present)
+        if INDEX in needed:
+            needed += _shards(request.name, directory)
+    except Refusal:
+        return None
+    return directory if set(needed) <= set(present) else None
+
+
+def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
+    """Return those of a repository's files that the engine reads, without the index's shards."""
+    name, there = request.name, set(paths)
+    if CONFIG[0] not in there:
+        raise Refusal(f"model {name} has no {CONFIG[0]}: it is not in transformers' format")
+    weights = next((path for path in (_WEIGHTS, INDEX) if path in there), None)
+    if weights is None:
+        kinds = [
+            kind
+            for end, kind in _OTHER_WEIGHTS.items()
+            if any(path.endswith(end) for path in paths)
+        ]
+        found = f"has only {kinds[0]}" if kinds else "has no weights"
+        raise Refusal(f"model {name} {found}, and {_WEIGHTS} or {INDEX} is needed")
+    if request.needs_tokenizer and _TOKENIZER not in there:
+        hint = "name a directory that has one with --tokenizer"
+        raise Refusal(f"model {name} has no {_TOKENIZER}; {hint}")
+    needed = [path for path in (*CONFIG, *_TEXT, weights) if path in there]
+    return needed + sorted(path for path in there if path.startswith(_TEMPLATES))
+
+
+def _shards(name: str, directory: Path) -> list[str]:
+    """Return the files that the index in a directory names."""
+    try:
+        files = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
+        if not files or not all(isinstance(file, str) for file in files):
+            raise ValueError("weight_map")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refusal(f"model {name}: {INDEX} does not map names to files") from error
+    return sorted(files)

@@ -1,0 +1,238 @@
+"""Fetches files of one commit into the hub's cache, each from where an earlier try has stopped.
+
+huggingface_hub gives every try a new temporary file, so that a killed download begins again, and
+the files of killed tries stay for ever. Here a file grows as blobs/ETAG.incomplete, the name that
+earlier versions of the library used, and takes its final name when it is complete. While a process
+writes it, it holds a lock on it, which its death releases.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+from scripts.hub.failures import DISK_FULL, CutShort, is_transient
+from scripts.hub.messages import Refusal
+
+_MAX_FILES_AT_ONCE = 8
+_MAX_FAILURES = 5
+"""Failures in a row, without a byte between them."""
+_PAUSE_S = 1.0
+_LOCK_POLL_S = 0.1
+_STALL_S = 120.0
+"""Longest wait for another process that holds a file and adds nothing to it."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FILE_NAME = re.compile(r"[\w-]{1,200}")
+_PARTIAL_CONTENT = 206
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of the hub, and its place in the cache."""
+
+    path: str
+    url: str
+    etag: str
+    size: int
+    blob: Path
+
+    @property
+    def partial(self) -> Path:
+        return self.blob.with_name(f"{self.etag}.incomplete")
+
+    @property
+    def size_here(self) -> int:
+        """Bytes that need not be fetched."""
+        for path in (self.blob, self.partial):
+            if path.is_file():
+                return min(path.stat().st_size, self.size)
+        return 0
+
+
+class _Stopped(Exception):
+    """Another file has failed."""
+
+
+class Transfer:
+    """Fetches files of one commit. `run` may be called several times, until it has failed once."""
+
+    def __init__(self, name: str, commit: str, report: Callable[[int, int], None]) -> None:
+        """Every change calls `report` with the bytes that are here, and with all of them."""
+        self._name = name
+        self._commit = commit
+        self._report = report
+        folder = f"models--{name.replace('/', '--')}"
+        self._folder = Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+
+    @property
+    def directory(self) -> Path:
+        """The snapshot, whose files are links to blobs."""
+        return self._folder / "snapshots" / self._commit
+
+    def run(self, paths: Sequence[str]) -> None:
+        """Fetch the files that are not in the cache; huggingface_hub makes the links."""
+        missing = [path for path in paths if not (self.directory / path).is_file()]
+        files = self._each(self._describe, missing)
+        self._done = sum(file.size_here for file in files)
+        self._total = sum(file.size for file in files)
+        if self._done == self._total:
+            return
+        self._check_space()
+        (self._folder / "blobs").mkdir(parents=True, exist_ok=True)
+        self._count(0)
+        try:
+            self._each(self._fetch, files)
+        except OSError as error:
+            if error.errno in DISK_FULL:  # other programs need the space
+                for file in files:
+                    file.partial.unlink(missing_ok=True)
+            raise
+
+    def _each(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Call a function with each item, in threads; the first failure stops the others."""
+        pool = ThreadPoolExecutor(_MAX_FILES_AT_ONCE)
+        futures = [pool.submit(function, item) for item in items]
+        ended, running = wait(futures, return_when=FIRST_EXCEPTION)
+        if running:
+            self._stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for future in ended:
+            future.result()
+        return [future.result() for future in futures]
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self._report(self._done, self._total)
+
+    def _describe(self, path: str) -> RemoteFile:
+        url = hf_hub_url(self._name, path, revision=self._commit)
+        found = self._persist(lambda: get_hf_file_metadata(url), lambda: 0)
+        if found.etag is None or found.size is None or not _FILE_NAME.fullmatch(found.etag):
+            raise Refusal(
+                f"model {self._name} cannot be fetched: {constants.ENDPOINT} sends no size or no "
+                f"usable ETag of {path}"
+            )
+        return RemoteFile(path, url, found.etag, found.size, self._folder / "blobs" / found.etag)
+
+    def _check_space(self) -> None:
+        place = next(path for path in (self._folder, *self._folder.parents) if path.exists())
+        missing, free = self._total - self._done, shutil.disk_usage(place).free
+        if missing > free:
+            raise Refusal(
+                f"model {self._name} needs {missing / 1e9:.1f} GB more on the disk of "
+                f"{constants.HF_HUB_CACHE}, which has {free / 1e9:.1f} GB left; free some space, "
+                "or set HF_HUB_CACHE to a directory of another disk"
+            )
+
+    def _fetch(self, file: RemoteFile) -> None:
+        partial = self._open(file)
+        if partial is None:
+            return
+        with partial:
+            begun_at = partial.tell()
+            self._persist(lambda: self._append(file, partial), partial.tell)
+            if begun_at and _SHA256.fullmatch(file.etag) and _sha256(file.partial) != file.etag:
+                # Its earlier part is damaged, as by a loss of power.
+                self._count(-file.size)
+                _empty(partial)
+                self._persist(lambda: self._append(file, partial), partial.tell)
+            os.replace(file.partial, file.blob)
+
+    def _open(self, file: RemoteFile) -> BinaryIO | None:
+        """Open the partial file and lock it; None: another process has completed it."""
+        size, deadline = file.size_here, time.monotonic() + _STALL_S
+        while not file.blob.exists():
+            partial = file.partial.open("ab")
+            try:
+                fcntl.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if partial.tell() > file.size:
+                    _empty(partial)
+                if os.fstat(partial.fileno()).st_ino == file.partial.stat().st_ino:
+                    return partial
+            except (BlockingIOError, FileNotFoundError):
+                pass  # another process writes it, or has just completed it
+            except BaseException:
+                partial.close()
+                raise
+            partial.close()
+            if self._stopped.wait(_LOCK_POLL_S):
+                raise _Stopped
+            grown = file.size_here - size
+            if grown:
+                size, deadline = size + grown, time.monotonic() + _STALL_S
+                self._count(grown)
+            elif time.monotonic() > deadline:
+                raise Refusal(
+                    f"model {self._name} cannot be fetched: another process holds {file.partial} "
+                    f"and has added nothing for {_STALL_S:g} s"
+                )
+        self._count(file.size - size)
+        return None
+
+    def _append(self, file: RemoteFile, partial: BinaryIO) -> None:
+        """Fetch the rest of a file; an error leaves what has arrived."""
+        begin = partial.tell()
+        if begin == file.size:
+            return
+        # Compressed bytes would not be those that a later request counts.
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        if begin:
+            headers["Range"] = f"bytes={begin}-"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", file.url, headers=headers, timeout=timeout) as response:
+            hf_raise_for_status(response)
+            if begin and response.status_code != _PARTIAL_CONTENT:  # it knows no ranges
+                _empty(partial)
+                self._count(-begin)
+            for chunk in response.iter_raw():
+                partial.write(chunk)
+                self._count(len(chunk))
+                if self._stopped.is_set():
+                    raise _Stopped
+        partial.flush()
+        if partial.tell() != file.size:
+            raise CutShort(f"{file.path} ended after {partial.tell()} of {file.size} bytes")
+
+    def _persist(self, act: Callable[[], R], position: Callable[[], int]) -> R:
+        """Repeat what has failed for a reason that may pass, while it gets further."""
+        num_failures, reached = 0, position()
+        while True:
+            try:
+                return act()
+            except Exception as error:
+                if not is_transient(error):
+                    raise
+                num_failures = 1 if position() > reached else num_failures + 1
+                reached = position()
+                if num_failures > _MAX_FAILURES:
+                    raise
+            if self._stopped.wait(_PAUSE_S):
+                raise _Stopped
+
+
+def _empty(file: BinaryIO) -> None:
+    file.seek(0)
+    file.truncate()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,87 @@
+"""What a model's name stands for: one that comes with the engine, a directory, or the hub's."""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from protocol.config import ConfigError, ModelConfig
+
+_SCRIPTS_DIR = Path(__file__).resolve().parent.parent
+BUNDLED_MODELS = {
+    "demo": _SCRIPTS_DIR / "demo_model",
+    "demo-chat": _SCRIPTS_DIR / "demo_chat_model",
+}
+"""The models that come with the engine, by name."""
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
+
+
+def resolve(model: ModelConfig) -> ModelConfig:
+    """Make local names of models absolute paths; models of the hub keep their names.
+
+    ConfigError: a name is neither, or a path is not a model's.
+    """
+    directory, name = _place("model", model.model)
+    if model.revision is not None and directory is not None:
+        raise ConfigError(
+            f"revision {model.revision} belongs to a model of the hub, and {model.model} is local"
+        )
+    draft = model.speculative_model
+    if draft is not None:
+        draft = str(_place("speculative_model", draft)[0] or draft)
+    return msgspec.structs.replace(
+        model,
+        model=model.model if directory is None else str(directory),
+        served_model_name=model.served_model_name or (name,),
+        speculative_model=draft,
+    )
+
+
+def with_directories(model: ModelConfig, directories: Mapping[str, str]) -> ModelConfig:
+    """Replace names of the hub by the directories of their snapshots."""
+    return msgspec.structs.replace(model, **directories)
+
+
+def local_hint(name: str) -> str:
+    """Return a question with the directory whose path is most like a name, if one is."""
+    directory = Path(name).absolute()
+    close = difflib.get_close_matches(directory.name, _names_beside(directory), n=1, cutoff=0.7)
+    return f"; did you mean {directory.with_name(close[0])}?" if close else ""
+
+
+def _place(setting: str, given: str) -> tuple[Path | None, str]:
+    """Return a model's directory, None for one of the hub, and its name in the API."""
+    bundled = BUNDLED_MODELS.get(given)
+    directory = bundled or Path(given).absolute()
+    if not directory.exists() and _HUB_NAME.fullmatch(given):
+        return None, given
+    if not (directory / "config.json").is_file():
+        raise ConfigError(_why_not_a_model(setting, directory))
+    return directory, given if bundled else directory.name
+
+
+def _why_not_a_model(setting: str, directory: Path) -> str:
+    """Return what is wrong with a path, and what to give instead."""
+    what = f"{setting} {directory}"
+    if directory.is_dir():
+        return f"{what} has no config.json; give a directory in Hugging Face format"
+    if directory.suffix == ".gguf" and directory.exists():
+        return f"{what} is a GGUF file, which is not read; give a directory with safetensors"
+    if directory.exists():
+        return f"{what} is a file; give the directory that holds config.json"
+    hint = local_hint(str(directory))
+    return f"{what} does not exist" + (
+        hint
+        or "; give a checkpoint directory, a model of the Hugging Face hub as ORGANIZATION/NAME, "
+        "'demo', 'demo-chat' or 'null'"
+    )
+
+
+def _names_beside(directory: Path) -> list[str]:
+    try:
+        return [entry.name for entry in os.scandir(directory.parent)]
+    except OSError:
+        return []
