@@ -1,0 +1,326 @@
+"""Fetching models of a hub: what is fetched, resumed, refused, and read from the cache."""
+
+import fcntl
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from huggingface_hub import close_session, constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from scripts.hub import transfer
+from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
+from scripts.hub.snapshot import Request, Snapshot
+from scripts.hub.waits import bound_waits
+from tests.hub import Hub
+
+NAME = "tiny/model"
+WEIGHTS = bytes(range(256)) * 4096
+CUT_AT = 300_000
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A repository's files: those of a model, and others that no engine reads."""
+    directory = tmp_path / "source"
+    (directory / "additional_chat_templates").mkdir(parents=True)
+    (directory / "onnx").mkdir()
+    for file in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
+        (directory / file).write_text(json.dumps({"file": file}))
+    for file in ("chat_template.jinja", "additional_chat_templates/rag.jinja"):
+        (directory / file).write_text(f"a template in {file}")
+    for file in ("README.md", "pytorch_model.bin", "onnx/model.onnx", "training_args.bin"):
+        (directory / file).write_text(f"not needed: {file}")
+    (directory / "model.safetensors").write_bytes(WEIGHTS)
+    return directory
+
+
+@pytest.fixture
+def hub(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with one model, which huggingface_hub uses in this process, with an empty cache."""
+    with Hub() as started:
+        started.add(NAME, source)
+        template = started.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", started.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(transfer, "_PAUSE_S", 0.01)
+        bound_waits()
+        yield started
+    set_client_factory(default_client_factory)
+    close_session()
+
+
+class Fetch(NamedTuple):
+    """A fetch that has ended."""
+
+    directory: Path
+    lines: list[Line]
+
+    @property
+    def files(self) -> set[str]:
+        found = self.directory.rglob("*")
+        return {str(path.relative_to(self.directory)) for path in found if path.is_file()}
+
+
+def fetch(**options: Any) -> Fetch:
+    """Fetch the model. Refusal: it cannot be fetched."""
+    lines: list[Line] = []
+    request = {"name": NAME, "revision": None, "needs_tokenizer": True, "check": lambda _: None}
+    snapshot = Snapshot(Request(**(request | options)), lines.append)
+    snapshot.prepare()
+    snapshot.fetch()
+    return Fetch(snapshot.directory, lines)
+
+
+def refusal(**options: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        fetch(**options)
+    assert str(caught.value).count("\n") == 0
+    assert str(options.get("name", NAME)) in str(caught.value)
+    return caught.value
+
+
+def partial_files(directory: str) -> list[Path]:
+    return list(Path(directory).rglob("*.incomplete"))
+
+
+def test_only_the_files_that_are_needed_are_fetched_and_only_once(hub: Hub, source: Path) -> None:
+    first = fetch()
+    assert first.files == {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("chat_template.jinja", "additional_chat_templates/rag.jinja", "model.safetensors"),
+    }
+    assert all((first.directory / f).read_bytes() == (source / f).read_bytes() for f in first.files)
+    assert first.directory.name == hub.repositories[NAME].branches["main"]
+    last = [line for line in first.lines if isinstance(line, Fetching)][-1]
+    assert last.done == last.total >= len(WEIGHTS)
+    assert hub.fetched("model.safetensors") == [None]
+    num_requests = len(hub.requests)
+    assert fetch().directory == first.directory
+    again = [request.path for request in hub.requests[num_requests:]]
+    assert all(path.startswith("/api/") for path in again), "a complete model needs no file"
+    assert not partial_files(constants.HF_HUB_CACHE)
+
+
+def test_the_shards_of_an_index_are_fetched(hub: Hub, source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    shards = ("a-1.safetensors", "a-2.safetensors")
+    for shard in (*shards, "consolidated.safetensors"):
+        (source / shard).write_bytes(WEIGHTS)
+    index = {"weight_map": {"x": shards[0], "y": shards[1], "z": shards[0]}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert {name for name in fetch().files if "safetensors" in name} == {
+        *shards,
+        "model.safetensors.index.json",
+    }
+
+
+def test_a_connection_that_ends_early_is_resumed_where_it_ended(hub: Hub) -> None:
+    hub.cuts["model.safetensors"] = [CUT_AT, 0, 2 * CUT_AT]
+    assert (fetch().directory / "model.safetensors").read_bytes() == WEIGHTS
+    begins = [None, f"bytes={CUT_AT}-", f"bytes={CUT_AT}-", f"bytes={2 * CUT_AT}-"]
+    assert hub.fetched("model.safetensors") == begins
+
+
+def test_a_connection_that_never_gets_further_is_given_up_and_the_next_start_goes_on(
+    hub: Hub,
+) -> None:
+    hub.cuts["model.safetensors"] = [CUT_AT] * 10
+    assert "kept for the next start" in str(refusal())
+    hub.cuts.clear()
+    hub.requests.clear()
+    assert (fetch().directory / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.fetched("model.safetensors") == [f"bytes={CUT_AT}-"]
+
+
+def test_a_part_that_is_damaged_is_fetched_again(hub: Hub) -> None:
+    """As after a loss of power: the file has its length, and not its content."""
+    hub.cuts["model.safetensors"] = [CUT_AT] * 10
+    refusal()
+    hub.cuts.clear()
+    [partial] = partial_files(constants.HF_HUB_CACHE)
+    partial.write_bytes(bytes(partial.stat().st_size))
+    fetched = fetch()
+    assert (fetched.directory / "model.safetensors").read_bytes() == WEIGHTS
+    bytes_here = [line for line in fetched.lines if isinstance(line, Fetching)]
+    assert min(line.done for line in bytes_here) >= 0
+    assert bytes_here[-1].done == bytes_here[-1].total
+
+
+def test_a_file_that_another_process_fetches_is_awaited(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is released by its death; here by this test."""
+    hub.cuts["model.safetensors"] = [CUT_AT] * 10
+    refusal()
+    hub.cuts.clear()
+    hub.requests.clear()
+    [partial] = partial_files(constants.HF_HUB_CACHE)
+    fetched: list[Fetch] = []
+    with partial.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = threading.Event()
+        monkeypatch.setattr(fcntl, "flock", _noting(fcntl.flock, waiting))
+        thread = threading.Thread(target=lambda: fetched.append(fetch()))
+        thread.start()
+        assert waiting.wait(20)
+        assert not hub.fetched("model.safetensors")
+        fcntl.flock(other, fcntl.LOCK_UN)
+    thread.join(20)
+    assert (fetched[0].directory / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.fetched("model.safetensors") == [f"bytes={CUT_AT}-"]
+
+
+def _noting(function: Any, failed: threading.Event) -> Any:
+    def call(*arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BlockingIOError:
+            failed.set()
+            raise
+
+    return call
+
+
+def test_a_configuration_is_checked_before_weights_are_fetched(hub: Hub) -> None:
+    checked: list[set[str]] = []
+
+    def check(directory: Path) -> None:
+        checked.append({path.name for path in directory.iterdir()})
+        raise ValueError("its layers are strange")
+
+    assert str(refusal(check=check)) == f"model {NAME} cannot run: its layers are strange"
+    assert checked == [{"config.json", "generation_config.json"}]
+    assert not hub.fetched("model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kept", "sentence"),
+    [
+        (["config.json", "x.Q4_K.gguf"], "has only GGUF files, and model.safetensors or"),
+        (["config.json", "pytorch_model.bin"], "has only PyTorch's .bin files, and"),
+        (["config.json", "adapter_model.safetensors"], "has only an adapter without its model"),
+        (["config.json", "README.md"], "has no weights, and model.safetensors or"),
+        (["README.md"], "has no config.json: it is not in transformers' format"),
+        (["config.json", "model.safetensors"], "has no tokenizer.json; name a directory"),
+    ],
+)
+def test_a_repository_without_what_the_engine_reads_is_refused(
+    hub: Hub, tmp_path: Path, kept: list[str], sentence: str
+) -> None:
+    directory = tmp_path / "other"
+    directory.mkdir()
+    for file in kept:
+        (directory / file).write_text("{}")
+    hub.add(NAME, directory)
+    assert sentence in str(refusal())
+    assert not Path(constants.HF_HUB_CACHE).exists(), "nothing was fetched"
+
+
+def test_wrong_names_and_models_without_access(hub: Hub, tmp_path: Path) -> None:
+    wrong = refusal(name="tiny/wrong")
+    assert str(wrong) == f"model tiny/wrong is neither a local directory nor a model at {hub.url}"
+    assert wrong.is_absent
+    text = f"model {NAME} has no revision nothing at {hub.url}"
+    assert str(refusal(revision="nothing")) == text
+    hub.repositories[NAME].is_gated = True
+    text = (
+        f"model {NAME} is gated: ask for access at {hub.url}/{NAME}, then run `hf auth login` or "
+        "set HF_TOKEN"
+    )
+    assert str(refusal()) == text
+    (tmp_path / "token").write_text("hf_other")
+    assert "the token in use may not read it" in str(refusal())
+    assert not partial_files(constants.HF_HUB_CACHE)
+    (tmp_path / "token").write_text(Hub.token)
+    assert "model.safetensors" in fetch().files
+
+
+def test_a_disk_without_enough_space_is_noticed_before_the_download(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=len(WEIGHTS) // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert "on the disk of" in str(refusal())
+    assert not hub.fetched("model.safetensors")
+
+
+def test_a_disk_that_becomes_full_keeps_nothing(hub: Hub) -> None:
+    hub.cuts["model.safetensors"] = [CUT_AT] * 10
+    refusal()
+    [partial] = partial_files(constants.HF_HUB_CACHE)
+    partial.unlink()
+    partial.symlink_to("/dev/full")
+    assert "is full; free some space" in str(refusal())
+    assert not partial.is_symlink()
+
+
+def test_the_cache_serves_without_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        text = str(refusal())
+        assert "is not complete in the cache" in text
+        assert f"HF_HUB_OFFLINE=0 hf download {NAME}" in text
+    directory = fetch().directory
+    hub.requests.clear()
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert fetch() == Fetch(directory, [Found(NAME, directory.name)])
+        assert fetch(revision=directory.name).directory == directory
+        refusal(revision="another")
+        (directory / "model.safetensors").unlink()
+        assert "is not complete" in str(refusal())
+    assert not hub.requests
+
+
+def test_a_hub_that_is_gone_is_named_unless_the_cache_has_the_model(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = fetch().directory
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", gone)
+    again = fetch()
+    assert again.directory == directory
+    [note] = [line for line in again.lines if isinstance(line, Note)]
+    assert note.text.startswith(f"{gone} cannot be reached")
+    assert f"{gone} cannot be reached" in str(refusal(name="tiny/other"))
+
+
+def test_a_hub_that_never_answers_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "cannot be reached" in str(refusal())
+
+
+def test_a_branch_that_moves_never_mixes_revisions(hub: Hub, source: Path, tmp_path: Path) -> None:
+    """The new configuration comes while the files of the old commit are fetched."""
+    moved = tmp_path / "moved"
+    shutil.copytree(source, moved)
+    (moved / "model.safetensors").write_bytes(WEIGHTS[::-1])
+    (moved / "tokenizer.json").write_text("{}")
+    commits: list[str] = []
+
+    def move(_: Path) -> None:
+        commits.append(hub.repositories[NAME].push(moved))
+
+    first = fetch(check=move)
+    assert (first.directory / "model.safetensors").read_bytes() == WEIGHTS
+    assert (first.directory / "tokenizer.json").read_text() != "{}"
+    second = fetch()
+    assert second.directory.name == commits[0] != first.directory.name
+    assert (second.directory / "model.safetensors").read_bytes() == WEIGHTS[::-1]
+    assert fetch(revision=first.directory.name).directory == first.directory
