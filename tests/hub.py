@@ -45,6 +45,8 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
     token = "hf_secret"
+    login_page = b""
+    """What is sent instead of the answers of a hub."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -143,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send_json(self, content: Any) -> None:
-        body = json.dumps(content).encode()
+        body = self.server.login_page or json.dumps(content).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -5,12 +5,13 @@ import os
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from protocol.config import EngineConfig, LogFormat, ModelConfig
+from protocol.config import EngineConfig, LogFormat, LogLevel, ModelConfig
 from protocol.process.child_runtime import watch_parent
 from protocol.process.prctl import die_with_parent
 from scripts.hub.messages import Fetched, Fetching, Line, Refusal, encode, hub_names
@@ -75,6 +76,8 @@ def main() -> None:
         directories = fetch(config.model, reporter, has_api=not arguments.no_api)
         last: Line = Fetched(directories)
     except Refusal as refusal:
+        if config.run.log_level is LogLevel.DEBUG:
+            traceback.print_exc()
         last = refusal.message()
     reporter.close()
     reporter.report(last)

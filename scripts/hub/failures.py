@@ -73,6 +73,8 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
         reason = os.strerror(error.errno) if error.errno else _one_line(error)
         where = error.filename or constants.HF_HUB_CACHE
         return Refusal(f"model {name} cannot be fetched: {where}: {reason}")
+    if not (isinstance(error, HfHubHTTPError) or is_transient(error)):
+        return Refusal(f"model {name} cannot be fetched: {why_unreachable(error)}")
     return Refusal(
         f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
         f"{why_unreachable(error)}; what has come is kept for the next start",
@@ -84,6 +86,9 @@ def why_unreachable(error: Exception) -> str:
     """Return why the hub does not serve a model that may be in the cache."""
     if isinstance(error, HfHubHTTPError):
         return f"{constants.ENDPOINT} answers {error.response.status_code}"
+    if not is_transient(error):
+        what = f"{type(error).__name__}: {_one_line(error)}"
+        return f"{constants.ENDPOINT} gives no valid answer ({what})"
     return f"{constants.ENDPOINT} cannot be reached ({_one_line(error)})"
 
 

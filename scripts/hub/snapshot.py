@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
-    HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RevisionNotFoundError,
@@ -23,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 
 from protocol.version import version
-from scripts.hub.failures import is_transient, why_not_fetched, why_unreachable
+from scripts.hub.failures import why_not_fetched, why_unreachable
 from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
 from scripts.hub.transfer import Transfer
 
@@ -96,15 +95,12 @@ class Snapshot:
             paths = [file.path for file in tree if isinstance(file, RepoFile)]
         except RevisionNotFoundError:
             raise
-        except Exception as error:
-            is_offline = isinstance(error, OfflineModeIsEnabled)
-            if not (is_offline or isinstance(error, HfHubHTTPError) or is_transient(error)):
-                raise
+        except Exception as error:  # also answers of a network's login page
             directory = _cached(request)
             if directory is None:
                 raise
             self.directory = directory
-            if not is_offline:
+            if not isinstance(error, OfflineModeIsEnabled):
                 why = why_unreachable(error)
                 self._report(Note(f"{why}: {request.name} is read from the cache"))
             self._report(Found(request.name, directory.name))
@@ -173,12 +169,12 @@ class Snapshot:
 
 @contextmanager
 def _refusals(request: Request) -> Iterator[None]:
-    """Raise errors of the hub, the network and the disk as a sentence."""
+    """Raise errors of the hub, the network and the disk as a refusal."""
     try:
         yield
+    except Refusal:
+        raise
     except Exception as error:
-        if not (isinstance(error, HfHubHTTPError | OSError) or is_transient(error)):
-            raise
         raise why_not_fetched(request.name, request.revision, error) from error
 
 

@@ -87,9 +87,16 @@ class Transfer:
         return self._folder / "snapshots" / self._commit
 
     def run(self, paths: Sequence[str]) -> None:
-        """Fetch the files that are not in the cache; huggingface_hub makes the links."""
+        """Fetch the files that are not in the cache; huggingface_hub makes the links.
+
+        It also fetches files that are too large for HTTP.
+        """
         missing = [path for path in paths if not (self.directory / path).is_file()]
-        files = self._each(self._describe, missing)
+        files = [
+            file
+            for file in self._each(self._describe, missing)
+            if file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
+        ]
         self._done = sum(file.size_here for file in files)
         self._total = sum(file.size for file in files)
         if self._done == self._total:
@@ -148,13 +155,16 @@ class Transfer:
             return
         with partial:
             begun_at = partial.tell()
-            self._persist(lambda: self._append(file, partial), partial.tell)
+            self._complete(file, partial)
             if begun_at and _SHA256.fullmatch(file.etag) and _sha256(file.partial) != file.etag:
                 # Its earlier part is damaged, as by a loss of power.
                 self._count(-file.size)
                 _empty(partial)
-                self._persist(lambda: self._append(file, partial), partial.tell)
+                self._complete(file, partial)
             os.replace(file.partial, file.blob)
+
+    def _complete(self, file: RemoteFile, partial: BinaryIO) -> None:
+        self._persist(lambda: self._append(file, partial), lambda: partial.tell())
 
     def _open(self, file: RemoteFile) -> BinaryIO | None:
         """Open the partial file and lock it; None: another process has completed it."""

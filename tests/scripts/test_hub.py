@@ -306,6 +306,23 @@ def test_a_hub_that_never_answers_is_given_up(hub: Hub, monkeypatch: pytest.Monk
         assert "cannot be reached" in str(refusal())
 
 
+def test_an_answer_that_is_not_of_a_hub_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "login_page", b"<html>log in</html>")
+    assert "gives no valid answer (JSONDecodeError" in str(refusal())
+
+
+def test_files_that_are_too_large_for_http_are_left_to_the_library(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(WEIGHTS) - 1)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with pytest.raises(Refusal, match="cannot be fetched"):  # it does not take them over HTTP
+        fetch()
+    assert not hub.fetched("model.safetensors")
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(WEIGHTS))
+    assert (fetch().directory / "model.safetensors").read_bytes() == WEIGHTS
+
+
 def test_a_branch_that_moves_never_mixes_revisions(hub: Hub, source: Path, tmp_path: Path) -> None:
     """The new configuration comes while the files of the old commit are fetched."""
     moved = tmp_path / "moved"

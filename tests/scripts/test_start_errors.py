@@ -10,7 +10,9 @@ import pytest
 
 from protocol.config import ConfigError
 from protocol.config.settings import configure
+from scripts.hub.messages import hub_names
 from scripts.supervisor import startup
+from scripts.supervisor.model_names import with_directories
 from tests.certificates import make_certificate
 from tests.system.conftest import ROOT
 
@@ -23,24 +25,20 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "weights.bin").write_text("")
+    for file in ("weights.bin", "x.gguf"):
+        (tmp_path / file).write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("nothing", "model {}/nothing does not exist; give a checkpoint directory, 'demo', "),
+        ("nothing", "model {}/nothing does not exist; give a checkpoint directory, a model "),
         ("Qwen3-0.6b", "model {0}/Qwen3-0.6b does not exist; did you mean {0}/Qwen3-0.6B?"),
         ("empty", "model {}/empty has no config.json; give a directory in Hugging Face format"),
         ("weights.bin", "model {}/weights.bin is a file; give the directory that holds config"),
-        (
-            "Qwen/Qwen3-0.6B",
-            "model Qwen/Qwen3-0.6B is not a local directory, and nothing is downloaded; fetch it "
-            "with `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` and serve Qwen3-0.6B",
-        ),
+        ("x.gguf", "model {}/x.gguf is a GGUF file, which is not read; give a directory with"),
     ],
 )
 def test_wrong_model(models: Path, model: str, sentence: str) -> None:
@@ -62,21 +60,24 @@ def test_wrong_files_beside_the_model(models: Path, setting: str, sentence: str)
     assert str(caught.value) == sentence
 
 
-def test_a_model_that_was_downloaded_is_found_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    model = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text("abc\n")
-    snapshot = model / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    config = startup.complete(configure(model="Qwen/Qwen3-0.6B"))
-    assert config.model.model == str(snapshot)
-    assert startup.served_name(config) == "Qwen/Qwen3-0.6B"
+def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
+    """They keep their names until their snapshots are there."""
+    draft = {"speculative_model": "Qwen/Qwen3-0.6B-draft"}
+    model = startup.complete(
+        configure(model="Qwen/Qwen3-8B", revision="v1", num_speculative_tokens=2, **draft)
+    ).model
+    assert hub_names(model) == {"model": "Qwen/Qwen3-8B", **draft}
+    assert model.served_model_name == ("Qwen/Qwen3-8B",)
+    local = with_directories(model, {"model": "/snapshot", "speculative_model": "/draft"})
+    assert (local.model, local.speculative_model, hub_names(local)) == ("/snapshot", "/draft", {})
+    (models / "Qwen").mkdir()
+    (models / "Qwen3-0.6B").rename(models / "Qwen" / "Qwen3-8B")
+    model = startup.complete(configure(model="Qwen/Qwen3-8B")).model
+    assert (model.model, hub_names(model)) == (str(models / "Qwen" / "Qwen3-8B"), {})
+    assert not hub_names(startup.complete(configure(model="null")).model)
+    with pytest.raises(ConfigError) as caught:
+        startup.complete(configure(model="Qwen/Qwen3-8B", revision="v1"))
+    assert str(caught.value).startswith("revision v1 belongs to a model of the hub")
 
 
 def test_listening_and_files(tmp_path: Path) -> None:
@@ -134,8 +135,8 @@ def test_program_ends_with_the_sentence_and_no_traceback() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == (
-        "troika: model /nothing/here does not exist; give a checkpoint directory, 'demo', "
-        "'demo-chat' or 'null'\n"
+        "troika: model /nothing/here does not exist; give a checkpoint directory, a model of the "
+        "Hugging Face hub as ORGANIZATION/NAME, 'demo', 'demo-chat' or 'null'\n"
     )
 
 
