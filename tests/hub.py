@@ -45,6 +45,8 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
     token = "hf_secret"
+    status = 0
+    """What is sent instead of an answer."""
     login_page = b""
     """What is sent instead of the answers of a hub."""
 
@@ -120,6 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
         is_api = parts[:2] == ["api", "models"]
         parts = parts[2:] if is_api else parts
         repository = self.server.repositories.get("/".join(parts[:2]))
+        if self.server.status:
+            self._fail(self.server.status, "")
+            return
         if repository is None:
             self._fail(404, "RepoNotFound")
             return

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +13,8 @@ import msgspec
 from protocol.config import EngineConfig, LogFormat, LogLevel, ModelConfig
 from protocol.process.child_runtime import watch_parent
 from protocol.process.prctl import die_with_parent
+from scripts.hub.check import Checker
+from scripts.hub.folders import snapshots_folder
 from scripts.hub.messages import Fetched, Fetching, Line, Refusal, encode, hub_names
 
 _REPORT_S = 0.2
@@ -87,6 +88,10 @@ def main() -> None:
 
 def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str, str]:
     """Complete the snapshots; Refusal: one of them cannot be fetched, or cannot run."""
+    names = hub_names(model)
+    checker = Checker(model)
+    if not all(snapshots_folder(name).is_dir() for name in names.values()):
+        checker.start()  # its libraries are loaded while this process loads those of the hub
     from huggingface_hub import logging
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
@@ -97,31 +102,18 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
     reporter.has_bar &= not are_progress_bars_disabled()
     disable_progress_bars()  # the library's own, which count links
     bound_waits()
-
-    def check(directory: Path) -> None:
-        check_config(str(directory), model)
-
     snapshots = {}
-    for setting, name in hub_names(model).items():
+    for setting, name in names.items():
         is_main = setting == "model"
         needs_tokenizer = is_main and has_api and model.tokenizer is None
-        request = Request(name, model.revision if is_main else None, needs_tokenizer, check)
+        revision = model.revision if is_main else None
+        request = Request(name, revision, needs_tokenizer, checker.check)
         snapshots[setting] = Snapshot(request, reporter.report)
     for snapshot in snapshots.values():
         snapshot.prepare()
     for snapshot in snapshots.values():
         snapshot.fetch()
     return {setting: str(snapshot.directory) for setting, snapshot in snapshots.items()}
-
-
-def check_config(directory: str, model: ModelConfig) -> None:
-    """Check what the loader can check without weights; ValueError: the model cannot run."""
-    from worker_proc.startup.lean_import import lean_imports
-
-    with lean_imports():
-        from worker_proc.cuda.device import resolve_device
-        from worker_proc.loading.loader import inspect_config
-    inspect_config(directory, model.dtype, resolve_device(model.device))
 
 
 if __name__ == "__main__":

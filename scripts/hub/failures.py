@@ -9,13 +9,14 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
 from scripts.hub.messages import Refusal
 
-NOT_FOUND = 404
+UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -44,18 +45,10 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
         return Refusal(f"model {name} has no revision {revision or 'main'} at {hub}")
     if isinstance(error, GatedRepoError):
         return Refusal(f"model {name} is gated: {_how_to_enter(name)}")
-    if isinstance(error, RepositoryNotFoundError):
-        if error.response.status_code == NOT_FOUND:
-            text = f"model {name} is neither a local directory nor a model at {hub}"
-        else:
-            text = (
-                f"model {name} does not exist at {hub}, or is private or gated: check the name, or "
-                f"{_how_to_enter(name)}"
-            )
-        return Refusal(text, is_absent=True)
-    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-        status = error.response.status_code
-        return Refusal(f"model {name}: {hub} denies access ({status}): {_how_to_enter(name)}")
+    if isinstance(error, RemoteEntryNotFoundError):
+        return Refusal(f"model {name} cannot be fetched: {hub} lists a file that it does not have")
+    if isinstance(error, HfHubHTTPError):
+        return _why_refused(name, revision, error)
     if isinstance(error, OfflineModeIsEnabled):
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         text = (
@@ -73,13 +66,34 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
         reason = os.strerror(error.errno) if error.errno else _one_line(error)
         where = error.filename or constants.HF_HUB_CACHE
         return Refusal(f"model {name} cannot be fetched: {where}: {reason}")
-    if not (isinstance(error, HfHubHTTPError) or is_transient(error)):
+    if not is_transient(error):
         return Refusal(f"model {name} cannot be fetched: {why_unreachable(error)}")
-    return Refusal(
-        f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and "
-        f"{why_unreachable(error)}; what has come is kept for the next start",
-        is_absent=True,
+    return _incomplete(name, why_unreachable(error))
+
+
+def _why_refused(name: str, revision: str | None, error: HfHubHTTPError) -> Refusal:
+    hub, status = constants.ENDPOINT, error.response.status_code
+    if status == UNAUTHORIZED:  # also for names that do not exist
+        text = (
+            f"model {name} does not exist at {hub}, or is private or gated: check the name, or "
+            f"{_how_to_enter(name)}"
+        )
+        return Refusal(text, is_absent=True)
+    if status == FORBIDDEN:
+        return Refusal(f"model {name}: {hub} denies access: {_how_to_enter(name)}")
+    if status == NOT_FOUND:
+        is_revision = revision and not isinstance(error, RepositoryNotFoundError)
+        what = f"model {name}" + (f" or its revision {revision}" if is_revision else "")
+        return Refusal(f"{what} does not exist at {hub}, nor as a local directory", is_absent=True)
+    return _incomplete(name, f"{hub} answers {status}")
+
+
+def _incomplete(name: str, reason: str) -> Refusal:
+    text = (
+        f"model {name} is not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; "
+        "start again to continue"
     )
+    return Refusal(text, is_absent=True)
 
 
 def why_unreachable(error: Exception) -> str:

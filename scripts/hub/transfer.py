@@ -23,6 +23,7 @@ from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from scripts.hub.failures import DISK_FULL, CutShort, is_transient
+from scripts.hub.folders import model_folder, snapshots_folder
 from scripts.hub.messages import Refusal
 
 _MAX_FILES_AT_ONCE = 8
@@ -75,8 +76,7 @@ class Transfer:
         self._name = name
         self._commit = commit
         self._report = report
-        folder = f"models--{name.replace('/', '--')}"
-        self._folder = Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder
+        self._folder = model_folder(name)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._done = self._total = 0
@@ -84,7 +84,7 @@ class Transfer:
     @property
     def directory(self) -> Path:
         """The snapshot, whose files are links to blobs."""
-        return self._folder / "snapshots" / self._commit
+        return snapshots_folder(self._name) / self._commit
 
     def run(self, paths: Sequence[str]) -> None:
         """Fetch the files that are not in the cache; huggingface_hub makes the links.
@@ -131,7 +131,7 @@ class Transfer:
 
     def _describe(self, path: str) -> RemoteFile:
         url = hf_hub_url(self._name, path, revision=self._commit)
-        found = self._persist(lambda: get_hf_file_metadata(url), lambda: 0)
+        found = self._persist(lambda: get_hf_file_metadata(url))
         if found.etag is None or found.size is None or not _FILE_NAME.fullmatch(found.etag):
             raise Refusal(
                 f"model {self._name} cannot be fetched: {constants.ENDPOINT} sends no size or no "
@@ -164,7 +164,7 @@ class Transfer:
             os.replace(file.partial, file.blob)
 
     def _complete(self, file: RemoteFile, partial: BinaryIO) -> None:
-        self._persist(lambda: self._append(file, partial), lambda: partial.tell())
+        self._persist(lambda: self._append(file, partial), partial)
 
     def _open(self, file: RemoteFile) -> BinaryIO | None:
         """Open the partial file and lock it; None: another process has completed it."""
@@ -175,8 +175,11 @@ class Transfer:
                 fcntl.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if partial.tell() > file.size:
                     _empty(partial)
-                if os.fstat(partial.fileno()).st_ino == file.partial.stat().st_ino:
+                is_here = os.fstat(partial.fileno()).st_ino == file.partial.stat().st_ino
+                if is_here and not file.blob.exists():
                     return partial
+                if is_here:  # completed since the loop's check
+                    file.partial.unlink()
             except (BlockingIOError, FileNotFoundError):
                 pass  # another process writes it, or has just completed it
             except BaseException:
@@ -221,17 +224,17 @@ class Transfer:
         if partial.tell() != file.size:
             raise CutShort(f"{file.path} ended after {partial.tell()} of {file.size} bytes")
 
-    def _persist(self, act: Callable[[], R], position: Callable[[], int]) -> R:
-        """Repeat what has failed for a reason that may pass, while it gets further."""
-        num_failures, reached = 0, position()
+    def _persist(self, act: Callable[[], R], file: BinaryIO | None = None) -> R:
+        """Repeat what has failed for a reason that may pass, while `file` grows."""
+        num_failures, size = 0, 0 if file is None else file.tell()
         while True:
             try:
                 return act()
             except Exception as error:
                 if not is_transient(error):
                     raise
-                num_failures = 1 if position() > reached else num_failures + 1
-                reached = position()
+                size_before, size = size, 0 if file is None else file.tell()
+                num_failures = 1 if size > size_before else num_failures + 1
                 if num_failures > _MAX_FAILURES:
                     raise
             if self._stopped.wait(_PAUSE_S):

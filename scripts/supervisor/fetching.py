@@ -19,8 +19,8 @@ _MAX_DEATHS = 3
 _LOG_S = 5.0
 _READ_BYTES = 65_536
 _REAP_TIMEOUT_S = 1.0
-_ANNOUNCED_BYTES = 1_000_000
-"""From this size on, a fetch is logged when it begins."""
+_LOGGED_BYTES = 1_000_000
+"""Smaller fetches are not logged, such as that of a configuration."""
 
 
 class Interrupted(Exception):
@@ -130,12 +130,12 @@ class ModelFetch:
 
     def _on_bytes(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
-        is_new = name not in self._announced and total >= _ANNOUNCED_BYTES
-        if self._has_bars or (now - self._shown_at < _LOG_S and not is_new):
+        is_new = name not in self._announced
+        is_due = is_new or now - self._shown_at >= _LOG_S
+        if self._has_bars or not is_due or total < _LOGGED_BYTES:
             return
         self._shown_at = now
-        if is_new:
-            self._announced.add(name)
+        self._announced.add(name)
         text = f"{name}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / total:.0%})"
         self._console.note(logging.INFO, text)
 

@@ -138,7 +138,7 @@ def test_a_connection_that_never_gets_further_is_given_up_and_the_next_start_goe
     hub: Hub,
 ) -> None:
     hub.cuts["model.safetensors"] = [CUT_AT] * 10
-    assert "kept for the next start" in str(refusal())
+    assert "start again to continue" in str(refusal())
     hub.cuts.clear()
     hub.requests.clear()
     assert (fetch().directory / "model.safetensors").read_bytes() == WEIGHTS
@@ -231,7 +231,7 @@ def test_a_repository_without_what_the_engine_reads_is_refused(
 
 def test_wrong_names_and_models_without_access(hub: Hub, tmp_path: Path) -> None:
     wrong = refusal(name="tiny/wrong")
-    assert str(wrong) == f"model tiny/wrong is neither a local directory nor a model at {hub.url}"
+    assert str(wrong) == f"model tiny/wrong does not exist at {hub.url}, nor as a local directory"
     assert wrong.is_absent
     text = f"model {NAME} has no revision nothing at {hub.url}"
     assert str(refusal(revision="nothing")) == text
@@ -246,6 +246,22 @@ def test_wrong_names_and_models_without_access(hub: Hub, tmp_path: Path) -> None
     assert not partial_files(constants.HF_HUB_CACHE)
     (tmp_path / "token").write_text(Hub.token)
     assert "model.safetensors" in fetch().files
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (404, "does not exist at"),
+        (403, "denies access: ask for access at"),
+        (401, "or is private or gated: check the name, or ask for access at"),
+        (500, "answers 500; start again"),
+    ],
+)
+def test_a_hub_that_sends_only_a_status(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, status: int, sentence: str
+) -> None:
+    monkeypatch.setattr(Hub, "status", status)
+    assert sentence in str(refusal())
 
 
 def test_a_disk_without_enough_space_is_noticed_before_the_download(

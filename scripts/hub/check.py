@@ -1,0 +1,72 @@
+"""Checks configurations in a process of its own: `python -m scripts.hub.check DTYPE DEVICE`.
+
+It loads the model's libraries while the hub is asked. It reads directories, one a line, and answers
+each with a line: why a model with this configuration cannot run, as JSON, or null.
+"""
+
+import json
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from protocol.config import ModelConfig
+from protocol.process.prctl import die_with_parent
+
+_TIMEOUT_S = 60.0
+
+
+class Checker:
+    """The other end of that process."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._command = [sys.executable, "-P", "-m", "scripts.hub.check", model.dtype, model.device]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process, unless it runs; it ends with this one."""
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe)
+        return self._process
+
+    def check(self, directory: Path) -> None:
+        """Raise ValueError if a model with the configuration in `directory` cannot run.
+
+        A process that gives no answer refuses nothing: the worker checks again.
+        """
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(f"{directory}\n".encode())
+            process.stdin.flush()
+        except BrokenPipeError:
+            return
+        ready, _, _ = select.select([process.stdout], [], [], _TIMEOUT_S)
+        answer = process.stdout.readline() if ready else b""
+        reason = json.loads(answer or b"null")
+        if reason is not None:
+            raise ValueError(reason)
+
+
+def main() -> None:
+    """Answer until the end of the input."""
+    die_with_parent()
+    from worker_proc.startup.lean_import import lean_imports
+
+    with lean_imports():
+        from worker_proc.cuda.device import resolve_device
+        from worker_proc.loading.loader import inspect_config
+    dtype, device = sys.argv[1:]
+    for line in sys.stdin:
+        reason = None
+        try:
+            inspect_config(line.rstrip("\n"), dtype, resolve_device(device))
+        except ValueError as error:
+            reason = str(error)
+        print(json.dumps(reason), flush=True)
+
+
+if __name__ == "__main__":
+    main()
