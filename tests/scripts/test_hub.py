@@ -1,5 +1,6 @@
 """Fetching models of a hub: what is fetched, resumed, refused, and read from the cache."""
 
+import contextlib
 import fcntl
 import json
 import shutil
@@ -13,7 +14,9 @@ import pytest
 from huggingface_hub import close_session, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
+from protocol.config import ModelConfig
 from scripts.hub import transfer
+from scripts.hub.check import Checker
 from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
 from scripts.hub.snapshot import Request, Snapshot
 from scripts.hub.waits import bound_waits
@@ -114,17 +117,22 @@ def test_only_the_files_that_are_needed_are_fetched_and_only_once(hub: Hub, sour
     assert not partial_files(constants.HF_HUB_CACHE)
 
 
-def test_the_shards_of_an_index_are_fetched(hub: Hub, source: Path) -> None:
+def test_the_shards_of_an_index_are_fetched(
+    hub: Hub, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (source / "model.safetensors").unlink()
     shards = ("a-1.safetensors", "a-2.safetensors")
     for shard in (*shards, "consolidated.safetensors"):
         (source / shard).write_bytes(WEIGHTS)
     index = {"weight_map": {"x": shards[0], "y": shards[1], "z": shards[0]}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert {name for name in fetch().files if "safetensors" in name} == {
-        *shards,
-        "model.safetensors.index.json",
-    }
+    fetched = fetch()
+    weights = {name for name in fetched.files if "safetensors" in name}
+    assert weights == {*shards, "model.safetensors.index.json"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch().directory == fetched.directory
+    (fetched.directory / shards[0]).unlink()
+    assert "is not complete" in str(refusal())
 
 
 def test_a_connection_that_ends_early_is_resumed_where_it_ended(hub: Hub) -> None:
@@ -204,6 +212,19 @@ def test_a_configuration_is_checked_before_weights_are_fetched(hub: Hub) -> None
     assert str(refusal(check=check)) == f"model {NAME} cannot run: its layers are strange"
     assert checked == [{"config.json", "generation_config.json"}]
     assert not hub.fetched("model.safetensors")
+
+
+def test_a_checking_process_that_dies_refuses_nothing(tmp_path: Path) -> None:
+    checker = Checker(ModelConfig())
+    process = checker.start()
+    assert checker.start() is process
+    process.kill()
+    process.wait(20)
+    checker.check(tmp_path)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # it flushes
+            pipe.close()
 
 
 @pytest.mark.parametrize(
