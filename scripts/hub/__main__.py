@@ -15,7 +15,15 @@ from protocol.process.child_runtime import watch_parent
 from protocol.process.prctl import die_with_parent
 from scripts.hub.check import Checker
 from scripts.hub.folders import snapshots_folder
-from scripts.hub.messages import Fetched, Fetching, Line, Refusal, encode, hub_names
+from scripts.hub.messages import (
+    SHOWN_BYTES,
+    Fetched,
+    Fetching,
+    Line,
+    Refusal,
+    encode,
+    hub_names,
+)
 
 _REPORT_S = 0.2
 
@@ -42,7 +50,7 @@ class Reporter:
             os.write(self._fd, encode(line))
 
     def _draw(self, line: Fetching) -> None:
-        if not self.has_bar:
+        if not self.has_bar or line.total < SHOWN_BYTES:
             return
         from tqdm.auto import tqdm
 

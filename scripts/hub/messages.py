@@ -7,6 +7,8 @@ import msgspec
 from protocol.config import ModelConfig
 from protocol.message import MAX_TEXT
 
+SHOWN_BYTES = 1_000_000
+"""Smaller fetches are neither drawn nor logged, such as that of a configuration."""
 SETTINGS = ("model", "speculative_model")
 """Settings that may name a model of the hub."""
 

@@ -11,7 +11,17 @@ import msgspec
 from protocol.config import ConfigError, EngineConfig
 from protocol.process.child_handle import Child
 from protocol.process.launch import fetching_file
-from scripts.hub.messages import Fetched, Fetching, Found, Line, Note, Refused, decode, hub_names
+from scripts.hub.messages import (
+    SHOWN_BYTES,
+    Fetched,
+    Fetching,
+    Found,
+    Line,
+    Note,
+    Refused,
+    decode,
+    hub_names,
+)
 from scripts.supervisor.console import Console, PhaseClock, render_row
 from scripts.supervisor.model_names import local_hint, with_directories
 
@@ -19,8 +29,6 @@ _MAX_DEATHS = 3
 _LOG_S = 5.0
 _READ_BYTES = 65_536
 _REAP_TIMEOUT_S = 1.0
-_LOGGED_BYTES = 1_000_000
-"""Smaller fetches are not logged, such as that of a configuration."""
 
 
 class Interrupted(Exception):
@@ -132,7 +140,7 @@ class ModelFetch:
         now = time.monotonic()
         is_new = name not in self._announced
         is_due = is_new or now - self._shown_at >= _LOG_S
-        if self._has_bars or not is_due or total < _LOGGED_BYTES:
+        if self._has_bars or not is_due or total < SHOWN_BYTES:
             return
         self._shown_at = now
         self._announced.add(name)
