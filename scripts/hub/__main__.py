@@ -119,6 +119,7 @@ def fetch(model: ModelConfig, reporter: Reporter, *, has_api: bool) -> dict[str,
         snapshots[setting] = Snapshot(request, reporter.report)
     for snapshot in snapshots.values():
         snapshot.prepare()
+    checker.stop()
     for snapshot in snapshots.values():
         snapshot.fetch()
     return {setting: str(snapshot.directory) for setting, snapshot in snapshots.items()}

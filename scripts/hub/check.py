@@ -4,6 +4,7 @@ It loads the model's libraries while the hub is asked. It reads directories, one
 each with a line: why a model with this configuration cannot run, as JSON, or null.
 """
 
+import contextlib
 import json
 import select
 import subprocess
@@ -48,6 +49,17 @@ class Checker:
         reason = json.loads(answer or b"null")
         if reason is not None:
             raise ValueError(reason)
+
+    def stop(self) -> None:
+        """End the process, which holds the memory of its libraries."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):  # what was written and not read
+                    pipe.close()
+            self._process = None
 
 
 def main() -> None:

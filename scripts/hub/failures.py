@@ -8,6 +8,7 @@ from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
@@ -66,6 +67,9 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
         reason = os.strerror(error.errno) if error.errno else _one_line(error)
         where = error.filename or constants.HF_HUB_CACHE
         return Refusal(f"model {name} cannot be fetched: {where}: {reason}")
+    if isinstance(error, HFValidationError):
+        text = f"model {name} is not a local directory, and no model of a hub has such a name"
+        return Refusal(text, is_absent=True)
     if not is_transient(error):
         return Refusal(f"model {name} cannot be fetched: {why_unreachable(error)}")
     return _incomplete(name, why_unreachable(error))
