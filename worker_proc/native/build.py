@@ -1,10 +1,14 @@
-"""Compiles the native kernels once per machine, into the user's cache.
+"""Compiles the native kernels, and finds those that this CPU can use.
 
-`python -m worker_proc.native.build` compiles them now. A worker without them starts the same
-command in parallel, and uses the kernels if they exist when its model is loaded: it never waits for
-a compiler, and needs none.
+`python -m worker_proc.native.build` compiles them for this CPU, once per machine, into the user's
+cache. A worker without them starts the same command in parallel, and uses the kernels if they exist
+when its model is loaded: it never waits for a compiler, and needs none.
+
+`python -m worker_proc.native.build --all-targets DIRECTORY` compiles them for every target, for a
+wheel that needs no compiler (scripts/wheel). What a wheel brought comes before what is compiled.
 """
 
+import argparse
 import hashlib
 import os
 import platform
@@ -13,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCES = ("attention.cpp", "decoder.cpp", "linear.cpp", "pointwise.cpp", "sampling.cpp")
 HEADERS = (
@@ -20,18 +25,78 @@ HEADERS = (
     *("pointwise.h", "products.h", "team.h", "vec.h", "weights.h"),
 )
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno"),
+    *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-shared", "-fPIC"),
 )
-COMPILE_TIMEOUT_S = 300.0
+NATIVE = ("-march=native",)
+# PyTorch brings OpenMP's library; a machine without a compiler may have an older one of C++.
+PORTABLE = ("-static-libstdc++", "-static-libgcc")
+COMPILE_TIMEOUT_S = 600.0
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Where a wheel has the libraries of all targets."""
+
+
+class Target(NamedTuple):
+    """A set of instructions that a library is compiled for."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+    """What /proc/cpuinfo names of them."""
+
+
+_X86_64_V3 = frozenset(
+    (
+        *("cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"),
+        *("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"),
+    )
+)
+_X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AVX512_BF16 = _X86_64_V4 | {"avx512_bf16"}
+TARGETS = (
+    Target(
+        "amx_bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        _AVX512_BF16 | {"amx_tile", "amx_bf16"},
+    ),
+    Target("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512_BF16),
+    Target("x86-64-v4", ("-march=x86-64-v4",), _X86_64_V4),
+    Target("x86-64-v3", ("-march=x86-64-v3",), _X86_64_V3),
+)
+"""The targets of a wheel, the fastest first. Each uses instructions for which the kernels have code
+of their own."""
+
+
+def best_target(description: str) -> Target | None:
+    """Return the fastest target that a CPU supports, given its `cpu_description`."""
+    found = set(description.partition(":")[2].split())
+    return next((target for target in TARGETS if target.needs <= found), None)
+
+
+def prebuilt_path() -> Path | None:
+    """Return the best library for this CPU that came with the package, if one did."""
+    if not PREBUILT.is_dir():
+        return None
+    target = best_target(cpu_description())
+    path = None if target is None else PREBUILT / _file_name(target)
+    return path if path is not None and path.is_file() else None
 
 
 def library_path() -> Path:
-    """Return the path of the library for these sources, flags and this CPU."""
+    """Return the path of the library that is compiled here, for this CPU."""
+    name = _digest((*FLAGS, *NATIVE), cpu_description())
+    return cache_directory() / f"native-{name}.so"
+
+
+def _file_name(target: Target) -> str:
+    """Return the name of a target's library, which changes with the sources."""
+    return f"{target.name}-{_digest((*FLAGS, *PORTABLE, *target.flags))}.so"
+
+
+def _digest(flags: tuple[str, ...], cpu: str = "") -> str:
     parts = [(Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    parts += [" ".join(FLAGS).encode(), cpu_description().encode()]
-    digest = hashlib.blake2b(b"".join(parts), digest_size=10)
-    return cache_directory() / f"native-{digest.hexdigest()}.so"
+    parts += [" ".join(flags).encode(), cpu.encode()]
+    return hashlib.blake2b(b"".join(parts), digest_size=10).hexdigest()
 
 
 def cache_directory() -> Path:
@@ -49,9 +114,9 @@ def cpu_description() -> str:
 
 
 def start_building() -> subprocess.Popen[bytes] | None:
-    """Start compiling in a new process, unless the library exists or there is no compiler."""
+    """Start compiling in a new process, unless a library exists or there is no compiler."""
     try:
-        if library_path().exists() or compiler() is None:
+        if prebuilt_path() is not None or library_path().exists() or compiler() is None:
             return None
     except (OSError, RuntimeError):  # no home directory, or no permission
         return None
@@ -65,21 +130,43 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Compile the library unless it exists, and return its path; a RuntimeError has the reason."""
+    """Compile the library for this CPU unless one exists; a RuntimeError has the reason."""
+    prebuilt = prebuilt_path()
+    if prebuilt is not None:
+        return prebuilt
     target = library_path()
-    if target.exists():
-        return target
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _compile(NATIVE, target)
+    return target
+
+
+def build_all_targets(directory: Path) -> list[Path]:
+    """Compile a library for each target into a directory; a RuntimeError has the reason."""
+    if platform.machine() != "x86_64":
+        raise RuntimeError(f"there are targets for x86_64 only, and this is {platform.machine()}")
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for target in TARGETS:
+        path = directory / _file_name(target)
+        if not path.exists():
+            _compile((*PORTABLE, *target.flags), path)
+        paths.append(path)
+    return paths
+
+
+def _compile(flags: tuple[str, ...], path: Path) -> None:
+    """Compile a library; a RuntimeError has the reason."""
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     sources = [str(Path(__file__).parent / name) for name in SOURCES]
     # Renamed when complete, so that no process loads an incomplete library.
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / path.name
         try:
             done = subprocess.run(
-                [command, *FLAGS, *sources, "-o", str(made)],
+                [command, *FLAGS, *flags, *sources, "-o", str(made)],
                 capture_output=True,
                 text=True,
                 timeout=COMPILE_TIMEOUT_S,
@@ -90,9 +177,27 @@ def build() -> Path:
             raise RuntimeError(message) from None
         if done.returncode != 0:
             raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
-        made.replace(target)
-    return target
+        made.replace(path)
+
+
+def main() -> None:
+    """Compile for this CPU, or for every target, and print the paths."""
+    parser = argparse.ArgumentParser(
+        prog="python -m worker_proc.native.build", description="Compiles the native kernels."
+    )
+    parser.add_argument(
+        "--all-targets",
+        metavar="DIRECTORY",
+        type=Path,
+        help="compile for every target of a wheel, into a directory",
+    )
+    directory = parser.parse_args().all_targets
+    try:
+        paths = [build()] if directory is None else build_all_targets(directory)
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"the kernels are not compiled: {error}")
+    print(*paths, sep="\n")
 
 
 if __name__ == "__main__":
-    print(build())
+    main()

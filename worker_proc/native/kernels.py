@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from worker_proc.native.build import library_path
+from worker_proc.native.build import library_path, prebuilt_path
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -85,6 +85,7 @@ class Kind(enum.IntEnum):
     GATHER = 6
     EXPERTS = 7
     COMBINE = 8
+    GATE = 9
 
 
 class Rotation(enum.IntEnum):
@@ -101,6 +102,7 @@ class Epilogue(enum.IntEnum):
     STORE = 0
     ADD_TO = 1
     ACTIVATE = 2
+    SPLIT = 3
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -429,7 +431,13 @@ def row_stride(width: int, itemsize: int) -> int:
 
 
 def load_library() -> NativeLibrary | None:
-    """Return the kernels, if this user has compiled them for this machine."""
+    """Return the kernels that came with the package, or that this user has compiled here."""
+    prebuilt = prebuilt_path()
+    if prebuilt is not None:
+        try:
+            return NativeLibrary(prebuilt)
+        except (OSError, AttributeError) as error:
+            _log.warning("%s cannot be loaded: %s", prebuilt, error)
     try:
         path = library_path()
         if path.stat().st_uid != os.getuid():

@@ -22,18 +22,17 @@ struct UnitRows {
   int64_t stride;  // in units
 };
 
+#ifdef __AVX512F__
+
+constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
+constexpr bool kHasManyRegisters = true;
+
 template <typename T>
 inline Vec add_product(Vec sum, Unit unit, VecBits weights);
 
 template <>
 inline Vec add_product<float>(Vec sum, Unit unit, VecBits weights) {
-  float x;
-  std::memcpy(&x, &unit, 4);
-#ifdef __AVX512F__
-  return (Vec)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)weights, (__m512)sum);
-#else
-  return sum + x * (Vec)weights;
-#endif
+  return (Vec)_mm512_fmadd_ps(_mm512_set1_ps(float_of(unit)), (__m512)weights, (__m512)sum);
 }
 
 template <>
@@ -82,10 +81,59 @@ template <typename T, int R, int P, class W>
   }
 }
 
-#ifdef __AVX512F__
-constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
 #else
+
 constexpr int kMostRows = 3;
+constexpr bool kHasManyRegisters = false;
+
+// A part of a vector, which fits into a register: the compiler keeps larger ones in memory.
+#ifdef __AVX2__
+constexpr int kPartLanes = 8;
+#else
+constexpr int kPartLanes = 4;
+#endif
+typedef float Part __attribute__((vector_size(4 * kPartLanes), aligned(4)));
+typedef uint32_t PartBits __attribute__((vector_size(4 * kPartLanes), aligned(4), may_alias));
+
+template <typename T>
+inline Part add_product(Part sum, Unit unit, PartBits weights) {
+  if constexpr (std::is_same<T, float>::value) return sum + float_of(unit) * (Part)weights;
+  sum = sum + float_of(unit << 16) * (Part)(weights << 16);
+  return sum + float_of(unit & 0xffff0000u) * (Part)(weights & 0xffff0000u);
+}
+
+// The sums of R rows and the panels of some pairs.
+template <typename T, int R, int P, class W>
+[[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
+                                                Vec (&sums)[R][P]) {
+  constexpr int kParts = kLanes / kPartLanes;
+  alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
+  Part parts[R][P * kParts];
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int i = 0; i < P * kParts; i++) parts[r][i] = Part{};
+  for (int64_t first = 0; first < w.num_units; first += kUnitStep) {
+    const Unit* tiles[P];
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++)
+      tiles[p] = w.tile(pair + p / 2, p % 2, first, space[W::kAreCodes ? p : 0]);
+#pragma GCC unroll 1
+    for (int64_t unit = 0; unit < kUnitStep; unit++)
+#pragma GCC unroll 32
+      for (int i = 0; i < P * kParts; i++) {
+        const Unit* at = tiles[i / kParts] + unit * kLanes + i % kParts * kPartLanes;
+        const PartBits weights = *reinterpret_cast<const PartBits*>(at);
+#pragma GCC unroll 32
+        for (int r = 0; r < R; r++) {
+          const Unit x = rows.data[r * rows.stride + first + unit];
+          parts[r][i] = add_product<T>(parts[r][i], x, weights);
+        }
+      }
+  }
+  std::memcpy(&sums, parts, sizeof sums);
+}
+
 #endif
 
 // Saves the sums of R rows and some pairs, row by row.
@@ -107,10 +155,9 @@ Saver<W> saver_for(int num_rows, int num_pairs) {
   switch (num_pairs * 16 + num_rows) {
 #define TROIKA_CASE(pairs, rows) \
   case pairs * 16 + rows: return save_products<T, rows, pairs>;
-    TROIKA_CASE(4, 1) TROIKA_CASE(4, 2)
-    TROIKA_CASE(2, 1) TROIKA_CASE(2, 2) TROIKA_CASE(2, 3)
-    TROIKA_CASE(1, 1) TROIKA_CASE(1, 2) TROIKA_CASE(1, 3)
+    TROIKA_CASE(1, 1) TROIKA_CASE(1, 2) TROIKA_CASE(1, 3) TROIKA_CASE(2, 1)
 #ifdef __AVX512F__
+    TROIKA_CASE(4, 1) TROIKA_CASE(4, 2) TROIKA_CASE(2, 2) TROIKA_CASE(2, 3)
     TROIKA_CASE(1, 4) TROIKA_CASE(1, 5) TROIKA_CASE(1, 6) TROIKA_CASE(1, 7) TROIKA_CASE(1, 8)
     TROIKA_CASE(1, 9) TROIKA_CASE(1, 10) TROIKA_CASE(1, 11) TROIKA_CASE(1, 12)
 #endif
@@ -137,9 +184,9 @@ void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_
   const int64_t num_rows = last_row - row;
   if (num_rows == 0) return;
   const int few = static_cast<int>(num_rows);
-  if (num_rows <= 2)
+  if (kHasManyRegisters && num_rows <= 2)
     for (; pair + 4 <= last_pair; pair += 4) multiply_rows<T>(w, rows, row, few, pair, 4, out);
-  if (num_rows <= 3)
+  if (num_rows <= (kHasManyRegisters ? 3 : 1))
     for (; pair + 2 <= last_pair; pair += 2) multiply_rows<T>(w, rows, row, few, pair, 2, out);
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   for (; pair < last_pair; pair++)

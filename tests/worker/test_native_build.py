@@ -1,0 +1,199 @@
+"""Which compiled kernels a worker uses: of a wheel's targets, or compiled on this machine."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.test_bitwise import compare, engine_config
+from worker_proc import model_runner
+from worker_proc.loading.proofs import find_proofs
+from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.native import build as module
+from worker_proc.native import kernels
+from worker_proc.native.build import (
+    TARGETS,
+    Target,
+    best_target,
+    build,
+    build_all_targets,
+    compiler,
+    cpu_description,
+    library_path,
+    prebuilt_path,
+    start_building,
+)
+from worker_proc.native.kernels import NativeLibrary, load_library
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+CONFIGS = {architecture.name: architecture.config for architecture in ARCHITECTURES}
+V3 = (
+    "fpu sse sse2 pni ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm bmi1"
+    " avx2 bmi2"
+)
+V4 = f"{V3} avx512f avx512dq avx512cd avx512bw avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{V4} avx512_bf16 amx_bf16 amx_tile amx_int8 avx512_fp16", "amx_bf16"),
+        (f"{V4} avx512_bf16 amx_tile amx_int8", "avx512_bf16"),  # AMX without its bfloat16
+        (f"{V4} avx512_bf16", "avx512_bf16"),
+        (f"{V4} avx512_vnni", "x86-64-v4"),
+        (f"{V3} avx512f avx512cd avx512_bf16 amx_bf16 amx_tile", "x86-64-v3"),  # of AVX-512 a part
+        (V3, "x86-64-v3"),
+        (V3.replace(" fma", ""), None),
+        ("fpu sse sse2 cx16 popcnt", None),
+        ("", None),
+    ],
+)
+def test_the_fastest_target_of_which_the_cpu_has_every_instruction(
+    flags: str, expected: str | None
+) -> None:
+    target = best_target(f"flags\t\t: {flags}")
+    assert (target and target.name) == expected
+
+
+def test_another_architecture_has_no_target() -> None:
+    assert best_target("Features\t: fp asimd evtstrm aes sha2 bf16 i8mm") is None
+    assert best_target("") is None
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let a compiler that only writes its arguments make the libraries; a cache that is empty."""
+    fake = tmp_path / "compiler"
+    fake.write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/log\nfor last; do :; done\necho "$*" >"$last"\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "log"
+
+
+def with_prebuilt(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make libraries of all targets, as a wheel has them."""
+    build_all_targets(directory)
+    monkeypatch.setattr(module, "PREBUILT", directory)
+
+
+def test_every_target_is_compiled_once_with_its_own_flags(
+    compilations: Path, tmp_path: Path
+) -> None:
+    paths = build_all_targets(tmp_path / "prebuilt")
+    assert len(set(paths)) == len(TARGETS)
+    for path, target, command in zip(
+        paths, TARGETS, compilations.read_text().splitlines(), strict=True
+    ):
+        assert path.name.startswith(f"{target.name}-")
+        assert set(target.flags) < set(command.split())
+        assert "-march=native" not in command
+    assert build_all_targets(tmp_path / "prebuilt") == paths
+    assert len(compilations.read_text().splitlines()) == len(TARGETS)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_a_prebuilt_library_comes_before_a_compiler(
+    target: Target, compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_prebuilt(tmp_path / "prebuilt", monkeypatch)
+    monkeypatch.setattr(module, "cpu_description", lambda: f"flags : {' '.join(target.needs)}")
+    num_compiled = len(compilations.read_text().splitlines())
+    path = prebuilt_path()
+    assert path is not None
+    assert path.name.startswith(f"{target.name}-")
+    assert start_building() is None
+    assert build() == path
+    assert len(compilations.read_text().splitlines()) == num_compiled
+
+
+def test_a_cpu_without_a_target_compiles(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_prebuilt(tmp_path / "prebuilt", monkeypatch)
+    monkeypatch.setattr(module, "cpu_description", lambda: "flags : sse2")
+    assert prebuilt_path() is None
+    assert build() == library_path()
+    assert "-march=native" in compilations.read_text().splitlines()[-1]
+
+
+def test_libraries_of_other_sources_are_not_used(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_prebuilt(tmp_path / "prebuilt", monkeypatch)
+    monkeypatch.setattr(module, "cpu_description", lambda: f"flags : {V3}")
+    assert prebuilt_path() is not None
+    monkeypatch.setattr(module, "SOURCES", module.SOURCES[1:])
+    assert prebuilt_path() is None
+
+
+@needs_compiler
+def test_a_prebuilt_library_that_cannot_be_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = build()
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(kernels, "prebuilt_path", lambda: damaged)
+    library = load_library()
+    assert library is not None
+    assert library.path == compiled
+    assert f"{damaged} cannot be loaded" in caplog.text
+
+
+@needs_compiler
+def test_proofs_of_one_library_do_not_hold_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though they may have the same bytes."""
+    compiled = NativeLibrary(build())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    prebuilt = NativeLibrary(Path(shutil.copy(compiled.path, tmp_path / "prebuilt.so")))
+    build_checkpoint(tmp_path / "model", CONFIGS["llama"]())
+    found = find_proofs(engine_config(tmp_path / "model", "float32"))
+    assert found is not None
+    found.with_kernels(compiled).put("fused", 1)
+    assert found.with_kernels(compiled).get("fused", int) == 1
+    assert found.with_kernels(prebuilt).get("fused", int) is None
+
+
+@pytest.fixture(scope="module")
+def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The libraries of all targets; compiling them takes minutes."""
+    paths = build_all_targets(tmp_path_factory.mktemp("prebuilt"))
+    return {target.name: path for target, path in zip(TARGETS, paths, strict=True)}
+
+
+def load(library: NativeLibrary, directory: Path, dtype: str) -> ModelRunner:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "load_library", lambda: library)
+        patch.setattr(model_runner, "start_building", lambda: None)
+        return load_model_runner(engine_config(directory, dtype), lambda *_: None)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+def test_every_target_is_proven_and_the_best_one_has_the_bits_of_one_compiled_here(
+    name: str,
+    dtype: str,
+    prebuilt: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build_checkpoint(tmp_path, CONFIGS[name]())
+    compiled = load(NativeLibrary(build()), tmp_path, dtype)
+    best = best_target(cpu_description())
+    assert best is not None
+    found = set(cpu_description().partition(":")[2].split())
+    for target in TARGETS:
+        if target.needs <= found:
+            runner = load(NativeLibrary(prebuilt[target.name]), tmp_path, dtype)
+            assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
+            if target is best:
+                compare([compiled, runner], monkeypatch)
