@@ -38,17 +38,18 @@ ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0
 TRIAL_SCALES = (0.1, 1.0, 30.0)
 
 
-def install(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> None:
+def install(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> Stack | None:
     """Let the native decoder compute the layers, as `find_settings` has proven; else the modules.
 
-    The attention modules are attached to a KV cache.
+    The attention modules are attached to a KV cache. Returns what computes the layers.
     """
     uninstall(prepared)
     executor, loaded = prepared.executor, prepared.loaded
     if not settings or executor is None or (layers := read_layers(executor, loaded)) is None:
-        return
+        return None
     stack = executor.stack(layers, settings, loaded.dtype)
     replace_forwards(layer_modules(prepared.loaded), stack)
+    return stack
 
 
 def uninstall(prepared: PreparedModel) -> None:

@@ -23,12 +23,14 @@ enum Kind : int32_t {
   kGather,
   kExperts,
   kCombine,
+  kGate,
 };
 
 enum Epilogue : int32_t {
   kStore,     // target = product
   kAddTo,     // target += factor * product
   kActivate,  // a pair of panels is gates and factors: target = f(gate) * up
+  kSplit,     // a pair of panels is gates and factors: the factors are stored from a column on
 };
 
 enum Rotation : int32_t {
@@ -96,6 +98,7 @@ class Executor {
       case kGather: return gather(i);
       case kExperts: return compute_experts(i);
       case kCombine: return combine(i);
+      case kGate: return gate(i);
     }
   }
 
@@ -165,12 +168,23 @@ class Executor {
           const Vec opened = activation_of(biased(pair, 0, gate), i.activation);
           save(round(opened) * biased(pair, 1, up), row(i.target, r) + pair * kLanes, kLanes);
         });
+      case kSplit:
+        return multiply_by(i, [&](int64_t r, int64_t pair, Vec gate, Vec up) {
+          T* out = row(i.target, r) + pair * kLanes;
+          save(biased(pair, 0, gate), out, kLanes);
+          save(biased(pair, 1, up), out + i.column, kLanes);
+        });
     }
   }
 
   static void accumulate(T* out, Vec value, float factor) {
-    if (factor != 1.0f) value = round(value * factor);
+    if (factor != 1.0f) return accumulate_scaled(out, value, factor);
     save(load(out) + value, out, kLanes);
+  }
+
+  // Not inlined: each place could round the product before the sum or not, as the compiler chooses.
+  [[gnu::noinline]] static void accumulate_scaled(T* out, Vec value, float factor) {
+    save(load(out) + round(value * factor), out, kLanes);
   }
 
   // Queries and keys in place: optional norms of each head, and their rotation by position.
@@ -242,6 +256,15 @@ class Executor {
     for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
       for (int d = 0; d < i.size; d += kLanes)
         accumulate(row(i.target, r) + d, load(row(i.source, r) + d), i.factor);
+  }
+
+  // target = f(gate) * up, as kActivate computes it, of what kSplit has stored in source
+  void gate(const Instruction& i) {
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      for (int d = 0; d < i.size; d += kLanes) {
+        const Vec opened = activation_of(load(row(i.source, r) + d), i.activation);
+        save(round(opened) * load(row(i.source, r) + i.column + d), row(i.target, r) + d, kLanes);
+      }
   }
 
   // choices = the experts of each row, by the logits in source

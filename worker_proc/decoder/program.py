@@ -1,0 +1,301 @@
+"""Writes the program of a decoder: the instructions of its layers, and where they can be cut.
+
+A projection with a hook behind it is not fused with what follows: its outputs are stored, and
+another instruction adds or activates them. The values are rounded at the same places, so that a
+hook that changes nothing changes no bit.
+"""
+
+import ctypes
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.native import NativeBackend
+from worker_proc.decoder.hooks import Columns, Cut, HookPoint, Projection, When
+from worker_proc.decoder.layers import DecoderLayer, LayerSettings
+from worker_proc.loading.experts import ExpertBuffers, FusedExperts
+from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
+from worker_proc.native.kernels import (
+    PANEL_OUTPUTS,
+    Epilogue,
+    Instruction,
+    Kind,
+    PackedWeight,
+    ProgramArgs,
+    projection,
+)
+
+HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
+"""SPLIT has gates and factors side by side, where a hook is to find them."""
+LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
+"""Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
+GATES = (Projection.GATE, Projection.UP)
+_NOWHERE = Columns(HIDDEN, 0, 0)
+"""Of outputs that are fused with what follows, and no hook asks for."""
+
+
+class Segment(NamedTuple):
+    """Instructions that one native call executes, and the hooks that are called after it."""
+
+    args: ProgramArgs
+    cuts: list[Cut]
+
+
+class Program:
+    """The instructions for one pool, with all that they point to."""
+
+    def __init__(
+        self,
+        key: tuple[int, ...],
+        paged: list[PagedLayer],
+        first_layers: list[int],
+        writer: "ProgramWriter",
+        is_bf16: bool,
+    ) -> None:
+        self.key = key
+        self.first_layers = first_layers
+        """For each kind of angles, the first layer that has it."""
+        self._paged = paged  # alive, so that the key stays unique
+        self._array = (Instruction * len(writer.instructions))(*writer.instructions)
+        self._is_bf16 = is_bf16
+        self._boundaries = [*writer.boundaries, len(writer.instructions)]
+        self._cuts = writer.cuts
+        self._segments: dict[range, list[Segment]] = {}
+
+    def segments(self, layers: range) -> list[Segment]:
+        """Return the calls for some consecutive layers; one, if they have no hooks."""
+        found = self._segments.get(layers)
+        if found is None:
+            found = self._segments[layers] = list(self._segments_of(layers))
+        return found
+
+    def _segments_of(self, layers: range) -> Iterator[Segment]:
+        first, last = self._boundaries[layers.start], self._boundaries[layers.stop]
+        cuts = [cut for cut in self._cuts if cut.point.layer in layers]
+        for index in sorted({cut.position for cut in cuts}):
+            yield Segment(self._args(first, index), [cut for cut in cuts if cut.position == index])
+            first = index
+        yield Segment(self._args(first, last), [])
+
+    def _args(self, first: int, last: int) -> ProgramArgs:
+        address = ctypes.addressof(self._array) + first * ctypes.sizeof(Instruction)
+        return ProgramArgs(address, last - first, self._is_bf16)
+
+
+def hooked_projections(layer: DecoderLayer) -> tuple[Projection, ...]:
+    """Return the projections of a layer that can have hooks: not those of experts."""
+    without_mlp = (Projection.QUERY, Projection.KEY, Projection.VALUE, Projection.OUT)
+    return without_mlp if isinstance(layer.mlp, FusedExperts) else tuple(Projection)
+
+
+def split_width(mlp: FusedMLP) -> int:
+    """Return the columns of gates and factors, each of which begin with a whole panel."""
+    return 2 * _first_factor(mlp)
+
+
+class ProgramWriter:
+    """Writes layer after layer, with cuts where there are hooks."""
+
+    def __init__(self, points: Collection[HookPoint]) -> None:
+        self.instructions: list[Instruction] = []
+        self.boundaries: list[int] = []
+        """The first instruction of each layer."""
+        self.cuts: list[Cut] = []
+        self._points = points
+
+    def add_layer(
+        self,
+        layer: DecoderLayer,
+        settings: LayerSettings,
+        angles: int,
+        cosines: torch.Tensor,
+    ) -> None:
+        """Write the instructions of one layer; `angles` is the number of its kind of angles."""
+        self.boundaries.append(len(self.instructions))
+        norms, spec = layer.norms, layer.paged.spec
+        self._queries_and_keys(layer, self._normed(norms.before_attention))
+        self.instructions += [
+            _rotation(layer, settings, angles, cosines),
+            _attention(layer.paged, settings),
+        ]
+        inputs = Columns(ATTENDED, 0, spec.num_heads * spec.value_head_dim)
+        self._residual(layer, Projection.OUT, layer.out, inputs, norms.after_attention)
+        source = self._normed(norms.before_mlp)
+        if isinstance(layer.mlp, FusedExperts):
+            buffers = ExpertBuffers(source, LOGITS, CHOICES, GATHERED, EXPERT_INNER, PROJECTED)
+            self.instructions += layer.mlp.instructions(buffers)
+            self._add_projected(layer, norms.after_mlp)
+            return
+        self._gates(layer.mlp, Columns(source, 0, layer.hidden_size))
+        assert layer.down is not None
+        inputs = Columns(INNER, 0, layer.mlp.size)
+        self._residual(layer, Projection.DOWN, layer.down, inputs, norms.after_mlp)
+
+    def _normed(self, norm: FusedRMSNorm | None) -> int:
+        """Write a norm of the residual, if there is one; returns the buffer of the result."""
+        if norm is None:
+            return HIDDEN
+        self.instructions.append(_norm(norm, HIDDEN, NORMED))
+        return NORMED
+
+    def _queries_and_keys(self, layer: DecoderLayer, source: int) -> None:
+        """Write projections to queries, keys and values, and norms of all heads together."""
+        spec = layer.paged.spec
+        widths = (
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+            spec.num_kv_heads * spec.value_head_dim,
+        )
+        firsts = (0, widths[0], widths[0] + widths[1])
+        inputs = Columns(source, 0, layer.hidden_size)
+        outputs = {
+            name: Columns(QKV, first, width)
+            for name, first, width in zip(
+                (Projection.QUERY, Projection.KEY, Projection.VALUE), firsts, widths, strict=True
+            )
+        }
+        # Each writes whole panels: what it writes past its outputs is overwritten by the next.
+        groups = [outputs] if len(layer.qkv) == 1 else [{name: outputs[name]} for name in outputs]
+        for weight, first, group in zip(layer.qkv, firsts, groups, strict=False):
+            instruction = projection(weight, source=source, target=QKV, column=first)
+            self._project(instruction, inputs, group)
+        norms = layer.query_norm, layer.key_norm
+        if norms[0] is not None and norms[1] is not None and not layer.norms_each_head:
+            self.instructions.append(_norm(norms[0], QKV, QKV))
+            self.instructions.append(_norm(norms[1], QKV, QKV, column=widths[0]))
+
+    def _gates(self, mlp: FusedMLP, inputs: Columns) -> None:
+        """Write the activated gates times the factors."""
+        if not any(self._is_hooked(name, When.AFTER) for name in GATES):
+            instruction = projection(
+                mlp.gate_up,
+                source=inputs.buffer,
+                target=INNER,
+                epilogue=Epilogue.ACTIVATE,
+                activation=mlp.activation,
+            )
+            self._project(instruction, inputs, dict.fromkeys(GATES, _NOWHERE))
+            return
+        column = _first_factor(mlp)
+        outputs = {
+            Projection.GATE: Columns(SPLIT, 0, mlp.size),
+            Projection.UP: Columns(SPLIT, column, mlp.size),
+        }
+        instruction = projection(
+            mlp.gate_up,
+            source=inputs.buffer,
+            target=SPLIT,
+            column=column,
+            epilogue=Epilogue.SPLIT,
+        )
+        self._project(instruction, inputs, outputs)
+        self.instructions.append(
+            Instruction(
+                kind=Kind.GATE,
+                source=SPLIT,
+                target=INNER,
+                size=mlp.size,
+                column=column,
+                activation=mlp.activation,
+            )
+        )
+
+    def _residual(
+        self,
+        layer: DecoderLayer,
+        name: Projection,
+        weight: PackedWeight,
+        inputs: Columns,
+        norm: FusedRMSNorm | None,
+    ) -> None:
+        """Project back to the residual and add to it, with a norm between or without."""
+        if norm is None and not self._is_hooked(name, When.AFTER):
+            adding = {"epilogue": Epilogue.ADD_TO, "factor": layer.residual_factor}
+            instruction = projection(weight, source=inputs.buffer, target=HIDDEN, **adding)
+            self._project(instruction, inputs, {name: _NOWHERE})
+            return
+        instruction = projection(weight, source=inputs.buffer, target=PROJECTED)
+        self._project(instruction, inputs, {name: Columns(PROJECTED, 0, layer.hidden_size)})
+        self._add_projected(layer, norm)
+
+    def _add_projected(self, layer: DecoderLayer, norm: FusedRMSNorm | None) -> None:
+        """Add what is projected to the residual, with a norm before or without."""
+        if norm is not None:
+            self.instructions.append(_norm(norm, PROJECTED, PROJECTED))
+        adding = {"size": layer.hidden_size, "factor": layer.residual_factor}
+        self.instructions.append(
+            Instruction(kind=Kind.ADD, source=PROJECTED, target=HIDDEN, **adding)
+        )
+
+    def _project(
+        self, instruction: Instruction, inputs: Columns, outputs: dict[Projection, Columns]
+    ) -> None:
+        """Write one instruction, with hooks on both sides of the projections that it computes."""
+        self._cut(When.BEFORE, inputs, outputs)
+        self.instructions.append(instruction)
+        self._cut(When.AFTER, inputs, outputs)
+
+    def _cut(self, when: When, inputs: Columns, outputs: dict[Projection, Columns]) -> None:
+        for name, columns in outputs.items():
+            if self._is_hooked(name, when):
+                point = HookPoint(len(self.boundaries) - 1, name, when)
+                made = columns if when is When.AFTER else columns._replace(width=0)
+                self.cuts.append(Cut(len(self.instructions), point, inputs, made))
+
+    def _is_hooked(self, name: Projection, when: When) -> bool:
+        return HookPoint(len(self.boundaries) - 1, name, when) in self._points
+
+
+def _rotation(
+    layer: DecoderLayer, settings: LayerSettings, angles: int, cosines: torch.Tensor
+) -> Instruction:
+    spec = layer.paged.spec
+    rotate = Instruction(
+        kind=Kind.ROTATE,
+        source=QKV,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_rotated=cosines.shape[-1],
+        angles=angles,
+        has_wide_angles=cosines.dtype == torch.float32,
+        rotation=settings.rotation,
+    )
+    if layer.query_norm is not None and layer.key_norm is not None and layer.norms_each_head:
+        rotate.query_norm = layer.query_norm.weight.data_ptr()
+        rotate.key_norm = layer.key_norm.weight.data_ptr()
+        rotate.epsilon = layer.query_norm.epsilon
+        rotate.rounds_first = layer.query_norm.round_first
+    return rotate
+
+
+def _attention(paged: PagedLayer, settings: LayerSettings) -> Instruction:
+    assert isinstance(paged.backend, NativeBackend)
+    return Instruction(
+        kind=Kind.ATTEND,
+        source=QKV,
+        target=ATTENDED,
+        group=paged.group,
+        scale=settings.scale,
+        softcap=settings.softcap,
+        layer=ctypes.addressof(paged.backend.layer_args(paged)),
+    )
+
+
+def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Instruction:
+    return Instruction(
+        kind=Kind.NORMALIZE,
+        source=source,
+        target=target,
+        size=len(norm.weight),
+        column=column,
+        weight=norm.weight.data_ptr(),
+        epsilon=norm.epsilon,
+        rounds_first=norm.round_first,
+    )
+
+
+def _first_factor(mlp: FusedMLP) -> int:
+    return -(-mlp.size // PANEL_OUTPUTS) * PANEL_OUTPUTS
