@@ -4,6 +4,7 @@ from protocol.config.engine_config import AccessLog as AccessLog
 from protocol.config.engine_config import ApiConfig as ApiConfig
 from protocol.config.engine_config import CacheConfig as CacheConfig
 from protocol.config.engine_config import ConfigError as ConfigError
+from protocol.config.engine_config import CpuPinning as CpuPinning
 from protocol.config.engine_config import Device as Device
 from protocol.config.engine_config import Dtype as Dtype
 from protocol.config.engine_config import EngineConfig as EngineConfig

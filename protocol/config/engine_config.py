@@ -46,6 +46,11 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+class CpuPinning(enum.StrEnum):
+    AUTO = "auto"
+    OFF = "off"
+
+
 class NativeDecoder(enum.StrEnum):
     AUTO = "auto"
     OFF = "off"
@@ -205,6 +210,9 @@ class WorkerConfig(Section):
 
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads. Default: the cores that affinity and cgroup allow."""
+    cpu_pinning: CpuPinning = CpuPinning.OFF
+    """auto: with more than two CPUs, each worker computes on CPUs of its own, and one CPU of
+    sixteen, at least one, is left to API and core."""
     native_decoder: NativeDecoder = NativeDecoder.AUTO
     """Compute the decoder's layers by one native call where it is proven to give the results of
     the model's own modules; off: by these modules."""

@@ -19,6 +19,7 @@ from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import WorkerLoop
 from worker_proc.runner import ReportProgress, Runner, RunnerFactory
 from worker_proc.startup.announcement import announcement
+from worker_proc.startup.cpu_pinning import pin_worker
 from worker_proc.startup.lean_import import lean_imports
 
 NULL_VOCAB_SIZE = 32_000
@@ -74,6 +75,7 @@ def _let_threads_sleep() -> None:
 def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) -> None:
     """Make the runner and compute until Stop arrives; a standby first waits for its promotion."""
     failpoint("worker.load")
+    pin_worker(child.config, child.rank)
     try:
         runner = make(child.progress)
         if is_standby and child.config.model.model != "null":

@@ -1,0 +1,44 @@
+"""Confines a worker to a part of the CPUs, so that API and core find a free one.
+
+The threads of a step wait for each other: if one of them shares its CPU with the API, all wait.
+API and core are not confined, since the API's tokenizers may need more than one CPU: the kernel
+starts a thread that wakes on a free CPU, if there is one.
+"""
+
+import os
+from collections.abc import Collection
+
+from protocol.config import CpuPinning, EngineConfig
+from worker_proc.loading.host_limits import available_cpus
+
+LEAST_CPUS = 3
+"""With fewer, a CPU that is left free would be half of what computes."""
+CPUS_PER_FREE_ONE = 16
+
+
+def pin_worker(config: EngineConfig, rank: int) -> None:
+    """Confine this process as configured; threads that it starts later are confined, too."""
+    if config.worker.cpu_pinning is CpuPinning.OFF:
+        return
+    present = os.sched_getaffinity(0)
+    num_workers = config.parallel.tensor_parallel_size
+    chosen = worker_cpus(present, available_cpus(), num_workers, rank)
+    if chosen != present:
+        os.sched_setaffinity(0, chosen)
+
+
+def worker_cpus(present: Collection[int], num_usable: int, num_workers: int, rank: int) -> set[int]:
+    """Return the CPUs of one worker: all that are present, if there is no good choice.
+
+    `num_usable` counts the CPUs that the quota allows. Below the number of those present, others
+    may use them as well, and the kernel must be free to choose.
+    """
+    count = len(present)
+    num_free = max(1, count // CPUS_PER_FREE_ONE)
+    if count < LEAST_CPUS or num_usable < count or count - num_free < num_workers:
+        return set(present)
+    # The lowest are left free: they serve most interrupts. CPUs of one socket have consecutive
+    # numbers, and those of one core mostly have not.
+    rest = sorted(present)[num_free:]
+    first, last = (len(rest) * place // num_workers for place in (rank, rank + 1))
+    return set(rest[first:last])
