@@ -28,8 +28,6 @@ class StepInputs:
     first_rows: list[int]  # row of each part's first token
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T]
-    slot_mappings: list[torch.Tensor]
-    """For each KV group, `[T]`: block · block_size + offset of each token's KV."""
     logits_indices: torch.Tensor
     """`[N]`: first the rows to sample, then those of prompts. A part that samples has a row for its
     last known token, and one for each draft."""
@@ -50,9 +48,7 @@ def to_device(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.frombuffer(packed, dtype=torch.long)
 
 
-def pack_step(
-    parts: Sequence[ScheduledRequest], block_size: int, device: torch.device
-) -> StepInputs:
+def pack_step(parts: Sequence[ScheduledRequest], device: torch.device) -> StepInputs:
     """Pack the tokens of `parts`, at least one, in mirror order."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -92,14 +88,18 @@ def pack_step(
         first_rows=first_rows,
         input_ids=to_device(tokens, device).unsqueeze(0),
         position_ids=to_device(positions, device).unsqueeze(0),
-        slot_mappings=[
-            to_device(_slots(parts, group, block_size), device)
-            for group in range(len(parts[0].request.block_tables))
-        ],
         logits_indices=to_device(logits_rows, device),
         sampling=sampling,
         prompt_rows=prompt_rows,
     )
+
+
+def slot_mappings(
+    parts: Sequence[ScheduledRequest], block_size: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Return for each KV group, `[T]`: block · block_size + offset of each token's KV."""
+    groups = range(len(parts[0].request.block_tables))
+    return [to_device(_slots(parts, group, block_size), device) for group in groups]
 
 
 def _slots(parts: Sequence[ScheduledRequest], group: int, block_size: int) -> list[int]:

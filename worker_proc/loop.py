@@ -4,6 +4,7 @@ A worker whose core dies keeps its weights, reconnects and is adopted by the nex
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -54,6 +55,9 @@ class WorkerLoop:
         self._clock = clock
         self._reporter = child.reporter
         self._step_timer = StepTimer(child.config.recovery)
+        self._begun: deque[tuple[int, float]] = deque()
+        """Tokens and time of each step that is not answered yet."""
+        self._step_ended_at = 0.0
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         self._grammars_fd = None if grammars is None else grammars.wake_fd
         self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch, grammars)
@@ -81,14 +85,18 @@ class WorkerLoop:
 
     def turn(self, timeout_ms: int | None) -> bool:
         """Wait for an event and handle it; returns False on Stop."""
-        self._reporter.idle()
+        is_idle = not self._shim.num_launched  # else the deadline of its step remains
+        if is_idle:
+            self._reporter.idle()
         ready = self._poller.poll(timeout_ms)
-        self._reporter.turn()
+        if is_idle:
+            self._reporter.turn()
         for message in self._child.messages():
             if isinstance(message, Stop):
                 return False
         self._handle_link_events()
         self._handle_messages()
+        self._answer(self._shim.take_output())
         if self._grammars_fd is not None and (self._grammars_fd, zmq.POLLIN) in ready:
             for reply in self._shim.take_compiled():
                 self._send(reply)
@@ -100,6 +108,8 @@ class WorkerLoop:
         return self._is_connected and self._shim.link_epoch is None
 
     def _poll_ms(self) -> int | None:
+        if self._shim.num_launched:
+            return 0  # wait as CUDA does for its device, without sleeping
         if not self._wants_adoption:
             return self._reporter.tick_ms
         until_hello_ms = max(0, int((self._next_hello - self._clock.monotonic()) * 1000) + 1)
@@ -132,12 +142,28 @@ class WorkerLoop:
                     self._shim.num_fenced_frames,
                 )
                 failpoint("worker.after_adopt")
-            if reply is not None:
-                self._send(reply)
-            if self._shim.failure is not None:
-                raise self._shim.failure
+            self._answer(reply)
         if self._core.take_loss() and self._shim.link_epoch is not None:
             self._end_adoption("frames of the link to the core were lost")
+
+    def _answer(self, reply: WorkerToCore | None) -> None:
+        """Send a reply, if there is one, and raise the error of a step or a sleep."""
+        if reply is not None:
+            self._send(reply)
+        if self._shim.failure is not None:
+            raise self._shim.failure
+        self._observe_steps()
+
+    def _observe_steps(self) -> None:
+        """Record the steps that have ended; each began when the one before it had ended."""
+        if self._shim.link_epoch is None:
+            self._begun.clear()
+        while len(self._begun) > self._shim.num_launched:
+            num_tokens, began = self._begun.popleft()
+            now = self._clock.monotonic()
+            self._step_timer.observe(num_tokens, now - max(began, self._step_ended_at))
+            self._step_ended_at = now
+            self._reporter.step_completed()  # also on ranks that do not reply
 
     def _send(self, reply: WorkerToCore) -> None:
         """Send a reply; one that does not fit is lost with its core, and the next asks again."""
@@ -165,15 +191,16 @@ class WorkerLoop:
 
     def _handle(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
         """Pass a message to the shim; before a step, record its deadline."""
-        if not isinstance(message, SchedulerOutput):
-            return self._shim.on_message(epoch, message)
+        if not isinstance(message, SchedulerOutput) or epoch != self._shim.link_epoch:
+            reply = self._shim.on_message(epoch, message)
+            if not self._shim.num_launched:
+                self._begun.clear()  # an adoption drops the step that was launched
+            return reply
         num_tokens = message.total_num_scheduled_tokens
-        self._reporter.step(message.step_id, self._step_timer.limit_s(num_tokens))
-        began = self._clock.monotonic()
+        self._begun.append((num_tokens, self._clock.monotonic()))
+        limit_s = sum(self._step_timer.limit_s(begun) for begun, _ in self._begun)
+        self._reporter.step(message.step_id, limit_s)
         failpoint("worker.before_step")
         reply = self._shim.on_message(epoch, message)
-        self._step_timer.observe(num_tokens, self._clock.monotonic() - began)
-        if epoch == self._shim.link_epoch and self._shim.failure is None:
-            self._reporter.step_completed()  # also on ranks that do not reply
         failpoint("worker.after_step")
         return reply

@@ -56,6 +56,8 @@ class MirroredRequest:
     """What changes its scores; None: nothing does."""
     is_greedy: bool = field(init=False)
     """`sampling_params.greedy`, computed once."""
+    needs_host: bool = field(init=False)
+    """Whether its next token, or what is returned with it, needs the ids before it on the host."""
     is_confined: bool = field(init=False)
     """Whether a grammar or a thinking budget decides which tokens may follow."""
     hidden_sum: object = None
@@ -64,6 +66,13 @@ class MirroredRequest:
     def __post_init__(self) -> None:
         params = self.sampling_params
         self.edits_scores, self.is_greedy = params.edits_scores, params.greedy
+        self.needs_host = (
+            self.edits_scores
+            or params.grammar is not None
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or params.pooling is not None
+        )
         self.is_confined = params.grammar is not None or params.thinking_budget is not None
         self.edits = None
         if self.edits_scores:
@@ -78,7 +87,7 @@ class MirroredRequest:
         return self.token_ids[num_tokens:]
 
     def append(self, outputs: Sequence[int]) -> None:
-        """Take sampled tokens."""
+        """Take sampled tokens, or what stands for one that is only on the device."""
         self.token_ids += outputs
         if self.edits is not None:
             self.edits.add(outputs)

@@ -58,12 +58,13 @@ from worker_proc.loading.start_cache import StartCache
 from worker_proc.mirror import Mirror, ScheduledRequest
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import Format, NativeLibrary, load_library
-from worker_proc.runner import ReportProgress
+from worker_proc.runner import ComputedStep, LaunchedStep, ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import count_valid, rows_to_sample
 
 if TYPE_CHECKING:
+    from worker_proc.cuda.device_sampler import DeviceSampler, TokenCopy
     from worker_proc.cuda.graphs import DecodeGraphs
 
 _MAX_MASK_THREADS = 8
@@ -81,8 +82,75 @@ class _Sampled(NamedTuple):
     errors: dict[int, str]
 
 
+class _Arrival(NamedTuple):
+    """When a step arrived; nanoseconds."""
+
+    at_ns: int
+    finds_requests: bool
+    """A worker without requests has waited for none of them."""
+
+
+class _StepTimes:
+    """Measures steps, each from the end of the one before it if it arrived earlier."""
+
+    def __init__(self) -> None:
+        self._ended_ns = time.perf_counter_ns()
+
+    def end(self, arrival: _Arrival) -> tuple[int, int]:
+        """End a step now; returns how long it took, and how long the worker waited for it."""
+        before, self._ended_ns = self._ended_ns, time.perf_counter_ns()
+        wait_ns = max(arrival.at_ns - before, 0) if arrival.finds_requests else 0
+        return self._ended_ns - max(arrival.at_ns, before), wait_ns
+
+
+class _SampledStep:
+    """A step whose tokens are sampled on the device, and known to the host later."""
+
+    def __init__(
+        self,
+        step_id: int,
+        parts: Sequence[ScheduledRequest],
+        tokens: "TokenCopy",
+        end: Callable[[], tuple[int, int]],
+    ) -> None:
+        """Take the parts that sample, whose requests end in stand-ins of their tokens."""
+        self._step_id = step_id
+        self._parts = parts
+        self._tokens = tokens
+        self._end = end
+        self._output: ModelRunnerOutput | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._output is not None or self._tokens.is_done
+
+    def finish(self) -> ModelRunnerOutput:
+        """Wait for the tokens, and give them to their requests."""
+        if self._output is None:
+            tokens = self._tokens.read()
+            errors = {}
+            for place, (part, token_id) in enumerate(zip(self._parts, tokens, strict=True)):
+                if token_id < 0:
+                    errors[part.request.req_id] = NOT_FINITE
+                    tokens[place] = 0
+                part.request.token_ids[part.end] = tokens[place]
+            forward_ns, wait_ns = self._end()
+            self._output = ModelRunnerOutput(
+                self._step_id,
+                tokens,
+                forward_ns=forward_ns,
+                request_errors=errors,
+                wait_ns=wait_ns,
+            )
+        return self._output
+
+
 class ModelRunner:
-    """Executes steps with a loaded model and its KV pool."""
+    """Executes steps with a loaded model and its KV pool.
+
+    On CUDA a step whose tokens are sampled on the device returns from `launch` before it is
+    computed, and the next one may be launched then. Any other step waits for the one before it.
+    """
 
     def __init__(
         self,
@@ -96,6 +164,7 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         grammars: GrammarCompiler | None = None,
         library: NativeLibrary | None = None,
+        device_sampler: "DeviceSampler | None" = None,
         graphs: "DecodeGraphs | None" = None,
     ) -> None:
         """Take a model whose attention modules are attached to `backend` and `pool`."""
@@ -105,19 +174,22 @@ class ModelRunner:
         self.attention = backend.name
         self._backend = backend
         self._pool = pool
-        self._sampler = Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device, library)
+        self._sampler = make_sampler(loaded, library)
         self._mirror = Mirror(facts, num_speculative_tokens)
         self.swap_cost_tokens = swap_cost_tokens
         self._is_drafting = num_speculative_tokens > 0
         self._draft_model = draft_model
-        self._ended_ns = time.perf_counter_ns()
-        """When the last step was computed."""
+        self._times = _StepTimes()
         self.grammars = grammars
         self._mask_computer: MaskComputer | None = None
+        self._device_sampler = device_sampler
         self._graphs = graphs
+        self._launched: _SampledStep | None = None
+        """The step before, if its tokens may not be known yet."""
 
     def reset(self) -> None:
         self._mirror.reset()
+        self._launched = None
 
     def sleep(self) -> None:
         self._mirror.check_empty()
@@ -127,19 +199,55 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.sleep()
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        began_ns = time.perf_counter_ns()
-        # A worker without requests has waited for none of them.
-        wait_ns = began_ns - self._ended_ns if self._mirror.requests else 0
+        return self.launch(step).finish()
+
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        arrival = _Arrival(time.perf_counter_ns(), bool(self._mirror.requests))
         scheduled = self._mirror.apply(step)
+        before, self._launched = self._launched, None
+        if not self._runs_ahead(scheduled):
+            if before is not None:
+                before.finish()
+            return ComputedStep(self._compute(step, scheduled, arrival))
+        self._pool.swap(step.swap_out, step.swap_in)
+        self._pool.wake()
+        inputs = pack_step(scheduled, self._device)
+        tokens = self._sample_ahead(inputs)
+        failpoint("worker.mid_step")
+        sampling = inputs.sampling
+        self._mirror.advance(scheduled, [~place for place in range(len(sampling))])
+        end = partial(self._times.end, arrival)
+        self._launched = _SampledStep(step.step_id, sampling, tokens, end)
+        return self._launched
+
+    def _runs_ahead(self, scheduled: Sequence[ScheduledRequest]) -> bool:
+        """Whether the device alone can compute a step and choose its tokens."""
+        if self._device_sampler is None or self._is_drafting or not scheduled:
+            return False
+        return not any(part.request.needs_host for part in scheduled)
+
+    def _sample_ahead(self, inputs: StepInputs) -> "TokenCopy":
+        sampler = self._device_sampler
+        assert sampler is not None
+        if self._graphs is None or self._graphs.compute(inputs) is None:
+            sampler.feed(inputs.input_ids)
+            vocab_size = self.facts.vocab_size
+            sampler.sample(compute_logits(self._model, self._backend, inputs, vocab_size), inputs)
+        return sampler.copy(len(inputs.sampling))
+
+    def _compute(
+        self, step: SchedulerOutput, scheduled: list[ScheduledRequest], arrival: _Arrival
+    ) -> ModelRunnerOutput:
+        """Compute a step whose tokens are needed on the host."""
         if self._draft_model is not None:
             self._draft_model.follow(step)
         self._pool.swap(step.swap_out, step.swap_in)
         if not scheduled:
             return ModelRunnerOutput(step.step_id, [])
         self._pool.wake()
-        inputs = pack_step(scheduled, self.facts.block_size, self._device)
+        inputs = pack_step(scheduled, self._device)
         masks = self._begin_masks(inputs) if self._mirror.num_constrained else None
         pooling = self._mirror.pooling
         with captured_hidden_states(self._model if pooling else None) as hidden:
@@ -157,7 +265,8 @@ class ModelRunner:
             errors |= follow(scheduled)
         sampled_ns = time.perf_counter_ns()
         drafts = self._draft(scheduled) if self._is_drafting else []
-        ended_ns = self._ended_ns = time.perf_counter_ns()
+        draft_ns = time.perf_counter_ns() - sampled_ns if self._is_drafting else 0
+        forward_ns, wait_ns = self._times.end(arrival)
         return ModelRunnerOutput(
             step.step_id,
             token_ids,
@@ -165,10 +274,10 @@ class ModelRunner:
             drafts,
             logprobs,
             prompt_logprobs,
-            ended_ns - began_ns,
+            forward_ns,
             errors,
             pooled,
-            ended_ns - sampled_ns if self._is_drafting else 0,
+            draft_ns,
             wait_ns,
         )
 
@@ -463,7 +572,8 @@ def build_runner(
     )
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
     install(prepared, calibration.decoder)
-    graphs = make_graphs(loaded, backend, facts, config)
+    device_sampler = make_device_sampler(loaded, backend, config)
+    graphs = make_graphs(loaded, backend, device_sampler, facts, config)
     progress("allocate_cache", 1, 1)
     return ModelRunner(
         loaded,
@@ -475,24 +585,57 @@ def build_runner(
         draft_model=build_draft_model(prepared, config, calibration, facts),
         grammars=prepared.grammars,
         library=prepared.kernels,
+        device_sampler=device_sampler,
         graphs=graphs,
     )
 
 
+def make_sampler(loaded: LoadedModel, library: NativeLibrary | None) -> Sampler:
+    """Return what samples a model's logits on its device."""
+    with_triton = uses_triton(loaded.device)
+    return Sampler(
+        loaded.vocab_size,
+        loaded.eos_token_ids,
+        loaded.device,
+        library,
+        with_triton=with_triton,
+    )
+
+
+def make_device_sampler(
+    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
+) -> "DeviceSampler | None":
+    """Return what samples without the host, where Triton attends; None: the host takes part."""
+    if not uses_triton(loaded.device):
+        return None
+    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.device_sampler import DeviceSampler
+    from worker_proc.cuda.graphs import MAX_SIZE
+
+    if not isinstance(backend, TritonBackend):
+        return None
+    max_num_rows = max(config.scheduler.max_num_seqs, MAX_SIZE)
+    return DeviceSampler(backend, loaded.vocab_size, max_num_rows)
+
+
 def make_graphs(
-    loaded: LoadedModel, backend: AttentionBackend, facts: ModelFacts, config: EngineConfig
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    sampler: "DeviceSampler | None",
+    facts: ModelFacts,
+    config: EngineConfig,
 ) -> "DecodeGraphs | None":
     """Return the captured decodes, where Triton attends; None: every step is launched anew."""
-    if not uses_triton(loaded.device) or config.worker.enforce_eager:
+    if sampler is None or config.worker.enforce_eager:
         return None
     from worker_proc.cuda.backend import TritonBackend
     from worker_proc.cuda.graphs import DecodeGraphs
 
-    if not isinstance(backend, TritonBackend):
-        return None
+    assert isinstance(backend, TritonBackend)
     graphs = DecodeGraphs(
         loaded.model,
         backend,
+        sampler,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
@@ -519,7 +662,7 @@ def build_draft_model(
         loaded,
         backend,
         pool,
-        Sampler(facts.vocab_size, facts.eos_token_ids, loaded.device, own.kernels),
+        make_sampler(loaded, own.kernels),
         facts,
         group=group_without_window(facts.kv_groups),
         num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,

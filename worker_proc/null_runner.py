@@ -24,6 +24,7 @@ from protocol.transport.runtime import Clock
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
+from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid
 
@@ -138,6 +139,9 @@ class NullRunner:
         self._mirror.check_empty()
         self._writers.clear()
         self._host_blocks.clear()
+
+    def launch(self, step: SchedulerOutput) -> ComputedStep:
+        return ComputedStep(self.execute(step))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Check the step and return its tokens; see `Runner`.

@@ -1,7 +1,7 @@
 """The interface of the two runners: ModelRunner and NullRunner."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from worker_proc.grammar.compiler import GrammarCompiler
@@ -9,8 +9,29 @@ from worker_proc.grammar.compiler import GrammarCompiler
 PORTABLE_ATTENTION = "PyTorch (portable)"
 
 
+class LaunchedStep(Protocol):
+    """A step that a runner has begun, and a device may still be computing."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would return without waiting."""
+
+    def finish(self) -> ModelRunnerOutput:
+        """Wait for the output; raises what the step has raised."""
+
+
+class ComputedStep(NamedTuple):
+    """A step that was computed when it was launched."""
+
+    output: ModelRunnerOutput
+    is_done: bool = True
+
+    def finish(self) -> ModelRunnerOutput:
+        return self.output
+
+
 class Runner(Protocol):
-    """Executes steps one at a time, in the order of their ids."""
+    """Executes steps in the order of their ids."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -33,6 +54,9 @@ class Runner(Protocol):
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step; raises a MirrorError if it contradicts those before it."""
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Begin what `execute` does. The step before it may be unfinished, but no other one."""
 
     def sleep(self) -> None:
         """Release the KV cache until the next step; raises a MirrorError if requests remain."""

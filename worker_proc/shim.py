@@ -1,6 +1,7 @@
 """The worker's end of the link to the core, as a state machine: messages in, replies out.
 
-It checks the epoch of each message and the order of the steps; the runner computes.
+It checks the epoch of each message and the order of the steps; the runner computes. At most one
+step is unfinished when the next one is launched, which needs its tokens on the device alone.
 """
 
 from protocol.core_worker import (
@@ -8,6 +9,7 @@ from protocol.core_worker import (
     CompileGrammar,
     CoreToWorker,
     GrammarCompiled,
+    ModelRunnerOutput,
     SchedulerOutput,
     StepFailed,
     WorkerHello,
@@ -16,7 +18,19 @@ from protocol.core_worker import (
 from protocol.message import MAX_TEXT
 from worker_proc.grammar.compiler import compile_now
 from worker_proc.grammar.service import GrammarService
-from worker_proc.runner import Runner
+from worker_proc.runner import LaunchedStep, Runner
+
+
+class _FailedLaunch:
+    """A step whose launch raised an error, which is reported after the step before it."""
+
+    is_done = True
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def finish(self) -> ModelRunnerOutput:
+        raise self._error
 
 
 class WorkerShim:
@@ -36,6 +50,8 @@ class WorkerShim:
         self._pid = pid
         self._own_epoch = epoch
         self._next_step_id = 0
+        self._launched: tuple[int, LaunchedStep] | None = None
+        """The step that is not answered yet, and its id."""
         self.link_epoch: int | None = None
         """Epoch of the link since the last adoption; None while no core has adopted this worker."""
         self.num_fenced_frames = 0  # of another epoch, which were dropped
@@ -45,6 +61,7 @@ class WorkerShim:
     def end_adoption(self) -> None:
         """Forget the adoption, since the connection was made or lost."""
         self.link_epoch = None
+        self._launched = None
 
     def hello(self) -> WorkerHello:
         """Return the message that is sent repeatedly until a core adopts this worker."""
@@ -57,7 +74,10 @@ class WorkerShim:
         return self._own_epoch if self.link_epoch is None else self.link_epoch
 
     def on_message(self, epoch: int, message: CoreToWorker) -> WorkerToCore | None:
-        """Handle one message; returns the reply, if there is one."""
+        """Handle one message; returns the reply to it, or to the step before it, if there is one.
+
+        Another one may follow from `take_output`.
+        """
         if isinstance(message, Adopt):
             self._adopt(epoch, message)
             return None
@@ -80,6 +100,7 @@ class WorkerShim:
             return
         self.link_epoch = epoch
         self._next_step_id = message.first_step_id
+        self._launched = None
         self._runner.reset()
         if self._grammars is not None:
             self._grammars.begin_adoption()
@@ -94,13 +115,33 @@ class WorkerShim:
         results = [] if self._grammars is None else self._grammars.take_results()
         return results if self._rank == 0 and self.link_epoch is not None else []
 
+    @property
+    def num_launched(self) -> int:
+        """Steps that are not answered yet: at most one."""
+        return int(self._launched is not None)
+
+    def take_output(self) -> WorkerToCore | None:
+        """Return the reply to the step that was launched, if it is done."""
+        if self._launched is None or not self._launched[1].is_done:
+            return None
+        launched, self._launched = self._launched, None
+        return self._finish(*launched)
+
     def _step(self, step: SchedulerOutput) -> WorkerToCore | None:
+        before = self._launched
         try:
             if step.step_id != self._next_step_id:
                 raise ValueError(f"step {step.step_id} came instead of {self._next_step_id}")
             self._next_step_id += 1
-            output = self._runner.execute(step)
+            self._launched = step.step_id, self._runner.launch(step)
+        except Exception as error:
+            self._launched = step.step_id, _FailedLaunch(error)
+        return self.take_output() if before is None else self._finish(*before)
+
+    def _finish(self, step_id: int, launched: LaunchedStep) -> WorkerToCore | None:
+        try:
+            output = launched.finish()
         except Exception as error:
             self.failure = error
-            return StepFailed(step.step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])
+            return StepFailed(step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])
         return output if self._rank == 0 else None

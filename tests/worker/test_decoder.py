@@ -120,7 +120,6 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(dtype: str, tmp_path: P
     request = MirroredRequest(1, [5, 6, 7], 3, PARAMS, [array("i", [1])], 0, 0)
     inputs = pack_step(
         [ScheduledRequest(request, 0, 3, True)],
-        runner.facts.block_size,
         torch.device("cpu"),
     )
     runner._backend.begin_step(inputs)

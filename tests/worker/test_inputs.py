@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from worker_proc.inputs import NULL_SLOT, pack_step
+from worker_proc.inputs import NULL_SLOT, pack_step, slot_mappings
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def _part(random: Random, req_id: int) -> ScheduledRequest:
 def test_a_packed_step_has_the_tokens_slots_and_rows_of_its_parts(seed: int) -> None:
     random = Random(seed)
     parts = [_part(random, req_id) for req_id in range(random.randint(1, 12))]
-    inputs = pack_step(parts, BLOCK_SIZE, CPU)
+    inputs = pack_step(parts, CPU)
     tokens, positions, first_rows = [], [], []
     slots: list[list[int]] = [[], []]
     sampled, scored = [], []
@@ -66,7 +66,7 @@ def test_a_packed_step_has_the_tokens_slots_and_rows_of_its_parts(seed: int) -> 
     assert inputs.input_ids[0].tolist() == tokens
     assert inputs.position_ids[0].tolist() == positions
     assert inputs.first_rows == first_rows
-    assert [mapping.tolist() for mapping in inputs.slot_mappings] == slots
+    assert [each.tolist() for each in slot_mappings(parts, BLOCK_SIZE, CPU)] == slots
     assert inputs.logits_indices.tolist() == sampled + scored
     assert inputs.sampling == [part for part in parts if part.samples]
     rows = [

@@ -81,7 +81,7 @@ class Texts:
         scheduled = [
             ScheduledRequest(self.requests[i], start, count, True) for i, start, count in parts
         ]
-        layer.backend.begin_step(pack_step(scheduled, self.block_size, CPU))
+        layer.backend.begin_step(pack_step(scheduled, CPU))
         packed = [
             torch.cat([self.rows[i][kind][start : start + count] for i, start, count in parts])
             for kind in range(3)

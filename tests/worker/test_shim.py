@@ -31,6 +31,7 @@ from tests.unsupervised_child import UnsupervisedChild
 from worker_proc import loop
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.loop import WorkerLoop
+from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.shim import WorkerShim
 
 FACTS = ModelFacts("fake", 1000, 4096, 16, 512, [2])
@@ -63,6 +64,9 @@ class FakeRunner:
         if self.error is not None:
             raise self.error
         return ModelRunnerOutput(step.step_id, [7])
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        return ComputedStep(self.execute(step))
 
 
 def step(step_id: int) -> SchedulerOutput:

@@ -14,7 +14,7 @@ import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.shared_prefixes import group_by_prefix
-from worker_proc.inputs import StepInputs
+from worker_proc.inputs import StepInputs, slot_mappings
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
@@ -26,6 +26,9 @@ PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pai
 ITEM_TOKENS = 64  # of one chunk that a thread computes at a time
 MAX_CONTEXT_PER_PREFIX = 8
 """Texts whose contexts are longer, relative to what they have in common, are not grouped."""
+
+
+_CPU = torch.device("cpu")
 
 
 def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
@@ -107,7 +110,7 @@ class NativeBackend:
         counts = self._pointer([part.num_tokens for part in parts])
         starts = self._pointer([part.start for part in parts])
         self.steps = []
-        for group, slots in enumerate(inputs.slot_mappings):
+        for group, slots in enumerate(slot_mappings(parts, self._block_size, _CPU)):
             offsets, tables = self._tables(parts, group)
             items = self._share_work(parts, group)
             self._kept.append(slots)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from protocol.core_worker import NULL_BLOCK
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
-from worker_proc.inputs import StepInputs, to_device
+from worker_proc.inputs import StepInputs, slot_mappings, to_device
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
@@ -74,7 +74,7 @@ class SdpaBackend:
         return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
-        self._slots = inputs.slot_mappings
+        self._slots = slot_mappings(inputs.parts, self._block_size, self._device)
         self._metadata = {rule: self._build_metadata(inputs, rule) for rule in self._rules}
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Decides how much memory the KV cache may take."""
 
+import copy
 from array import array
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from protocol.config import EngineConfig
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.cuda.device import uses_triton
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_groups import KVLayout
@@ -69,18 +71,26 @@ def profile_run(
     token_ids = [0] * longest
     tables = [array("i", [1]) * -(-longest // layout.block_size)] * len(layout.groups)
 
-    def part(start: int, end: int, params: SamplingParams) -> ScheduledRequest:
-        request = MirroredRequest(0, token_ids, end, params, list(tables), 0, 0)
+    def part(start: int, end: int, sampled: MirroredRequest) -> ScheduledRequest:
+        request = copy.copy(sampled)  # what it shares with the others takes seconds to make
+        request.block_tables = list(tables)
         return ScheduledRequest(request, start, end - start, True)
 
-    sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids, loaded.device)
-    parts = [part(longest - size, longest, _WORST_SAMPLING) for size in sizes]
-    inputs = pack_step(parts, layout.block_size, loaded.device)
+    sampler = Sampler(
+        loaded.vocab_size,
+        loaded.eos_token_ids,
+        loaded.device,
+        with_triton=uses_triton(loaded.device),
+    )
+    sampled = MirroredRequest(0, token_ids, longest, _WORST_SAMPLING, tables, 0, 0)
+    parts = [part(longest - size, longest, sampled) for size in sizes]
+    inputs = pack_step(parts, loaded.device)
     logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
     sampler.sample(logits, [part.request for part in parts])
     del logits
     size = min(num_tokens, longest)
-    described = SamplingParams(prompt_logprobs=NUM_TOP_LOGPROBS)
-    inputs = pack_step([part(0, size, described)], layout.block_size, loaded.device)
+    params = SamplingParams(prompt_logprobs=NUM_TOP_LOGPROBS)
+    described = MirroredRequest(0, token_ids, size, params, tables, 0, 0)
+    inputs = pack_step([part(0, size, described)], loaded.device)
     logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
     sampler.prompt_logprobs(logits, [0] * len(logits), NUM_TOP_LOGPROBS)

@@ -81,7 +81,7 @@ def compute_whole(
     """
     requests = trial_requests(layout, texts)
     parts = [ScheduledRequest(r, 0, len(r.token_ids), True) for r in reversed(requests)]
-    inputs = pack_step(parts, layout.block_size, loaded.device)
+    inputs = pack_step(parts, loaded.device)
     ends = [first + part.num_tokens for first, part in zip(inputs.first_rows, parts, strict=True)]
     rows = [row for end in ends for row in range(end - 1 - NUM_DECODED, end)]
     inputs = replace(
@@ -113,7 +113,7 @@ def compute_stepwise(
             end = len(request.token_ids) - back
             start = 0 if back == NUM_DECODED else end - 1
             parts.append(ScheduledRequest(request, start, end - start, True))
-        inputs = pack_step(parts, layout.block_size, loaded.device)
+        inputs = pack_step(parts, loaded.device)
         steps.append(compute_logits(loaded.model, backend, inputs, loaded.vocab_size))
     return list(torch.stack(steps, dim=1))
 

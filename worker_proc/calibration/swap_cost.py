@@ -42,7 +42,7 @@ def _seconds_per_token(loaded: LoadedModel, backend: AttentionBackend, layout: K
     def compute(num_tokens: int) -> float:
         [request] = trial_requests(layout, [[0] * num_tokens])
         part = ScheduledRequest(request, 0, num_tokens, True)
-        inputs = pack_step([part], layout.block_size, loaded.device)
+        inputs = pack_step([part], loaded.device)
         forward = partial(compute_logits, loaded.model, backend, inputs, loaded.vocab_size)
         return _seconds(forward, loaded.device) / num_tokens
 

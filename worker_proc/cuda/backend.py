@@ -49,6 +49,8 @@ class TritonBackend:
         self.tables = BlockTables(num_groups, device)
         self.step: DeviceStep | None = None
         """The present step."""
+        self.rows: Sequence[int] = ()
+        """The table row of each part of the present step."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, slot, kv_head, dim]`, for keys and for values."""
@@ -78,6 +80,7 @@ class TritonBackend:
         those of the parts write to the null block and attend to it.
         """
         rows, update = self.tables.assign(parts)
+        self.rows = rows
         num_filled = size - len(parts)
         columns = (
             *(part.start for part in parts),

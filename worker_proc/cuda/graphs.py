@@ -1,9 +1,9 @@
-"""The forward of decode steps over static buffers, captured as CUDA graphs.
+"""Decode steps over static buffers, captured as CUDA graphs: forward and choice of the tokens.
 
 A step in which every request computes one token and samples runs with one of a few sizes, filled up
 with tokens of the null block. All that such a step reads lies at addresses that stay: its buffers,
-the block tables, the pool. So one launch replays the whole forward. Without a device the same
-buffers are computed with directly, which is how tests check them.
+the tokens of the last step, block tables, parameters, pool. So one launch replays it. Without a
+device the same buffers are computed with directly, which is how tests check them.
 """
 
 import logging
@@ -16,6 +16,7 @@ from torch import nn
 
 from worker_proc.cuda.attention import DeviceStep
 from worker_proc.cuda.backend import TritonBackend
+from worker_proc.cuda.device_sampler import DeviceSampler
 from worker_proc.inputs import StepInputs
 
 SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -34,11 +35,19 @@ class StaticDecode:
     """The buffers of steps of one size, and the forward over them."""
 
     def __init__(
-        self, model: nn.Module, backend: TritonBackend, size: int, longest: int, vocab_size: int
+        self,
+        model: nn.Module,
+        backend: TritonBackend,
+        sampler: DeviceSampler,
+        size: int,
+        *,
+        longest: int,
+        vocab_size: int,
     ) -> None:
         device = backend.tables.tensor.device
         self._model = model
         self._backend = backend
+        self._sampler = sampler
         self._vocab_size = vocab_size
         self._input_ids = torch.zeros(1, size, dtype=torch.long, device=device)
         self._position_ids = torch.zeros(1, size, dtype=torch.long, device=device)
@@ -58,9 +67,10 @@ class StaticDecode:
         return self._columns.shape[1]
 
     def compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the logits of a step, valid until the next one."""
+        """Choose the tokens of a step, and return its logits, which are valid until the next."""
         num_rows = len(inputs.parts)
         columns, _ = self._backend.upload(inputs.parts, [], self.size)
+        self._sampler.update(self._backend.rows, inputs.parts)
         self._columns.copy_(columns)
         self._input_ids[:, :num_rows] = inputs.input_ids
         self._position_ids[:, :num_rows] = inputs.position_ids
@@ -70,6 +80,7 @@ class StaticDecode:
 
     def _forward(self) -> torch.Tensor:
         self._backend.step = self._step
+        self._sampler.feed(self._input_ids)
         output = self._model(
             input_ids=self._input_ids,
             position_ids=self._position_ids,
@@ -77,14 +88,17 @@ class StaticDecode:
             logits_to_keep=self._logits_indices,
         )
         logits: torch.Tensor = output.logits[0][:, : self._vocab_size]
+        starts, rows, _ = self._columns
+        self._sampler.choose(logits, rows, starts + 1)
         return logits
 
     @torch.inference_mode()
-    def capture(self, pool: Any, out: torch.Tensor | None) -> torch.Tensor:
-        """Record the forward in a graph whose memory is of `pool`.
+    def capture(self, pool: Any, out: torch.Tensor | None, most_rows: int) -> torch.Tensor:
+        """Record the step in a graph whose memory is of `pool`.
 
-        Its logits go to the first rows of `out`, which the first size makes and all sizes share.
-        RuntimeError: the forward waits for the device, so it cannot be recorded.
+        Its logits go to the first rows of `out`, which all sizes share; the first that is captured
+        makes it, with room for `most_rows`. RuntimeError: the forward waits for the device, so it
+        cannot be recorded.
         """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -97,7 +111,7 @@ class StaticDecode:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(stream)
-        kept = torch.empty_like(logits) if out is None else out
+        kept = logits.new_empty(most_rows, self._vocab_size) if out is None else out
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             kept[: self.size].copy_(self._forward())
@@ -117,6 +131,7 @@ class DecodeGraphs:
         self,
         model: nn.Module,
         backend: TritonBackend,
+        sampler: DeviceSampler,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -126,6 +141,7 @@ class DecodeGraphs:
         """Take a model whose attention modules are attached to the pool that it will use."""
         self._model = model
         self._backend = backend
+        self._sampler = sampler
         self._longest = max_model_len
         self._vocab_size = vocab_size
         self._sizes = padded_sizes(max_num_seqs)
@@ -133,8 +149,9 @@ class DecodeGraphs:
         self._is_captured = backend.tables.tensor.device.type == "cuda"
         self._pool: Any = None
         self._logits: torch.Tensor | None = None
-        # From here on the tables never move.
+        # From here on the tables and the parameters never move.
         backend.tables.reserve(max_num_seqs, -(-max_model_len // block_size))
+        sampler.update((), ())
 
     def capture(self) -> None:
         """Capture all sizes, the largest first, since the others fit into its memory."""
@@ -143,12 +160,13 @@ class DecodeGraphs:
                 self._prepare(size)
 
     def forget(self) -> None:
-        """Drop what refers to the pool, which moves when it sleeps."""
+        """Drop what refers to the pool, which moves when it sleeps, and the logits."""
         self._decodes.clear()
         self._pool = None
+        self._logits = None
 
     def compute(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Return a step's logits; None: no size fits, or it is more than a decode.
+        """Choose a step's tokens, and return its logits; None: no size fits, or it is no decode.
 
         A size that was forgotten is captured here, which takes one step longer.
         """
@@ -166,15 +184,26 @@ class DecodeGraphs:
         """Make the decode of a size; None: it cannot be captured, and no other will be."""
         if size not in self._sizes:
             return None
-        decode = StaticDecode(self._model, self._backend, size, self._longest, self._vocab_size)
+        decode = StaticDecode(
+            self._model,
+            self._backend,
+            self._sampler,
+            size,
+            longest=self._longest,
+            vocab_size=self._vocab_size,
+        )
         if self._is_captured:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
+            # A capture computes a step, and the next one may need the tokens of the last.
+            chosen = self._sampler.chosen.clone()
             try:
-                self._logits = decode.capture(self._pool, self._logits)
+                self._logits = decode.capture(self._pool, self._logits, self._sizes[-1])
             except RuntimeError as error:
                 _log.warning("decode steps run without CUDA graphs: %s", error)
                 self._sizes.clear()
                 self._decodes.clear()
                 return None
+            finally:
+                self._sampler.chosen.copy_(chosen)
         self._decodes[size] = decode
         return decode

@@ -202,7 +202,7 @@ class DraftModel:
     def _compute(self, parts: list[ScheduledRequest], choosing: list[MirroredRequest]) -> list[int]:
         """Compute the parts, and choose the next token of those that sample."""
         loaded, vocab_size = self._loaded, self._facts.vocab_size
-        inputs = pack_step(parts, self._facts.block_size, loaded.device)
+        inputs = pack_step(parts, loaded.device)
         if loaded.vocab_size < vocab_size:  # the rows of the model's vocabulary that pad it
             inputs.input_ids.clamp_(max=loaded.vocab_size - 1)
         logits = compute_logits(loaded.model, self._backend, inputs, vocab_size)

@@ -8,6 +8,7 @@ through the stages that its parameters ask for, and its token never depends on t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ _CPU_CHUNK_ELEMENTS = 2**19
 _CUDA_CHUNK_ELEMENTS = 2**24
 """Scores processed at a time, with temporaries of about 40 bytes each. On the CPU larger chunks are
 twice as slow: the allocator returns their pages, and every tensor faults them in again."""
+
+
+class Choice(Protocol):
+    """A way to choose the tokens of a step; all ways choose the same ones."""
+
+    def choose(
+        self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
+    ) -> tuple[list[int], list[int]]:
+        """Return a token for each row, and the rows that are not finite, whose token is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +56,22 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device,
         library: NativeLibrary | None = None,
+        *,
+        with_triton: bool = False,
     ) -> None:
-        """Take the kernels that choose tokens on the CPU; without them, torch does."""
+        """Take the kernels that choose tokens on the CPU, or use Triton's; else, torch does."""
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size is {vocab_size}, not in 1..{MAX_VOCAB_SIZE}")
         self._vocab_size = vocab_size
         on_cpu = device.type == "cpu"
         num_elements = _CPU_CHUNK_ELEMENTS if on_cpu else _CUDA_CHUNK_ELEMENTS
         self._chunk_rows = max(1, num_elements // vocab_size)
-        self._choice: NativeChoice | TorchChoice
-        if on_cpu and library is not None:
+        self._choice: Choice
+        if with_triton:
+            from worker_proc.cuda.choice import TritonChoice
+
+            self._choice = TritonChoice(vocab_size, eos_token_ids, self._chunk_rows)
+        elif on_cpu and library is not None:
             self._choice = NativeChoice(library, vocab_size, eos_token_ids)
         else:
             self._choice = TorchChoice(vocab_size, eos_token_ids, self._chunk_rows)

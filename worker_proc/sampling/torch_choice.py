@@ -74,7 +74,7 @@ class TorchChoice:
                 part_logits = logits.index_select(0, index)
                 scores = edited_scores(part_logits, part_rows, self._eos_token_ids, allowed)
                 if allowed is not None:
-                    is_lost = _confine(scores, allowed)
+                    is_lost = confine(scores, allowed)
                 else:
                     is_lost = scores.amax(dim=-1).isneginf()
                 if is_lost.any():
@@ -91,7 +91,7 @@ class TorchChoice:
         return _Path.TOP_P if params.top_p < 1.0 else _Path.FULL
 
 
-def _confine(scores: Tensor, allowed: Tensor) -> Tensor:
+def confine(scores: Tensor, allowed: Tensor) -> Tensor:
     """Ban the tokens that are not allowed, in place; returns the rows in which none is possible.
 
     Where edits ban all that is allowed, each of these tokens is equally likely: so a grammar that

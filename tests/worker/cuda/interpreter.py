@@ -1,7 +1,8 @@
 """Prepares Triton for tests: its kernels run on a GPU, or are interpreted on the CPU.
 
 The interpreter keeps bfloat16 as integers: it multiplies matrices of these bits, and cuts values
-off where a GPU rounds. Both are corrected here, so that the kernels can be tested as they are.
+off where a GPU rounds. Both are corrected here, so that the kernels can be tested as they are. It
+also patches Triton's language again at each call of a function, which took most of the time.
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ def prepare_triton() -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":  # tests/conftest.py sets it
             pytest.skip(NEEDS_TORCH_WITH_CUDA, allow_module_level=True)
         _correct_bfloat16()
+        _patch_language_once()
 
 
 def _correct_bfloat16() -> None:
@@ -54,3 +56,19 @@ def _correct_bfloat16() -> None:
     InterpreterBuilder.create_dot = create_dot
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.is_corrected = True
+
+
+def _patch_language_once() -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if hasattr(InterpretedFunction, "is_quick"):
+        return
+    call = InterpretedFunction.__call__
+
+    def call_quickly(self: Any, *args: Any, **options: Any) -> Any:
+        if self.fn.__module__.startswith("worker_proc."):  # as the kernel, which is patched
+            return self.rewrite()(*args, **options)
+        return call(self, *args, **options)
+
+    InterpretedFunction.__call__ = call_quickly
+    InterpretedFunction.is_quick = True

@@ -151,7 +151,7 @@ def test_a_decode_is_the_same_over_static_buffers(
 
     def logits(start: int, size: int, *, is_static: bool) -> torch.Tensor:
         parts = [ScheduledRequest(request, start, size, True) for request in requests]
-        inputs = pack_step(parts, BLOCK_SIZE, DEVICE)
+        inputs = pack_step(parts, DEVICE)
         found = graphs.compute(inputs) if is_static else None
         if found is None:
             assert not is_static or size > 1
@@ -162,10 +162,7 @@ def test_a_decode_is_the_same_over_static_buffers(
 
     with torch.inference_mode():
         assert (
-            graphs.compute(
-                pack_step([ScheduledRequest(requests[0], 0, 2, True)], BLOCK_SIZE, DEVICE)
-            )
-            is None
+            graphs.compute(pack_step([ScheduledRequest(requests[0], 0, 2, True)], DEVICE)) is None
         )
         for _ in range(2):
             logits(0, 2, is_static=False)
@@ -187,7 +184,7 @@ def test_rows_that_fill_a_decode_up_write_to_the_null_block_only(tmp_path: Path)
             tensors.keys.fill_(UNWRITTEN)
         parts = [ScheduledRequest(request, 2, 1, True) for request in requests[:size]]
         with torch.inference_mode():
-            assert runner._graphs.compute(pack_step(parts, BLOCK_SIZE, DEVICE)) is not None
+            assert runner._graphs.compute(pack_step(parts, DEVICE)) is not None
     for tensors in runner._pool.tensors:
         written = (tensors.keys != UNWRITTEN).any(dim=3).any(dim=2).nonzero().tolist()
         assert written == [[0, 0], [1, 2], [2, 2], [3, 2]]

@@ -16,6 +16,7 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 prepare_triton()
 from worker_proc.cuda import graphs  # noqa: E402
 from worker_proc.cuda.block_tables import BlockTables  # noqa: E402
+from worker_proc.cuda.device_sampler import DeviceSampler  # noqa: E402
 from worker_proc.cuda.graphs import MAX_SIZE, DecodeGraphs, padded_sizes  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -39,8 +40,9 @@ class _Recorder:
         self.captured: list[tuple[int, object]] = []
         self.fails = False
 
-    def make(self, model: object, backend: object, size: int, *_: object) -> Any:
-        def capture(pool: object, logits: object) -> str:
+    def make(self, model: object, backend: object, sampler: object, size: int, **_: object) -> Any:
+        def capture(pool: object, logits: object, most_rows: int) -> str:
+            assert most_rows == 8
             if self.fails:
                 raise RuntimeError("called a synchronizing operation")
             self.captured.append((size, logits))
@@ -60,7 +62,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> _Recorder:
 def make_graphs() -> DecodeGraphs:
     backend: Any = SimpleNamespace(tables=BlockTables(1, CPU))
     limits = {"max_num_seqs": 8, "max_model_len": 64, "block_size": 4, "vocab_size": 9}
-    made = DecodeGraphs(torch.nn.Identity(), backend, **limits)
+    sampler = DeviceSampler(backend, 9, MAX_SIZE)
+    made = DecodeGraphs(torch.nn.Identity(), backend, sampler, **limits)
     made._is_captured = True
     return made
 
@@ -70,7 +73,7 @@ def step_of(num_requests: int, size: int = 1) -> StepInputs:
     requests = [
         MirroredRequest(i, [3] * 4, 4, params, [array("i", [1])], 0, 0) for i in range(num_requests)
     ]
-    return pack_step([ScheduledRequest(r, 4 - size, size, True) for r in requests], 4, CPU)
+    return pack_step([ScheduledRequest(r, 4 - size, size, True) for r in requests], CPU)
 
 
 def test_the_largest_size_is_captured_first_and_makes_the_buffer(recorder: _Recorder) -> None:
@@ -89,7 +92,7 @@ def test_one_token_of_a_prompt_is_not_replayed(recorder: _Recorder) -> None:
     prompt = MirroredRequest(0, [3] * 4, 4, described, [array("i", [1])], 0, 0)
     decode = MirroredRequest(1, [3] * 4, 4, SamplingParams(), [array("i", [1])], 0, 0)
     parts = [ScheduledRequest(prompt, 1, 1, False), ScheduledRequest(decode, 3, 1, True)]
-    inputs = pack_step(parts, 4, CPU)
+    inputs = pack_step(parts, CPU)
     assert inputs.logits_indices.tolist() == [1, 0]
     assert made.compute(inputs) is None
 
@@ -101,7 +104,7 @@ def test_after_a_sleep_sizes_are_captured_when_they_are_needed(recorder: _Record
     recorder.captured.clear()
     for _ in range(2):
         assert made.compute(step_of(3)) == 4
-    assert recorder.captured == [(4, "logits")]
+    assert recorder.captured == [(4, None)], "the logits of a pool that slept are gone"
 
 
 def test_a_forward_that_waits_for_the_device_is_not_captured(

@@ -1,0 +1,126 @@
+"""Chooses the tokens of a step with Triton, by parameters that are on the device.
+
+Every row of a worker on CUDA goes through one kernel: with the parameters that stay there
+(`device_sampler`), or with those of this step after its scores were edited. So which way a row
+takes cannot change its token.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from protocol.sampling import SamplingParams
+from worker_proc.cuda.choice_kernels import NOT_FINITE, NUM_COLUMNS, choose_kernel
+from worker_proc.grammar.masks import RowMasks
+from worker_proc.inputs import to_device
+from worker_proc.sampling.logit_edits import SamplingRow, edited_scores
+from worker_proc.sampling.torch_choice import confine
+
+MOST_NEAR = 2**14
+"""Tokens near the best one of which a list is made; a row with more is searched as a whole."""
+MOST_TILE_TOKENS = 4096
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_LINE = struct.Struct("=qddqq")  # seed, temperature, top_p, top_k, min_weight
+_GREEDY = _LINE.pack(0, 0.0, 1.0, 0, 0)
+_UNIT = 2.0**40
+
+
+def pack_parameters(params: SamplingParams, vocab_size: int) -> bytes:
+    """Pack a request's line of the parameters; a temperature of 0 takes the most likely token."""
+    if params.greedy:
+        return _GREEDY
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    # Exact: the product only changes the exponent, and the bound is at most 2**40.
+    min_weight = -int(-params.min_p * _UNIT // 1)
+    return _LINE.pack(params.seed, params.temperature, params.top_p, top_k, min_weight)
+
+
+def lines_to_device(lines: Sequence[bytes], device: torch.device) -> Tensor:
+    """Return packed lines as int64 `[n, columns]` on a device, without waiting for the copy."""
+    packed = torch.frombuffer(bytearray(b"".join(lines)), dtype=torch.int64)
+    if device.type != "cpu":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return packed.view(-1, NUM_COLUMNS.value)
+
+
+def choose(logits: Tensor, parameters: Tensor, lines: Tensor, positions: Tensor) -> Tensor:
+    """Return the token of each row of `logits`, `[n, vocab]`, or NOT_FINITE; int64 `[n]`.
+
+    `lines` are those of the rows in `parameters`, and `positions` those of the tokens that are
+    chosen, both int32 `[n]`. Nothing here depends on values, so the launch can be captured.
+    """
+    num_rows, vocab_size = logits.shape
+    chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return chosen
+    capacity = min(MOST_NEAR, triton.next_power_of_2(vocab_size))
+    nearby = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
+    choose_kernel[(num_rows,)](
+        *(logits, parameters, lines, positions, nearby, chosen),
+        *(logits.stride(0), vocab_size),
+        CAPACITY=capacity,
+        TILE=min(MOST_TILE_TOKENS, triton.next_power_of_2(vocab_size)),
+        num_warps=8,
+    )
+    return chosen
+
+
+class TritonChoice:
+    """Chooses tokens by parameters that come with each step."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], chunk_rows: int) -> None:
+        """Take the number of rows whose scores are edited at a time."""
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._chunk_rows = chunk_rows
+
+    def choose(
+        self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
+    ) -> tuple[list[int], list[int]]:
+        """Return a token for each row, and the rows that are not finite, whose token is 0."""
+        if logits.dtype not in _DTYPES:
+            logits = logits.float()
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        lines = [pack_parameters(row.sampling_params, self._vocab_size) for row in rows]
+        parameters = lines_to_device(lines, logits.device)
+        places = to_device([*range(len(rows)), *(row.num_tokens for row in rows)], logits.device)
+        order, positions = places.int().split(len(rows))
+        chosen = choose(logits, parameters, order, positions)
+        for part, scores, is_lost in self._edited(logits, rows, masks):
+            index = to_device(part, logits.device)
+            edited = choose(scores, parameters, order[index], positions[index])
+            # Where no token is possible, the best one of the raw logits is taken.
+            best = torch.where(is_lost, logits[index].max(dim=-1).indices, edited)
+            is_finite = chosen[index] != NOT_FINITE.value
+            chosen[index] = torch.where(is_finite, best, chosen[index])
+        token_ids = chosen.tolist()
+        lost = [row for row, token_id in enumerate(token_ids) if token_id == NOT_FINITE.value]
+        for row in lost:
+            token_ids[row] = 0
+        return token_ids, lost
+
+    def _edited(
+        self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
+    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+        """Yield rows with edits or masks, their scores, and in which of them none is possible."""
+        masked = [i for i in range(len(rows)) if masks is not None and i in masks]
+        is_masked = set(masked)
+        unmasked = [i for i, row in enumerate(rows) if row.edits_scores and i not in is_masked]
+        for members in (masked, unmasked):
+            for start in range(0, len(members), self._chunk_rows):
+                part = members[start : start + self._chunk_rows]
+                part_rows = [rows[i] for i in part]
+                part_logits = logits[to_device(part, logits.device)]
+                allowed = None
+                if members is masked and masks is not None:
+                    allowed = masks.allowed(part, logits.device)
+                scores = edited_scores(part_logits, part_rows, self._eos_token_ids, allowed)
+                if allowed is not None:
+                    is_lost = confine(scores, allowed)
+                else:
+                    is_lost = scores.amax(dim=-1).isneginf()
+                yield part, scores.masked_fill_(is_lost[:, None], 0.0), is_lost
