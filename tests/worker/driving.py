@@ -10,7 +10,7 @@ from core_proc.scheduler import Scheduler
 from protocol.core_worker import CoreToWorker, ModelFacts, SchedulerOutput, decode_from_core
 from protocol.message import encode
 from protocol.sampling import SamplingParams
-from worker_proc.runner import Runner
+from worker_proc.runner import ComputedStep, LaunchedStep, Runner
 
 MAX_STEPS = 10_000
 
@@ -26,6 +26,8 @@ class Run:
     num_cached_tokens: int = 0
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    num_ahead: int = 0
+    """Steps that were launched while the tokens of the step before were not known."""
     longest_step: int = 0
     step_ids: list[int] = field(default_factory=list)
 
@@ -47,28 +49,39 @@ def drive(
     runner: Runner,
     prompts: Sequence[list[int]],
     params: SamplingParams | Sequence[SamplingParams],
+    outputs: Sequence[Sequence[int]] = (),
     **options: object,
 ) -> Run:
     """Run `prompts` to their ends through a new scheduler; every step crosses the wire.
 
-    As many steps are scheduled ahead of the runner as `max_steps_in_flight` allows.
+    As many steps are scheduled ahead of the runner as `max_steps_in_flight` allows; it launches one
+    before it finishes the one before. `outputs` are those of an earlier life of each request.
     """
     scheduler = make_scheduler(runner.facts, **options)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    requests = [Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+    before = outputs or [()] * len(prompts)
+    requests = [
+        Request(i, prompt, one, outputs=known)
+        for i, (prompt, one, known) in enumerate(zip(prompts, each, before, strict=True))
+    ]
     for request in requests:
         scheduler.add_request(request)
     runner.reset()
     run = Run([])
     pipe: deque[SchedulerOutput] = deque()
+    launched: deque[LaunchedStep] = deque()
     while scheduler.has_unfinished:
         while (step := scheduler.schedule()) is not None:
             pipe.append(step)
-        step = pipe.popleft()
-        run.num_steps += 1
-        assert run.num_steps < MAX_STEPS
-        run.longest_step = max(run.longest_step, step.total_num_scheduled_tokens)
-        scheduler.update_from_output(runner.execute(across_the_wire(step)))
+        if pipe:
+            step = pipe.popleft()
+            run.num_steps += 1
+            assert run.num_steps < MAX_STEPS
+            run.longest_step = max(run.longest_step, step.total_num_scheduled_tokens)
+            launched.append(runner.launch(across_the_wire(step)))
+            run.num_ahead += len(launched) > 1 and not isinstance(launched[0], ComputedStep)
+        if len(launched) > 1 or not pipe:
+            scheduler.update_from_output(launched.popleft().finish())
     run.output_token_ids = [list(request.output_token_ids) for request in requests]
     run.num_preemptions = scheduler.num_preemptions
     run.num_swaps = scheduler.swapper.num_swapped_out

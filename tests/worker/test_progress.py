@@ -11,7 +11,7 @@ from protocol.process import child_runtime
 from protocol.process.progress_page import Phase, ProgressPage, ProgressRecord
 from tests.unsupervised_child import UnsupervisedChild
 from tests.worker import test_shim
-from tests.worker.test_shim import OWN_EPOCH, Bench, FakeRunner, step
+from tests.worker.test_shim import OWN_EPOCH, Bench, DeviceRunner, FakeRunner, step
 
 
 class WatchedRunner(FakeRunner):
@@ -91,3 +91,39 @@ def test_a_rank_that_does_not_reply_records_its_steps(bench: Bench, runner: Watc
     with pytest.raises(ValueError, match="bad"):
         bench.until(lambda: False)
     assert runner.page.last_completing_epoch == 0
+
+
+def test_a_launched_step_keeps_its_deadline_until_it_is_done(
+    tmp_path: Path, runner: WatchedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that never ends a step is noticed, although the loop goes on."""
+    monkeypatch.setattr(
+        test_shim,
+        "UnsupervisedChild",
+        lambda *arguments: UnsupervisedChild(*arguments, progress_fd=runner.fd, hang_timeout_s=3.0),
+    )
+    device = DeviceRunner()
+    bench = Bench(str(tmp_path), device)
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: device.launched)
+    began = runner.page.read()
+    for _ in range(3):
+        assert bench.loop.turn(0)
+    assert runner.page.read() == began
+    assert began is not None
+    assert (began.phase, began.step_id, began.limit_s) == (Phase.STEP, 0, 60.0)
+    bench.send(9, step(1))
+    bench.until(lambda: bench.replies)
+    later = runner.page.read()
+    assert later is not None
+    assert (later.phase, later.step_id, later.limit_s) == (Phase.STEP, 1, 120.0), "of both steps"
+    assert runner.page.last_completing_epoch == OWN_EPOCH
+    device.launched[1].is_done = True
+    bench.until(lambda: len(bench.replies) == 2)
+    assert bench.loop.turn(0)
+    last = runner.page.read()
+    assert last is not None
+    assert last.phase is Phase.TURN
+    bench.close()

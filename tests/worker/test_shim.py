@@ -69,6 +69,35 @@ class FakeRunner:
         return ComputedStep(self.execute(step))
 
 
+class Launched:
+    """A step that a device computes until `is_done` is set, or until it is waited for."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def finish(self) -> ModelRunnerOutput:
+        self.is_done = True
+        if self.error is not None:
+            raise self.error
+        return ModelRunnerOutput(self.step_id, [7])
+
+
+class DeviceRunner(FakeRunner):
+    """Launches steps; raises `error` then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[Launched] = []
+
+    def launch(self, step: SchedulerOutput) -> Launched:
+        if self.error is not None:
+            raise self.error
+        self.launched.append(Launched(step.step_id))
+        return self.launched[-1]
+
+
 def step(step_id: int) -> SchedulerOutput:
     return SchedulerOutput(step_id, [], CachedRequestData(), {}, 0, [], [])
 
@@ -158,6 +187,58 @@ def test_a_new_connection_may_belong_to_a_core_with_a_lower_link_epoch(shim: Wor
     shim.end_adoption()
     shim.on_message(6, Adopt(0))
     assert shim.link_epoch == 6
+
+
+def test_a_step_is_launched_before_the_last_one_is_answered() -> None:
+    runner = DeviceRunner()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    shim.on_message(9, Adopt(0))
+    assert (shim.on_message(9, step(0)), shim.take_output()) == (None, None)
+    assert shim.on_message(9, step(1)) == ModelRunnerOutput(0, [7])
+    first, second = runner.launched
+    assert (first.is_done, second.is_done, shim.num_launched) == (True, False, 1)
+    assert shim.take_output() is None
+    second.is_done = True
+    assert shim.take_output() == ModelRunnerOutput(1, [7])
+    assert (shim.take_output(), shim.num_launched) == (None, 0)
+
+
+def test_a_launch_that_fails_is_reported_after_the_step_before_it() -> None:
+    runner = DeviceRunner()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    shim.on_message(9, Adopt(0))
+    shim.on_message(9, step(0))
+    runner.error = RuntimeError("no memory")
+    assert shim.on_message(9, step(1)) == ModelRunnerOutput(0, [7])
+    assert shim.failure is None
+    assert shim.take_output() == StepFailed(1, "RuntimeError: no memory")
+    assert shim.failure is runner.error
+
+
+def test_a_device_that_fails_fails_the_step_that_it_computed() -> None:
+    runner = DeviceRunner()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    shim.on_message(9, Adopt(0))
+    shim.on_message(9, step(0))
+    runner.launched[0].error = RuntimeError("illegal address")
+    assert shim.on_message(9, step(1)) == StepFailed(0, "RuntimeError: illegal address")
+    assert shim.failure is runner.launched[0].error
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_adoption_drops_the_step_that_is_launched(is_lost: bool) -> None:
+    runner = DeviceRunner()
+    shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
+    shim.on_message(9, Adopt(0))
+    shim.on_message(9, step(0))
+    runner.launched[0].is_done = True
+    if is_lost:
+        shim.end_adoption()
+        assert shim.take_output() is None
+    shim.on_message(10, Adopt(5))
+    assert shim.take_output() is None
+    assert shim.on_message(10, step(5)) is None
+    assert runner.launched[-1].step_id == 5
 
 
 # The loop ------------------------------------------------------------------------------------
@@ -288,6 +369,23 @@ def test_a_step_that_raises_is_reported_and_ends_the_loop(bench: Bench, runner: 
         received += [decode_from_worker(item.body) for item in bench.core.drain(16)]
     replies = [message for message in received if not isinstance(message, WorkerHello)]
     assert replies == [StepFailed(0, "RuntimeError: no memory")]
+
+
+def test_a_launched_step_is_answered_when_it_is_done(tmp_path: Path) -> None:
+    """Also if no message comes; meanwhile the loop does not sleep."""
+    runner = DeviceRunner()
+    bench = Bench(str(tmp_path), runner)
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: runner.launched)
+    assert bench.loop._poll_ms() == 0
+    assert not bench.replies
+    runner.launched[0].is_done = True
+    bench.until(lambda: bench.replies)
+    assert bench.replies == [ModelRunnerOutput(0, [7])]
+    assert bench.loop._poll_ms() is None
+    bench.close()
 
 
 def test_an_unreadable_message_of_the_core_ends_the_loop(bench: Bench) -> None:

@@ -43,14 +43,18 @@ TRITON = {
 """Families whose layers the kernels compute; of the others they compute norms and attention."""
 
 
-@pytest.fixture(autouse=True)
-def _cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def take_cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, let the CPU take the path of one."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(model_runner, "load_library", lambda: None)
         monkeypatch.setattr(model_runner, "start_building", lambda: None)
         monkeypatch.setattr(model_runner, "can_pack", lambda *_: False)
         monkeypatch.setattr(model_runner, "uses_triton", lambda device: True)
+
+
+@pytest.fixture(autouse=True)
+def _cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_cuda_path(monkeypatch)
 
 
 def prove_briefly(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
