@@ -1,23 +1,19 @@
-"""The pool's memory is zeroed and can be released; both ways to copy blocks are equal."""
-
-from collections.abc import Callable
+"""The pool's memory is zeroed and can be released; blocks are copied where they belong."""
 
 import pytest
 import torch
 
 from protocol.core_worker import BlockCopies
-from worker_proc.kv.kv_pool import KVPool, copy_by_index, copy_one_by_one
+from worker_proc.kv.kv_pool import KVPool, copy_by_index
 from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory
 
 CPU = torch.device("cpu")
 SHAPES = [((6, 2, 3), (6, 4)), ((6, 5), (6, 5))]
-Copy = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], None]
 
 
-@pytest.mark.parametrize("copy", [copy_by_index, copy_one_by_one])
-def test_rows_are_copied_where_they_belong(copy: Copy) -> None:
+def test_rows_are_copied_where_they_belong() -> None:
     source, target = torch.arange(24).view(6, 2, 2), torch.zeros(4, 2, 2, dtype=torch.long)
-    copy(source, target, [5, 1], [0, 3])
+    copy_by_index(source, target, [5, 1], [0, 3])
     assert torch.equal(target, torch.stack([source[5], *target[1:3], source[1]]))
     assert not target[1:3].any()
 

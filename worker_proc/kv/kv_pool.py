@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from protocol.core_worker import BlockCopies
+from worker_proc.cuda.device import uses_triton
 from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Shapes
 
 
@@ -45,12 +46,25 @@ class KVPool:
         if not out.host_block_ids and not into.host_block_ids:
             return
         self.wake()
-        copy = copy_by_index if self._device.type == "cpu" else copy_one_by_one
-        for device, host in self._pairs:
-            if out.host_block_ids:
-                copy(device, host, out.device_block_ids, out.host_block_ids)
-            if into.host_block_ids:
-                copy(host, device, into.host_block_ids, into.device_block_ids)
+        if out.host_block_ids:
+            self._copy(self._pairs, out.device_block_ids, out.host_block_ids)
+        if into.host_block_ids:
+            pairs = [(host, device) for device, host in self._pairs]
+            self._copy(pairs, into.host_block_ids, into.device_block_ids)
+
+    def _copy(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        source_ids: list[int],
+        target_ids: list[int],
+    ) -> None:
+        if uses_triton(self._device):
+            from worker_proc.cuda.swap import copy_blocks
+
+            copy_blocks(pairs, source_ids, target_ids, self._device)
+            return
+        for source, target in pairs:
+            copy_by_index(source, target, source_ids, target_ids)
 
     def sleep(self) -> None:
         """Release all memory until `wake`; its content is lost."""
@@ -78,11 +92,3 @@ def copy_by_index(
     """Copy rows of one tensor to rows of another on the same device."""
     rows = source.index_select(0, torch.tensor(source_ids, device=source.device))
     target.index_copy_(0, torch.tensor(target_ids, device=target.device), rows)
-
-
-def copy_one_by_one(
-    source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
-) -> None:
-    """Copy rows between a device and pinned host memory, without waiting for them."""
-    for source_id, target_id in zip(source_ids, target_ids, strict=True):
-        target[target_id].copy_(source[source_id], non_blocking=True)

@@ -31,6 +31,9 @@ class CacheSize(NamedTuple):
     max_model_len: int
 
 
+_MAPPED = 2  # cudaHostRegisterMapped: kernels may access it, too
+
+
 class HostMemory:
     """A zeroed tensor in host memory, whose pages are allocated when they are written.
 
@@ -39,7 +42,7 @@ class HostMemory:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> None:
-        """Map the memory; `pinned` allocates it now, so that CUDA can copy asynchronously."""
+        """Map the memory; `pinned` allocates it now, so that a CUDA device can access it."""
         self._num_bytes = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
         self._pages = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -58,7 +61,9 @@ class HostMemory:
         """Make the tensor usable again, zeroed."""
         if self._pinned:
             torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self._num_bytes, 0)
+                torch.cuda.cudart().cudaHostRegister(
+                    self.tensor.data_ptr(), self._num_bytes, _MAPPED
+                )
             )
 
 

@@ -7,12 +7,16 @@ TRITON_INTERPRET.
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker_proc.cuda import attention_kernels, pointwise_kernels
+from worker_proc.cuda import attention_kernels, choice_kernels, pointwise_kernels, swap_kernels
 from worker_proc.cuda.attention import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, choose_tiles
+from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
+from worker_proc.cuda.device_sampler import FEED_TILE
+from worker_proc.cuda.swap import TILE_WORDS
 from worker_proc.kv.kv_groups import LayerSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -22,11 +26,14 @@ HEADS = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 16}
 PADDED_HEADS = {"PADDED_HEADS": 16, "PADDED_KV_HEADS": 8}
 FLAGS = {"HAS_SOFTCAP": True, "HAS_SINKS": True, "ROUNDS_FIRST": True, "ROTATION": 0}
 FLOATS = {"scale", "softcap", "factor", "added_epsilon", "epsilon"}
-INT_ARRAYS = {"table", "first_rows", "starts", "table_rows", "kept_from"}
+INT_ARRAYS = {"table", "first_rows", "starts", "table_rows", "kept_from", "lines", "positions"}
+INT_ARRAYS |= {"nearby"}
+LONG_ARRAYS = {"parameters", "chosen", "token_ids", "tensors", "block_ids"}
 FLOAT_ARRAYS = {"partial_out", "partial_stats", "sinks", "added_weight", "weight"}
 FLOAT_ARRAYS |= {"query_norm", "key_norm"}
 STRIDES = {"query_strides", "key_strides", "value_strides"}
 INTS = {"num_parts", "num_splits", "size", "hidden_stride", "added_stride", "out_stride"}
+INTS |= {"logits_stride", "vocab_size", "num_tokens", "num_blocks"}
 INTS |= {"gates_stride", "factors_stride", "table_stride", "qkv_stride", "angle_stride"}
 
 
@@ -38,7 +45,8 @@ def _dims(size: int) -> dict[str, int]:
 def _type(name: str, dtype: str) -> Any:
     if name in STRIDES:
         return ("i32", "i32")
-    for names, kind in ((FLOATS, "fp32"), (INT_ARRAYS, "*i32"), (FLOAT_ARRAYS, "*fp32")):
+    kinds = ((FLOATS, "fp32"), (FLOAT_ARRAYS, "*fp32"), (INT_ARRAYS, "*i32"), (LONG_ARRAYS, "*i64"))
+    for names, kind in kinds:
         if name in names:
             return kind
     return "i32" if name in INTS else f"*{dtype}"
@@ -99,6 +107,13 @@ def main() -> None:
     compile_for(pointwise_kernels.norm_kernel, "bf16", usual | norm)
     activation = {"ACTIVATION": 0, "MULTIPLIES": True, "TILE": 1024}
     compile_for(pointwise_kernels.activate_kernel, "bf16", activation)
+    for dtype in DTYPES:
+        sizes = {"CAPACITY": MOST_NEAR, "TILE": MOST_TILE_TOKENS}
+        compile_for(choice_kernels.choose_kernel, dtype, sizes)
+    compile_for(choice_kernels.feed_kernel, "bf16", {"TILE": FEED_TILE})
+    for word in (tl.int64, tl.int8):
+        sizes = {"WORD": word, "TILE": TILE_WORDS}
+        compile_for(swap_kernels.copy_blocks_kernel, "bf16", sizes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernel that chooses tokens: those of a full sort, by the parameters that are on the device."""
+"""The kernel that chooses tokens takes those of a full sort, by parameters on the device."""
 
 import random
 from collections.abc import Sequence

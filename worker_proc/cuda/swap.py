@@ -1,0 +1,37 @@
+"""Copies blocks between the device and the host: one launch, whatever their number.
+
+The kernel reads and writes the host's memory itself, which is pinned and mapped: it has one address
+for both.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from worker_proc.cuda.swap_kernels import copy_blocks_kernel
+from worker_proc.inputs import to_device
+
+WORD_BYTES = 8
+TILE_WORDS = 1024
+
+
+def copy_blocks(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Copy rows of each source to rows of its target, without waiting; both are contiguous."""
+    sizes = [source[0].numel() * source.element_size() for source, _ in pairs]
+    is_whole = all(size % WORD_BYTES == 0 for size in sizes)
+    word_bytes, word = (WORD_BYTES, tl.int64) if is_whole else (1, tl.int8)
+    entries: list[int] = []
+    for (source, target), size in zip(pairs, sizes, strict=True):
+        entries += (source.data_ptr(), target.data_ptr(), size // word_bytes)
+    packed = to_device([*entries, *source_ids, *target_ids], device)
+    tensors, block_ids = packed.split([len(entries), 2 * len(source_ids)])
+    copy_blocks_kernel[(len(source_ids), len(pairs))](
+        tensors, block_ids, len(source_ids), WORD=word, TILE=TILE_WORDS
+    )
