@@ -21,7 +21,7 @@ from worker_proc.sampling.torch_choice import confine
 
 MOST_NEAR = 2**14
 """Tokens near the best one of which a list is made; a row with more is searched as a whole."""
-MOST_TILE_TOKENS = 4096
+MOST_TILE_TOKENS = 2048  # with them, two programs share a multiprocessor of an H100
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LINE = struct.Struct("=qddqq")  # seed, temperature, top_p, top_k, min_weight
 _GREEDY = _LINE.pack(0, 0.0, 1.0, 0, 0)
