@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend, PagedLayer
+from worker_proc.cuda.device import uses_triton
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.kv.kv_pool import KVPool
+from worker_proc.kv.kv_pool import CopyBlocks, KVPool, copy_by_index
 from worker_proc.loading.loader import LoadedModel
 
 
@@ -20,7 +21,10 @@ def attach_cache(
     """Allocate a pool and attach each attention module to its part of it, instead of the last."""
     specs = [layer.spec for layer in loaded.layers]
     shapes = [backend.pool_shapes(specs[index], num_blocks) for index in layout.tensor_layers]
-    pool = KVPool(shapes, num_host_blocks, loaded.dtype, loaded.device)
+    copy_blocks: CopyBlocks = copy_by_index
+    if uses_triton(loaded.device):
+        from worker_proc.cuda.swap import copy_blocks
+    pool = KVPool(shapes, num_host_blocks, loaded.dtype, loaded.device, copy_blocks)
     for number, group in enumerate(layout.groups):
         for tensors, index in zip(pool.tensors, group.layers, strict=False):
             layer = loaded.layers[index]

@@ -60,7 +60,7 @@ from worker_proc.native.build import start_building
 from worker_proc.native.kernels import Format, NativeLibrary, load_library
 from worker_proc.runner import ComputedStep, LaunchedStep, ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states, pool
-from worker_proc.sampling.sampler import Sampler
+from worker_proc.sampling.sampler import MakeChoice, Sampler
 from worker_proc.sampling.verification import count_valid, rows_to_sample
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class ModelRunner:
         self.attention = backend.name
         self._backend = backend
         self._pool = pool
-        self._sampler = make_sampler(loaded, library)
+        self._sampler = make_sampler(loaded, library, facts)
         self._mirror = Mirror(facts, num_speculative_tokens)
         self.swap_cost_tokens = swap_cost_tokens
         self._is_drafting = num_speculative_tokens > 0
@@ -528,13 +528,20 @@ def build_runner(
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
     block_bytes = _block_bytes(loaded, layout)
-    available_bytes = available_cache_bytes(loaded, backend, layout, config)
+    sampler = make_sampler(loaded, prepared.kernels)
+    available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
     draft_block_bytes = 0
     if prepared.draft is not None:
         draft_layout = make_draft_layout(prepared.draft, config)
         draft_block_bytes = _block_bytes(prepared.draft, draft_layout)
         draft_backend = make_backend(prepared.draft, draft_layout, prepared.kernels)
-        draft_bytes = available_cache_bytes(prepared.draft, draft_backend, draft_layout, config)
+        draft_bytes = available_cache_bytes(
+            prepared.draft,
+            draft_backend,
+            draft_layout,
+            make_sampler(prepared.draft, prepared.kernels),
+            config,
+        )
         available_bytes = min(available_bytes, draft_bytes)
         available_bytes -= num_all_spare_blocks(config) * draft_block_bytes
     size = kv_tensors.size_cache(
@@ -590,16 +597,17 @@ def build_runner(
     )
 
 
-def make_sampler(loaded: LoadedModel, library: NativeLibrary | None) -> Sampler:
-    """Return what samples a model's logits on its device."""
-    with_triton = uses_triton(loaded.device)
-    return Sampler(
-        loaded.vocab_size,
-        loaded.eos_token_ids,
-        loaded.device,
-        library,
-        with_triton=with_triton,
-    )
+def make_sampler(
+    loaded: LoadedModel, library: NativeLibrary | None, like: ModelFacts | None = None
+) -> Sampler:
+    """Return what samples a model's logits on its device; `like` names other tokens than its own."""
+    tokens = loaded if like is None else like
+    make_choice: MakeChoice | None = None
+    if uses_triton(loaded.device):
+        from worker_proc.cuda.choice import TritonChoice
+
+        make_choice = TritonChoice
+    return Sampler(tokens.vocab_size, tokens.eos_token_ids, loaded.device, library, make_choice)
 
 
 def make_device_sampler(
@@ -662,7 +670,7 @@ def build_draft_model(
         loaded,
         backend,
         pool,
-        make_sampler(loaded, own.kernels),
+        make_sampler(loaded, own.kernels, facts),
         facts,
         group=group_without_window(facts.kv_groups),
         num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,

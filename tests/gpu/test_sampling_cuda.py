@@ -22,7 +22,9 @@ LLAMA = next(architecture for architecture in ARCHITECTURES if architecture.name
 
 
 def both_ways(logits: torch.Tensor, rows: list) -> tuple[list[int], list[int]]:  # type: ignore[type-arg]
-    on_device = Sampler(logits.shape[1], EOS, DEVICE, with_triton=True)
+    from worker_proc.cuda.choice import TritonChoice
+
+    on_device = Sampler(logits.shape[1], EOS, DEVICE, make_choice=TritonChoice)
     on_host = Sampler(logits.shape[1], EOS, torch.device("cpu"))
     return (
         on_device.sample(logits.to(DEVICE), rows).token_ids,

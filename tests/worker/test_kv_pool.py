@@ -13,7 +13,7 @@ SHAPES = [((6, 2, 3), (6, 4)), ((6, 5), (6, 5))]
 
 def test_rows_are_copied_where_they_belong() -> None:
     source, target = torch.arange(24).view(6, 2, 2), torch.zeros(4, 2, 2, dtype=torch.long)
-    copy_by_index(source, target, [5, 1], [0, 3])
+    copy_by_index([(source, target)], [5, 1], [0, 3])
     assert torch.equal(target, torch.stack([source[5], *target[1:3], source[1]]))
     assert not target[1:3].any()
 

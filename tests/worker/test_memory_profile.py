@@ -48,7 +48,8 @@ def test_the_worst_steps_are_computed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "compute_logits", record)
     monkeypatch.setattr(Sampler, "sample", record_sample)
     monkeypatch.setattr(Sampler, "prompt_logprobs", record_prompt)
-    memory.profile_run(prepared.loaded, backend, layout, config)
+    sampler = model_runner.make_sampler(prepared.loaded, None)
+    memory.profile_run(prepared.loaded, backend, layout, sampler, config)
     decodes = [(LONGEST - 1, LONGEST)] * (NUM_SEQS - 1)
     chunk = (LONGEST - (NUM_TOKENS - len(decodes)), LONGEST)
     assert steps == [[*decodes, chunk], [(0, NUM_TOKENS)]]

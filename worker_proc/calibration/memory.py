@@ -8,7 +8,6 @@ import torch
 from protocol.config import EngineConfig
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
-from worker_proc.cuda.device import uses_triton
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_groups import KVLayout
@@ -27,7 +26,11 @@ _WORST_SAMPLING = SamplingParams(
 
 
 def available_cache_bytes(
-    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    layout: KVLayout,
+    sampler: Sampler,
+    config: EngineConfig,
 ) -> int:
     """Return the bytes for the KV cache, as configured or as measured.
 
@@ -41,7 +44,7 @@ def available_cache_bytes(
     device, utilization = loaded.device, config.cache.gpu_memory_utilization
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    profile_run(loaded, backend, layout, config)
+    profile_run(loaded, backend, layout, sampler, config)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
@@ -50,7 +53,11 @@ def available_cache_bytes(
 
 
 def profile_run(
-    loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout, config: EngineConfig
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    layout: KVLayout,
+    sampler: Sampler,
+    config: EngineConfig,
 ) -> None:
     """Compute the steps that need most memory, in a block that all parts share.
 
@@ -76,12 +83,6 @@ def profile_run(
         request.block_tables = list(tables)
         return ScheduledRequest(request, start, end - start, True)
 
-    sampler = Sampler(
-        loaded.vocab_size,
-        loaded.eos_token_ids,
-        loaded.device,
-        with_triton=uses_triton(loaded.device),
-    )
     sampled = MirroredRequest(0, token_ids, longest, _WORST_SAMPLING, tables, 0, 0)
     parts = [part(longest - size, longest, sampled) for size in sizes]
     inputs = pack_step(parts, loaded.device)

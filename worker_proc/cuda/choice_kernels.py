@@ -91,7 +91,7 @@ def find_key(row, members, target, cut, WEIGHS: tl.constexpr, TILE: tl.constexpr
         middle = ((low + high) >> 1).to(tl.int32)
         found, least, others = divide(row, members, middle, cut, WEIGHS, TILE)
         is_low = found > target
-        # No token has a key between the two, so few steps remain where few tokens do.
+        # No token has a key in between: where tokens are few, so are the steps.
         low = tl.where(is_low, least.to(tl.int64), low)
         high = tl.where(is_low, high, others.to(tl.int64) + 1)
         above = tl.where(is_low, above, found)

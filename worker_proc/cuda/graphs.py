@@ -166,7 +166,8 @@ class DecodeGraphs:
         self._logits = None
 
     def compute(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Choose a step's tokens, and return its logits; None: no size fits, or it is no decode.
+        """Choose a step's tokens, and return its logits; None: no size fits, or
+        it is more than a decode.
 
         A size that was forgotten is captured here, which takes one step longer.
         """

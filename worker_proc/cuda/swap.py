@@ -8,22 +8,19 @@ from collections.abc import Sequence
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from worker_proc.cuda.swap_kernels import copy_blocks_kernel
 from worker_proc.inputs import to_device
+from worker_proc.kv.kv_pool import Pairs
 
+_CPU = torch.device("cpu")  # where the kernel is interpreted
 WORD_BYTES = 8
 TILE_WORDS = 1024
 
 
-def copy_blocks(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    source_ids: Sequence[int],
-    target_ids: Sequence[int],
-    device: torch.device,
-) -> None:
-    """Copy rows of each source to rows of its target, without waiting; both are contiguous."""
+def copy_blocks(pairs: Pairs, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+    """Copy blocks of contiguous tensors, without waiting for them."""
+    device = next((tensor.device for tensor in pairs[0] if tensor.is_cuda), _CPU)
     sizes = [source[0].numel() * source.element_size() for source, _ in pairs]
     is_whole = all(size % WORD_BYTES == 0 for size in sizes)
     word_bytes, word = (WORD_BYTES, tl.int64) if is_whole else (1, tl.int8)

@@ -1,12 +1,23 @@
 """The pool of KV blocks on the device, and the host's pool for swapped blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from protocol.core_worker import BlockCopies
-from worker_proc.cuda.device import uses_triton
 from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Shapes
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors to copy from and to copy to; their rows are blocks."""
+CopyBlocks = Callable[[Pairs, Sequence[int], Sequence[int]], None]
+"""Copies rows with some indices, in all pairs, to rows with others."""
+
+
+def copy_by_index(pairs: Pairs, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:
+    """Copy blocks between tensors on the same device."""
+    for source, target in pairs:
+        rows = source.index_select(0, torch.tensor(source_ids, device=source.device))
+        target.index_copy_(0, torch.tensor(target_ids, device=target.device), rows)
 
 
 class KVPool:
@@ -18,8 +29,13 @@ class KVPool:
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        copy_blocks: CopyBlocks = copy_by_index,
     ) -> None:
-        """Allocate a pair of tensors for each of `shapes`, on the device and on the host."""
+        """Allocate a pair of tensors for each of `shapes`, on the device and on the host.
+
+        `copy_blocks` copies between the two.
+        """
+        self._copy_blocks = copy_blocks
         self._device = device
         self._memory: list[HostMemory | DeviceMemory] = []
         self._is_asleep = False
@@ -47,24 +63,10 @@ class KVPool:
             return
         self.wake()
         if out.host_block_ids:
-            self._copy(self._pairs, out.device_block_ids, out.host_block_ids)
+            self._copy_blocks(self._pairs, out.device_block_ids, out.host_block_ids)
         if into.host_block_ids:
             pairs = [(host, device) for device, host in self._pairs]
-            self._copy(pairs, into.host_block_ids, into.device_block_ids)
-
-    def _copy(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        source_ids: list[int],
-        target_ids: list[int],
-    ) -> None:
-        if uses_triton(self._device):
-            from worker_proc.cuda.swap import copy_blocks
-
-            copy_blocks(pairs, source_ids, target_ids, self._device)
-            return
-        for source, target in pairs:
-            copy_by_index(source, target, source_ids, target_ids)
+            self._copy_blocks(pairs, into.host_block_ids, into.device_block_ids)
 
     def sleep(self) -> None:
         """Release all memory until `wake`; its content is lost."""
@@ -84,11 +86,3 @@ class KVPool:
             for memory in self._memory:
                 memory.restore()
         self._is_asleep = False
-
-
-def copy_by_index(
-    source: torch.Tensor, target: torch.Tensor, source_ids: list[int], target_ids: list[int]
-) -> None:
-    """Copy rows of one tensor to rows of another on the same device."""
-    rows = source.index_select(0, torch.tensor(source_ids, device=source.device))
-    target.index_copy_(0, torch.tensor(target_ids, device=target.device), rows)

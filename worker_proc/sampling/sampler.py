@@ -6,7 +6,7 @@ others go through temperature, min_p, top_k, top_p and one draw (`inverse_cdf`).
 through the stages that its parameters ask for, and its token never depends on the other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,10 @@ class Choice(Protocol):
         """Return a token for each row, and the rows that are not finite, whose token is 0."""
 
 
+MakeChoice = Callable[[int, Sequence[int], int], Choice]
+"""Takes the size of the vocabulary, the EOS ids, and the number of rows to edit at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """One entry per row, in row order."""
@@ -56,10 +60,9 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device,
         library: NativeLibrary | None = None,
-        *,
-        with_triton: bool = False,
+        make_choice: MakeChoice | None = None,
     ) -> None:
-        """Take the kernels that choose tokens on the CPU, or use Triton's; else, torch does."""
+        """Take what chooses tokens: kernels on the CPU, or `make_choice`; without both, torch."""
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size is {vocab_size}, not in 1..{MAX_VOCAB_SIZE}")
         self._vocab_size = vocab_size
@@ -67,10 +70,8 @@ class Sampler:
         num_elements = _CPU_CHUNK_ELEMENTS if on_cpu else _CUDA_CHUNK_ELEMENTS
         self._chunk_rows = max(1, num_elements // vocab_size)
         self._choice: Choice
-        if with_triton:
-            from worker_proc.cuda.choice import TritonChoice
-
-            self._choice = TritonChoice(vocab_size, eos_token_ids, self._chunk_rows)
+        if make_choice is not None:
+            self._choice = make_choice(vocab_size, eos_token_ids, self._chunk_rows)
         elif on_cpu and library is not None:
             self._choice = NativeChoice(library, vocab_size, eos_token_ids)
         else:

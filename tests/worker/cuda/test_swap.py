@@ -7,7 +7,6 @@ import torch
 
 from protocol.core_worker import BlockCopies
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from worker_proc.kv import kv_pool
 from worker_proc.kv.kv_pool import KVPool
 
 prepare_triton()
@@ -23,7 +22,6 @@ def test_blocks_go_out_before_others_come_in(
     shapes: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the CPU; the tensors differ in size, and one is longer than a tile."""
-    monkeypatch.setattr(kv_pool, "uses_triton", lambda device: True)
     kernel, launches = swap.copy_blocks_kernel, []
 
     class Counted:
@@ -32,7 +30,7 @@ def test_blocks_go_out_before_others_come_in(
             return kernel[grid]
 
     monkeypatch.setattr(swap, "copy_blocks_kernel", Counted())
-    pool = KVPool(shapes, 3, dtype, DEVICE)
+    pool = KVPool(shapes, 3, dtype, DEVICE, swap.copy_blocks)
     tensors = [tensor for pair in pool.tensors for tensor in (pair.keys, pair.values)]
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape))
