@@ -600,7 +600,7 @@ def build_runner(
 def make_sampler(
     loaded: LoadedModel, library: NativeLibrary | None, like: ModelFacts | None = None
 ) -> Sampler:
-    """Return what samples a model's logits on its device; `like` names other tokens than its own."""
+    """Return what samples a model's logits on its device; `like` may have other tokens."""
     tokens = loaded if like is None else like
     make_choice: MakeChoice | None = None
     if uses_triton(loaded.device):

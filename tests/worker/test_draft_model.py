@@ -21,6 +21,7 @@ from tests.worker.test_parity import make_runner
 from worker_proc.drafting.draft_model import num_spare_blocks
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.runner import ComputedStep
 
 NUM_DRAFTS = 3
 NUM_BLOCKS, FEW_BLOCKS = 300, 50
@@ -154,6 +155,9 @@ class Intermittent:
         self.num_with += is_wanted
         limits = dict.fromkeys(self._known, NUM_DRAFTS if is_wanted else 0)
         return self._runner.execute(msgspec.structs.replace(step, draft_limits=limits))
+
+    def launch(self, step: SchedulerOutput) -> ComputedStep:
+        return ComputedStep(self.execute(step))
 
 
 @pytest.mark.parametrize("max_num_seqs", [6, 2])

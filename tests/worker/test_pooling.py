@@ -14,6 +14,7 @@ from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_para
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.runner import ComputedStep
 from worker_proc.sampling.pooling import _add
 
 DEFAULT = ("llama_tied", "opt")
@@ -53,6 +54,9 @@ class Recorder:
         output = self._runner.execute(step)
         self.vectors |= output.pooled
         return output
+
+    def launch(self, step: SchedulerOutput) -> ComputedStep:
+        return ComputedStep(self.execute(step))
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
