@@ -39,6 +39,7 @@ from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from worker_proc import model_runner
+from worker_proc.attention.work import SECTION
 from worker_proc.inputs import StepInputs
 from worker_proc.model_runner import ModelRunner, load_model_runner
 from worker_proc.native.build import build, compiler
@@ -239,9 +240,9 @@ def load(
     return load_model_runner(config, lambda phase, done, total: None)
 
 
-def make_texts(vocab_size: int) -> list[list[int]]:
+def make_texts(vocab_size: int, lengths: Sequence[int] = TEXT_LENGTHS) -> list[list[int]]:
     rng = random.Random(4)
-    return [[rng.randrange(vocab_size) for _ in range(length)] for length in TEXT_LENGTHS]
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -274,9 +275,35 @@ def test_logits_are_the_same_bits_in_every_schedule(
     compare(runners, monkeypatch)
 
 
-def compare(runners: Sequence[ModelRunner], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute the same texts in many ways, more of them by the first runner."""
-    texts = make_texts(runners[0].facts.vocab_size)
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, SECTION + 300])
+def test_contexts_of_several_sections_have_the_same_bits_in_every_schedule(
+    window: int | None, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one thread all sections, and by several threads the sections of one request."""
+    build()
+    lengths = (2 * SECTION + 150, 30)
+    shape = _EVEN | {"num_hidden_layers": 1, "max_position_embeddings": 4 * SECTION}
+    config = (
+        LlamaConfig(**shape)
+        if window is None
+        else _gemma3(**shape, sliding_window=window, layer_types=["sliding_attention"])
+    )
+    build_checkpoint(tmp_path, config)
+    runners = [load(tmp_path, dtype, num_threads) for num_threads in NUM_THREADS]
+    assert all(runner.facts.decoder == "native" for runner in runners)
+    compare(runners, monkeypatch, lengths, (1, 1, 1))
+
+
+def compare(
+    runners: Sequence[ModelRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: Sequence[int] = TEXT_LENGTHS,
+    num_schedules: Sequence[int] = NUM_SCHEDULES,
+) -> None:
+    """Compute the same texts in many ways, by default more of them by the first runner."""
+    texts = make_texts(runners[0].facts.vocab_size, lengths)
     recorder = Recorder(texts)
     compute = model_runner.compute_logits
 
@@ -288,6 +315,6 @@ def compare(runners: Sequence[ModelRunner], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(model_runner, "compute_logits", recording)
     for number, runner in enumerate(runners):
         torch.set_num_threads(NUM_THREADS[number])
-        for seed in range(NUM_SCHEDULES[number]):
+        for seed in range(num_schedules[number]):
             recorder.run(runner, Schedule(runner, texts, random.Random(seed + 100 * number)))
-    assert len(recorder.found) == sum(TEXT_LENGTHS)
+    assert len(recorder.found) == sum(lengths)

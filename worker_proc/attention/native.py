@@ -8,12 +8,12 @@ import struct
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.shared_prefixes import group_by_prefix
+from worker_proc.attention.work import Shares, Team, Texts, share_work
 from worker_proc.inputs import StepInputs, slot_mappings
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
@@ -23,7 +23,9 @@ from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
 PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pairs.h
-ITEM_TOKENS = 64  # of one chunk that a thread computes at a time
+VECTOR = 16
+MAX_SUMS_BYTES = 32 << 20
+"""Bounds the sums that are kept where contexts are split among threads."""
 MAX_CONTEXT_PER_PREFIX = 8
 """Texts whose contexts are longer, relative to what they have in common, are not grouped."""
 
@@ -44,30 +46,6 @@ def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device)
     )
 
 
-class WorkItems(NamedTuple):
-    """How threads share a step, as `Step` of attention.h describes it."""
-
-    segments: list[int]
-    tokens: list[int]
-    group_items: list[int]
-    group_shared: list[int]
-
-    def add(self, segments: list[int], tokens: list[int], num_shared: int) -> None:
-        """Add a group of items."""
-        self.segments.extend(segments)
-        self.tokens.extend(tokens)
-        self.group_items.append(len(self.segments))
-        self.group_shared.append(num_shared)
-
-    def add_each(self, segments: list[int]) -> None:
-        """Add segments of one token, each as a group of its own."""
-        before = len(self.segments)
-        self.segments.extend(segments)
-        self.tokens.extend([0] * len(segments))
-        self.group_items.extend(range(before + 1, before + 1 + len(segments)))
-        self.group_shared.extend([0] * len(segments))
-
-
 class NativeBackend:
     """Attention by the native kernel, in place."""
 
@@ -84,7 +62,12 @@ class NativeBackend:
         """Take all layers, and the window of each KV group."""
         self._library = library
         self._heads_per_kv_head = max(spec.num_heads // spec.num_kv_heads for spec in specs)
+        self._num_heads = max(spec.num_heads for spec in specs)
         self._num_kv_heads = min(spec.num_kv_heads for spec in specs)
+        widest = max(spec.value_head_dim for spec in specs)
+        self._token_sums = self._num_heads * (-(-widest // VECTOR) * VECTOR + VECTOR)
+        self._sums = torch.empty(0, dtype=torch.float32)
+        """What sections of contexts have come to, until a layer has merged them."""
         self._block_size = block_size
         self._is_bf16 = dtype == torch.bfloat16
         self._reads_pairs = library.has_pairs and self._is_bf16 and block_size % PAIR_SLOTS == 0
@@ -109,32 +92,41 @@ class NativeBackend:
         rows = self._pointer(inputs.first_rows)
         counts = self._pointer([part.num_tokens for part in parts])
         starts = self._pointer([part.start for part in parts])
+        shared = [self._share(parts, group) for group in range(len(self._windows))]
+        self._reserve_sums(max(shares.num_sums for shares in shared))
         self.steps = []
-        for group, slots in enumerate(slot_mappings(parts, self._block_size, _CPU)):
+        mappings = slot_mappings(parts, self._block_size, _CPU)
+        for group, (slots, shares) in enumerate(zip(mappings, shared, strict=True)):
+            work = shares.work
             offsets, tables = self._tables(parts, group)
-            items = self._share_work(parts, group)
             self._kept.append(slots)
-            sizes = (len(slots), len(items.segments), ITEM_TOKENS, len(items.group_shared))
+            sizes = (len(slots), shares.item_size, len(work.piece_groups), len(work.split_pieces))
             tables_at = self._pointer(offsets), self._address(tables)
             columns = (slots.data_ptr(), rows, counts, starts, *tables_at)
-            self.steps.append(StepArgs(*sizes, *columns, *map(self._pointer, items)))
+            sums = self._sums.data_ptr()
+            self.steps.append(StepArgs(*sizes, *columns, *map(self._pointer, work), sums))
 
-    def _share_work(self, parts: Sequence[ScheduledRequest], group: int) -> WorkItems:
-        """Cut the parts into items, and group those of one token that begin with the same blocks.
+    def _share(self, parts: Sequence[ScheduledRequest], group: int) -> Shares:
+        """Cut the step into pieces of work for the threads."""
+        texts = Texts(
+            [part.start for part in parts],
+            [part.num_tokens for part in parts],
+            self._windows[group],
+        )
+        singles = [segment for segment, count in enumerate(texts.counts) if count == 1]
+        prefix_groups, alone = self._group_by_prefix(parts, singles, group)
+        team = Team(
+            torch.get_num_threads(),
+            self._num_kv_heads,
+            PAIR_ROWS // self._heads_per_kv_head,
+            MAX_SUMS_BYTES // (self._token_sums * self._sums.itemsize),
+        )
+        return share_work(texts, prefix_groups, alone, team)
 
-        The longest parts come last: threads take them first.
-        """
-        work = WorkItems([], [], [0], [])
-        singles = [segment for segment, part in enumerate(parts) if part.num_tokens == 1]
-        groups, alone = self._group_by_prefix(parts, singles, group)
-        work.add_each(alone)
-        for members, num_shared in groups:
-            work.add(members, [0] * len(members), num_shared)
-        chunks = [segment for segment, part in enumerate(parts) if part.num_tokens > 1]
-        for segment in sorted(chunks, key=lambda segment: parts[segment].num_tokens):
-            for token in range(0, parts[segment].num_tokens, ITEM_TOKENS):
-                work.add([segment], [token], 0)
-        return work
+    def _reserve_sums(self, num_sums: int) -> None:
+        """Make room for sums; at most MAX_SUMS_BYTES."""
+        if len(self._sums) < num_sums * self._token_sums:
+            self._sums = torch.empty(num_sums * self._token_sums, dtype=torch.float32)
 
     def _group_by_prefix(
         self, parts: Sequence[ScheduledRequest], singles: list[int], group: int

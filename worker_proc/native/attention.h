@@ -2,53 +2,17 @@
 //
 // A row's result depends on its query and its context alone: never on the rows, chunks or requests
 // that it is computed with, since scores are summed in the order of the head's dimensions and
-// contexts in the order of positions.
+// contexts in the order of positions, by sections (sections.h).
 //
 // Pools: keys [block][kv_head][dim][slot], so that 16 keys are scored at once without a horizontal
 // sum; values [block][kv_head][slot][dim]. Block 0 is the null block and is never written.
 
 #pragma once
 
-#include "team.h"
-#include "vec.h"
-
-extern "C" {
-
-// What one layer keeps from step to step.
-struct Layer {
-  void* keys;
-  void* values;
-  int32_t num_heads, num_kv_heads, head_dim, value_head_dim;
-  int32_t block_size;
-  int32_t window;  // 0: none
-  int32_t is_bf16;
-  int32_t has_pairs;  // the layout is that of attention_pairs.h
-};
-
-// One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed
-// row from first_row[s] and in their text from start[s]; its block b is tables[table_offset[s] + b],
-// for those blocks that the layer's window shows to any of its tokens. Offsets may be negative.
-struct Step {
-  int32_t num_rows, num_items, item_size, num_groups;
-  const int64_t* slots;
-  const int32_t *first_row, *num_tokens, *start, *table_offset, *tables;
-  // Items share the work: item_size tokens of a segment, from item_token[i] on.
-  const int32_t *item_segment, *item_token;
-  // Group g is the items from group_item[g] to group_item[g + 1]: one item, or whole segments whose
-  // first group_shared[g] positions, a multiple of 64, are in the same blocks.
-  const int32_t *group_item, *group_shared;
-};
-
-// Strides in elements; the last dimension is contiguous.
-struct Rows {
-  const void* data;
-  int64_t row_stride, head_stride;
-};
-}
+#include "sections.h"
 
 namespace {
 
-constexpr int kMaxDim = 512;
 constexpr int kTileRows = 32;
 
 // Inlined by force: GCC takes a call that only prefetches for one without effect, and drops it.
@@ -82,15 +46,35 @@ void store(Team& team, const Layer& layer, const Step& step, const Rows& key, co
   }
 }
 
-// Some query rows of one KV head, with the state of their softmax.
+struct Exponential {
+  float operator()(float x) const { return exp_of(splat(x))[0]; }
+};
+
+// Some query rows of one KV head, with the state of their softmax over the present section.
 struct Tile {
   int num_rows, dim, vdim, padded_vdim, window;
   float softcap;
   int position[kTileRows];
   float top[kTileRows], sum[kTileRows];
+  EndedSections<kTileRows, Exponential> ended;
   alignas(64) float query[kTileRows * kMaxDim];
   alignas(64) float out[kTileRows * kMaxDim];
   alignas(64) float weight[kTileRows][kLanes];
+
+  void begin_section(int r) {
+    top[r] = kNegInf;
+    sum[r] = 0.0f;
+    std::memset(out + r * padded_vdim, 0, sizeof(float) * padded_vdim);
+  }
+
+  RowSums present(int r) { return {top[r], sum[r], out + r * padded_vdim}; }
+
+  void end_section() {
+    for (int r = 0; r < num_rows; r++) {
+      ended.add(r, present(r), padded_vdim);
+      begin_section(r);
+    }
+  }
 };
 
 // Up to 16 consecutive keys and their values. Lanes from `num_slots` on hold no key of the text;
@@ -236,60 +220,33 @@ template <typename T>
            tile.vdim * size * sizeof(T));
 }
 
+// Spans begin with a block or a section, and every 16 positions from there on.
 template <typename T>
 void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
-                    Padding<T>& padding) {
+                    Positions positions, Padding<T>& padding) {
   const int size = layer.block_size;
-  const int last = tile.position[tile.num_rows - 1];
+  const int last = std::min(tile.position[tile.num_rows - 1], positions.end - 1);
   const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
-  const int earliest = visible_from > 0 ? visible_from : 0;
+  const int earliest = std::max(visible_from, positions.begin);
   const auto head_in = [&](int block) {
     const int64_t id = step.tables[step.table_offset[segment] + block];
     return id * layer.num_kv_heads + kv_head;
   };
-  for (int block = earliest / size; block <= last / size; block++) {
+  int num_slots;
+  for (int base = std::max(earliest / size * size, earliest / kSectionSlots * kSectionSlots);
+       base <= last; base += num_slots) {
+    const int block = base / size, offset = base % size;
+    num_slots = std::min({kLanes, size - offset, kSectionSlots - base % kSectionSlots});
+    if (base + num_slots <= earliest) continue;
     const int64_t head = head_in(block);
-    if (block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
-    for (int offset = 0; offset < size; offset += kLanes) {
-      const int base = block * size + offset;
-      const int num_slots = size - offset < kLanes ? size - offset : kLanes;
-      if (base > last) break;
-      if (base + num_slots <= earliest) continue;
-      const int count = last - base + 1 < num_slots ? last - base + 1 : num_slots;
-      Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
-                   static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
-                   size, tile.vdim, base, num_slots, count};
-      padding.pad(span, tile);
-      attend_span(tile, span);
-    }
-  }
-}
-
-// Computes the tokens first_token.. of a segment for one KV head: at most kTileRows query rows.
-template <typename T>
-void attend_tile(Tile& tile, Padding<T>& padding, const Layer& layer, const Step& step, int segment,
-                 int first_token, int num_tokens, int kv_head, const Rows& query, T* out,
-                 int64_t out_stride, float scale) {
-  const int per_kv = layer.num_heads / layer.num_kv_heads;
-  tile.num_rows = num_tokens * per_kv;
-  for (int r = 0; r < tile.num_rows; r++) {
-    const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
-    const int64_t row = step.first_row[segment] + token;
-    const T* q = static_cast<const T*>(query.data) + row * query.row_stride +
-                 head * query.head_stride;
-    for (int d = 0; d < tile.dim; d++) tile.query[r * tile.dim + d] = widen(q[d]) * scale;
-    tile.position[r] = step.start[segment] + token;
-    tile.top[r] = kNegInf;
-    tile.sum[r] = 0.0f;
-  }
-  std::memset(tile.out, 0, sizeof(float) * tile.num_rows * tile.padded_vdim);
-  attend_context(tile, layer, step, segment, kv_head, padding);
-  for (int r = 0; r < tile.num_rows; r++) {
-    const int token = first_token + r / per_kv, head = kv_head * per_kv + r % per_kv;
-    const int64_t row = step.first_row[segment] + token;
-    T* o = out + row * out_stride + head * tile.vdim;
-    const float factor = 1.0f / tile.sum[r];
-    for (int d = 0; d < tile.vdim; d++) narrow(tile.out[r * tile.padded_vdim + d] * factor, o[d]);
+    if (offset == 0 && block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
+    const int count = std::min(last - base + 1, num_slots);
+    Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
+                 static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
+                 size, tile.vdim, base, num_slots, count};
+    padding.pad(span, tile);
+    attend_span(tile, span);
+    if ((base + count) % kSectionSlots == 0) tile.end_section();
   }
 }
 
@@ -304,6 +261,68 @@ void for_tiles(const Step& step, int item, int tokens_per_tile, const F& f) {
     f(segment, begin + at, std::min(tile_size, num_tokens - at));
 }
 
+// One KV head of a layer in one step.
+template <typename T>
+class Head {
+ public:
+  Head(Tile& tile, Padding<T>& padding, const Layer& layer, const Step& step, int kv_head,
+       const Rows& query, float scale)
+      : tile_(tile),
+        padding_(padding),
+        layer_(layer),
+        step_(step),
+        kv_head_(kv_head),
+        per_kv_(layer.num_heads / layer.num_kv_heads),
+        query_(query),
+        scale_(scale) {}
+
+  template <class Write>
+  void attend_piece(const Piece& piece, const Write& write) {
+    int index = 0;
+    for (int item = piece.first_item; item < piece.first_item + piece.num_items; item++)
+      for_tiles(step_, item, kTileRows / per_kv_, [&](int segment, int token, int count) {
+        attend_tile(piece, index, segment, token, count, write);
+        index += count;
+      });
+  }
+
+ private:
+  // Computes at most kTileRows query rows: tokens of a segment. The first one has the number
+  // `index` in its group.
+  template <class Write>
+  void attend_tile(const Piece& piece, int index, int segment, int first_token, int num_tokens,
+                   const Write& write) {
+    const int64_t first_row = step_.first_row[segment] + first_token;
+    tile_.num_rows = num_tokens * per_kv_;
+    for (int r = 0; r < tile_.num_rows; r++) {
+      const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
+      const T* q = static_cast<const T*>(query_.data) + (first_row + token) * query_.row_stride +
+                   head * query_.head_stride;
+      for (int d = 0; d < tile_.dim; d++) tile_.query[r * tile_.dim + d] = widen(q[d]) * scale_;
+      tile_.position[r] = step_.start[segment] + first_token + token;
+      tile_.ended.clear(r);
+      tile_.begin_section(r);
+    }
+    attend_context(tile_, layer_, step_, segment, kv_head_, piece.positions(), padding_);
+    for (int r = 0; r < tile_.num_rows; r++) {
+      const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
+      const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
+      if (piece.is_whole())
+        write(first_row + token, head, sums);
+      else
+        piece.keep(index + token, head, sums);
+    }
+  }
+
+  Tile& tile_;
+  Padding<T>& padding_;
+  const Layer& layer_;
+  const Step& step_;
+  const int kv_head_, per_kv_;
+  const Rows& query_;
+  const float scale_;
+};
+
 // Stores keys and values, and attends; the caller ends the phase.
 template <typename T>
 void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
@@ -314,20 +333,20 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   static thread_local Padding<T> padding;
   tile.dim = layer.head_dim;
   tile.vdim = layer.value_head_dim;
-  tile.padded_vdim = (tile.vdim + kLanes - 1) / kLanes * kLanes;
+  tile.padded_vdim = padded_dim(layer);
   tile.window = layer.window;
   tile.softcap = softcap;
-  const int tokens_per_tile = kTileRows / (layer.num_heads / layer.num_kv_heads);
-  // The longest chunks begin first, and their last tiles, with the longest contexts, before others.
-  const int total = step.num_items * layer.num_kv_heads;
-  for (int64_t taken; (taken = team.take(total)) < total;) {
-    const int place = total - 1 - static_cast<int>(taken), kv_head = place % layer.num_kv_heads;
-    for_tiles(step, place / layer.num_kv_heads, tokens_per_tile,
-              [&](int segment, int token, int count) {
-                attend_tile<T>(tile, padding, layer, step, segment, token, count, kv_head, query,
-                               out, out_stride, scale);
-              });
-  }
+  const auto write = [&](int64_t row, int head, const RowSums& sums) {
+    T* o = out + row * out_stride + head * layer.value_head_dim;
+    const float factor = 1.0f / sums.weights;
+    for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
+  };
+  attend_pieces<Exponential>(
+      team, layer, step,
+      [&](const Piece& piece, int kv_head) {
+        Head<T>(tile, padding, layer, step, kv_head, query, scale).attend_piece(piece, write);
+      },
+      write);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Attention in bfloat16 by products of pairs: AMX tiles, or AVX-512's dot products.
 //
 // As in attention.h, a row's result depends on its query and its context alone. A context is read
-// in spans of 64 positions, each from a multiple of 64 on. The weights of a span are rounded to
-// bfloat16; the sums are float32.
+// in spans of 64 positions, each from a multiple of 64 on, and by sections (sections.h). The weights
+// of a span are rounded to bfloat16; the sums are float32.
 //
 // Pools, for heads of a multiple of 32 dimensions and blocks of a multiple of 16 slots: keys
 // [block][kv_head][slot / 16][dim / 2][16][2], values [block][kv_head][slot / 2][dim][2]. Both are
@@ -24,16 +24,49 @@ constexpr int kPairRows = 32;  // query rows of a tile
 constexpr int kHalfRows = 16;  // of an AMX tile
 constexpr int kGroupPairs = kLanes / 2;
 
-// Some query rows of one KV head, with the state of their softmax. Scores are in powers of two.
+// 2 to the power of x, for x <= 0 or not much above, with a relative error of 1e-7 at most; 0 where
+// that is less than a normal number.
+inline __m512 power_of_two(__m512 x) {
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(x, whole);
+  __m512 y = _mm512_set1_ps(1.327647174e-3f);
+  for (const float c : {9.675541540e-3f, 5.550713276e-2f, 2.402211972e-1f, 6.931469671e-1f, 1.0f})
+    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
+  return _mm512_maskz_scalef_ps(is_normal, y, whole);
+}
+
+struct PowerOfTwo {
+  float operator()(float x) const { return _mm512_cvtss_f32(power_of_two(_mm512_set1_ps(x))); }
+};
+
+// Some query rows of one KV head, with the state of their softmax over the present section. Scores
+// are in powers of two.
 struct PairTile {
-  int num_rows, dim, vdim, window;
+  int dim, vdim, window;
   float scale, softcap;  // the scale is positive
   int position[kPairRows];
   float top[kPairRows];
   alignas(64) float sums[kPairRows][kLanes];
   alignas(64) float scores[2][kPairRows][kSpanSlots];  // of a span, and of the next one
   alignas(64) Bf16 weights[kPairRows][kSpanSlots];
-  alignas(64) Unit last_values[kGroupPairs * kMaxDim];  // of a group that is not full
+  alignas(64) Unit copied_values[kSpanGroups * kGroupPairs * kMaxDim];
+  EndedSections<kPairRows, PowerOfTwo> ended;
+
+  void begin_section(int r) {
+    top[r] = kNegInf;
+    std::memset(sums[r], 0, sizeof(sums[r]));
+    std::memset(out(r), 0, vdim * sizeof(float));
+  }
+
+  RowSums present(int r) {
+    return {top[r], fold(load(sums[r]), [](Vec a, Vec b) { return a + b; }), out(r)};
+  }
+
+  void end_section(int r) {
+    ended.add(r, present(r), vdim);
+    begin_section(r);
+  }
 
   Unit* query(int row) { return queries_ + row * dim / 2; }
   float* out(int row) { return outs_ + row * out_stride(); }
@@ -125,21 +158,44 @@ void for_parts(RowRange rows, const F& f) {
   }
 }
 
+// Copies the values of the first `used` slots of a group, with zeros for the others: what is there is
+// not the text's, and may be NaN.
+inline void copy_values(const Unit* from, int used, int vdim, Unit* to) {
+  for (int pair = 0; pair < kGroupPairs; pair++) {
+    const int num = used - 2 * pair;
+    const Unit mask = num >= 2 ? ~Unit{0} : num == 1 ? 0xffff : 0;
+    const VecBits masks = mask - VecBits{};
+    for (int d = pair * vdim; d < (pair + 1) * vdim; d += kLanes)
+      *reinterpret_cast<VecBits*>(to + d) = *reinterpret_cast<const VecBits*>(from + d) & masks;
+  }
+}
+
+// Replaces the values of a group that is not full.
+inline void mask_values(PairTile& tile, PairSpan& span) {
+  const int used = span.count % kLanes;
+  if (used == 0) return;
+  const Unit*& values = span.values[span.num_groups - 1];
+  copy_values(values, used, tile.vdim, tile.copied_values);
+  values = tile.copied_values;
+}
+
 #ifdef __AMX_BF16__
 
-// Tiles 0 to 3 are sums; 4 is queries, 5 weights of 16 slots, 6 keys and 7 values.
+// Tiles 0 to 3 are sums, 4 and 5 rows of queries or weights, 6 and 7 keys or values. A product adds
+// up 32 dimensions or slots before it adds them to a sum.
 struct alignas(64) PairTileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
   uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 32, 64, 64};
-  uint8_t num_rows[16] = {16, 16, 16, 16, 16, 16, 16, kGroupPairs};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t num_rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
   explicit PairTileConfig(int count) {
     for (int i = 0; i < 6; i++) num_rows[i] = static_cast<uint8_t>(count);
   }
 };
 
+// Of at most kHalfRows rows.
 void score_with_tiles(PairTile& tile, int first, const PairSpan& span,
                       float (*scores)[kSpanSlots]) {
   finish_stores();
@@ -151,12 +207,12 @@ void score_with_tiles(PairTile& tile, int first, const PairSpan& span,
     _tile_loadd(4, tile.query(first) + d, tile.dim * sizeof(Bf16));
     _tile_loadd(6, span.keys[0] + d * kLanes, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(6, span.keys[1] + d * kLanes, 64);
-    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, span.keys[1] + d * kLanes, 64);
+    _tile_dpbf16ps(1, 4, 7);
     _tile_loadd(6, span.keys[2] + d * kLanes, 64);
     _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(6, span.keys[3] + d * kLanes, 64);
-    _tile_dpbf16ps(3, 4, 6);
+    _tile_loadd(7, span.keys[3] + d * kLanes, 64);
+    _tile_dpbf16ps(3, 4, 7);
   }
   float* to = scores[first];
   _tile_stored(0, to, sizeof(scores[0]));
@@ -165,6 +221,47 @@ void score_with_tiles(PairTile& tile, int first, const PairSpan& span,
   _tile_stored(3, to + 3 * kLanes, sizeof(scores[0]));
 }
 
+// Of two halves of a tile, which begin at rows 0 and `half`: keys are loaded once for both.
+void score_halves_with_tiles(PairTile& tile, int half, const PairSpan& span,
+                             float (*scores)[kSpanSlots]) {
+  finish_stores();
+  for (int g = 0; g < kSpanGroups; g += 2) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < tile.dim / 2; d += kLanes) {
+      _tile_loadd(4, tile.query(0) + d, tile.dim * sizeof(Bf16));
+      _tile_loadd(6, span.keys[g] + d * kLanes, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, span.keys[g + 1] + d * kLanes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, tile.query(half) + d, tile.dim * sizeof(Bf16));
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, scores[0] + g * kLanes, sizeof(scores[0]));
+    _tile_stored(1, scores[0] + (g + 1) * kLanes, sizeof(scores[0]));
+    _tile_stored(2, scores[half] + g * kLanes, sizeof(scores[0]));
+    _tile_stored(3, scores[half] + (g + 1) * kLanes, sizeof(scores[0]));
+  }
+}
+
+// Puts the values of each two groups side by side, as products take them.
+inline void join_values(PairTile& tile, PairSpan& span) {
+  const int size = kGroupPairs * tile.vdim;
+  for (int g = span.first_group / 2 * 2; g < span.num_groups; g += 2) {
+    const bool are_full = g >= span.first_group && (g + 2) * kLanes <= span.count;
+    if (are_full && span.values[g + 1] == span.values[g] + size) continue;
+    for (int i = g; i < g + 2; i++) {
+      const int used = i < span.first_group ? 0 : std::clamp(span.count - i * kLanes, 0, kLanes);
+      copy_values(span.values[i], used, tile.vdim, tile.copied_values + i * size);
+    }
+    span.values[g] = tile.copied_values + g * size;
+  }
+}
+
+// Of at most kHalfRows rows; the values are joined.
 void add_with_tiles(PairTile& tile, int first, const PairSpan& span) {
   finish_stores();
   const int64_t stride = tile.out_stride() * sizeof(float), value_stride = tile.vdim * sizeof(Unit);
@@ -172,30 +269,57 @@ void add_with_tiles(PairTile& tile, int first, const PairSpan& span) {
     float* out = tile.out(first) + column;
     _tile_loadd(0, out, stride);
     _tile_loadd(1, out + kLanes, stride);
-    for (int g = span.first_group; g < span.num_groups; g++) {
-      _tile_loadd(5, tile.weights[first] + g * kLanes, sizeof(tile.weights[0]));
-      _tile_loadd(7, span.values[g] + column, value_stride);
-      _tile_dpbf16ps(0, 5, 7);
+    for (int g = span.first_group / 2 * 2; g < span.num_groups; g += 2) {
+      _tile_loadd(4, tile.weights[first] + g * kLanes, sizeof(tile.weights[0]));
+      _tile_loadd(6, span.values[g] + column, value_stride);
+      _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, span.values[g] + column + kLanes, value_stride);
-      _tile_dpbf16ps(1, 5, 7);
+      _tile_dpbf16ps(1, 4, 7);
     }
     _tile_stored(0, out, stride);
     _tile_stored(1, out + kLanes, stride);
   }
 }
 
+// Of two halves of a tile: the joined values are loaded once for both.
+void add_halves_with_tiles(PairTile& tile, int half, const PairSpan& span) {
+  finish_stores();
+  const int64_t stride = tile.out_stride() * sizeof(float), value_stride = tile.vdim * sizeof(Unit);
+  for (int column = 0; column < tile.vdim; column += 2 * kLanes) {
+    float *upper = tile.out(0) + column, *lower = tile.out(half) + column;
+    _tile_loadd(0, upper, stride);
+    _tile_loadd(1, upper + kLanes, stride);
+    _tile_loadd(2, lower, stride);
+    _tile_loadd(3, lower + kLanes, stride);
+    for (int g = span.first_group / 2 * 2; g < span.num_groups; g += 2) {
+      _tile_loadd(4, tile.weights[0] + g * kLanes, sizeof(tile.weights[0]));
+      _tile_loadd(6, span.values[g] + column, value_stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, span.values[g] + column + kLanes, value_stride);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, tile.weights[half] + g * kLanes, sizeof(tile.weights[0]));
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, upper, stride);
+    _tile_stored(1, upper + kLanes, stride);
+    _tile_stored(2, lower, stride);
+    _tile_stored(3, lower + kLanes, stride);
+  }
+}
+
 #endif
 
-// 2 to the power of x, for x <= 0 or not much above, with a relative error of 1e-7 at most; 0 where
-// that is less than a normal number.
-inline __m512 power_of_two(__m512 x) {
-  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(1.327647174e-3f);
-  for (const float c : {9.675541540e-3f, 5.550713276e-2f, 2.402211972e-1f, 6.931469671e-1f, 1.0f})
-    y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(c));
-  return _mm512_maskz_scalef_ps(is_normal, y, whole);
+// Makes a row's weights relative to a higher score.
+inline void raise_top(PairTile& tile, int r, float top) {
+  if (tile.top[r] != kNegInf) {
+    const __m512 less = power_of_two(_mm512_set1_ps(tile.top[r] - top));
+    _mm512_store_ps(tile.sums[r], _mm512_mul_ps(_mm512_load_ps(tile.sums[r]), less));
+    float* out = tile.out(r);
+    for (int i = 0; i < tile.vdim; i += kLanes)
+      _mm512_store_ps(out + i, _mm512_mul_ps(_mm512_load_ps(out + i), less));
+  }
+  tile.top[r] = top;
 }
 
 // Turns a row's scores of a span into weights.
@@ -219,23 +343,20 @@ inline void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* 
       const uint32_t seen = ((1u << to) - 1) & ~((1u << from) - 1);
       s[g] = _mm512_mask_mov_ps(unseen, static_cast<__mmask16>(seen), s[g]);
     }
+  const __m512 factors = _mm512_set1_ps(factor);
   const __m512 highest_of = _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3]));
-  const float highest = _mm512_reduce_max_ps(highest_of) * factor;
-  if (highest > tile.top[r]) {
-    if (tile.top[r] != kNegInf) {
-      const __m512 less = power_of_two(_mm512_set1_ps(tile.top[r] - highest));
-      _mm512_store_ps(tile.sums[r], _mm512_mul_ps(_mm512_load_ps(tile.sums[r]), less));
-      float* out = tile.out(r);
-      for (int i = 0; i < tile.vdim; i += kLanes)
-        _mm512_store_ps(out + i, _mm512_mul_ps(_mm512_load_ps(out + i), less));
+  __m512 top = _mm512_set1_ps(tile.top[r]);
+  // Most spans have no higher score than those before.
+  if (_mm512_cmp_ps_mask(_mm512_mul_ps(highest_of, factors), top, _CMP_NLE_UQ) ||
+      tile.top[r] == kNegInf) {
+    const float highest = _mm512_reduce_max_ps(highest_of) * factor;
+    if (highest == kNegInf && tile.top[r] == kNegInf) {  // the row sees nothing yet
+      std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
+      return;
     }
-    tile.top[r] = highest;
+    if (highest > tile.top[r]) raise_top(tile, r, highest);
+    top = _mm512_set1_ps(tile.top[r]);
   }
-  if (highest == kNegInf && tile.top[r] == kNegInf) {  // the row sees nothing yet
-    std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
-    return;
-  }
-  const __m512 factors = _mm512_set1_ps(factor), top = _mm512_set1_ps(tile.top[r]);
   for (int g = 0; g < kSpanGroups; g++)
     s[g] = power_of_two(_mm512_fmsub_ps(s[g], factors, top));
   for (int g = 0; g < kSpanGroups; g += 2)
@@ -243,20 +364,6 @@ inline void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* 
                        (__m512i)_mm512_cvtne2ps_pbh(s[g + 1], s[g]));
   const __m512 total = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
   _mm512_store_ps(tile.sums[r], _mm512_add_ps(_mm512_load_ps(tile.sums[r]), total));
-}
-
-// Replaces the values of a group that is not full: what follows is not the text's, and may be NaN.
-inline void mask_values(PairTile& tile, PairSpan& span) {
-  const int used = span.count % kLanes;
-  if (used == 0) return;
-  const Unit*& values = span.values[span.num_groups - 1];
-  for (int pair = 0; pair < kGroupPairs; pair++)
-    for (int d = 0; d < tile.vdim; d++) {
-      const Unit both = values[pair * tile.vdim + d];
-      const int num = used - 2 * pair;
-      tile.last_values[pair * tile.vdim + d] = num >= 2 ? both : num == 1 ? both & 0xffff : 0;
-    }
-  values = tile.last_values;
 }
 
 [[gnu::always_inline]] inline void prefetch_to_second_cache(const Unit* units, int64_t count) {
@@ -316,18 +423,20 @@ class PairContext {
   const int64_t group_keys_, group_values_;
 };
 
-// Adds the positions from `begin`, a multiple of 64, to `last` to the state of some rows. If there
-// are more than kHalfRows rows, the first one is the tile's first, so that the row too many of the
-// second half is in the tile, too.
-inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context, int begin,
-                             int last) {
+// Adds the positions from a multiple of 64 on to the state of some rows, if they see any of them. If
+// there are more than kHalfRows rows, the first one is the tile's first, so that the row too many of
+// the second half is in the tile, too.
+inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context,
+                             Positions positions) {
   const int visible_from = tile.window ? tile.position[rows.first] - tile.window + 1 : 0;
-  const int earliest = std::max(visible_from, begin);
+  const int earliest = std::max(visible_from, positions.begin);
+  const int last = std::min(tile.position[rows.first + rows.count - 1], positions.end - 1);
+  if (earliest > last) return;
   const bool waits_for_memory = rows.count <= kHalfRows / 2;  // longer than it computes
 #ifdef __AMX_BF16__
   // Where halves differ, the second one computes a row too many, which is never read.
-  const int num_halves = rows.count > kHalfRows ? 2 : 1;
-  const int half = (rows.count + num_halves - 1) / num_halves;
+  const bool has_halves = rows.count > kHalfRows;
+  const int half = has_halves ? (rows.count + 1) / 2 : rows.count;
   const PairTileConfig config(half);
   finish_stores();
   if (troika_has_tiles) _tile_loadconfig(&config);
@@ -335,20 +444,25 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
   const auto score = [&](const PairSpan& span, float (*scores)[kSpanSlots]) {
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
-      for (int i = 0; i < num_halves; i++)
-        score_with_tiles(tile, rows.first + i * half, span, scores);
-      return;
+      if (has_halves) return score_halves_with_tiles(tile, half, span, scores);
+      return score_with_tiles(tile, rows.first, span, scores);
     }
 #endif
     for_parts(rows, [&](auto count, int first) {
       score_with_vectors<decltype(count)::value>(tile, first, span, scores);
     });
   };
+  const auto prepare_values = [&](PairSpan& span) {
+#ifdef __AMX_BF16__
+    if (troika_has_tiles) return join_values(tile, span);
+#endif
+    mask_values(tile, span);
+  };
   const auto add_values = [&](const PairSpan& span) {
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
-      for (int i = 0; i < num_halves; i++) add_with_tiles(tile, rows.first + i * half, span);
-      return;
+      if (has_halves) return add_halves_with_tiles(tile, half, span);
+      return add_with_tiles(tile, rows.first, span);
     }
 #endif
     for_parts(rows, [&](auto count, int first) {
@@ -368,10 +482,12 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
       if (waits_for_memory && next.base + kSpanSlots <= last)
         context.prefetch_span(context.span(next.base + kSpanSlots, earliest, last));
     }
+    prepare_values(span);
     for (int r = rows.first; r < rows.first + rows.count; r++)
       weigh_row(tile, r, span, tile.scores[turn][r]);
-    mask_values(tile, span);
     add_values(span);
+    if ((span.base + span.count) % kSectionSlots == 0)
+      for (int r = rows.first; r < rows.first + rows.count; r++) tile.end_section(r);
     span = next;
   }
 #ifdef __AMX_BF16__
@@ -384,101 +500,99 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
 struct PairQueries {
   int segment, first;
   RowRange rows;
+  int number;  // of the segment's first token in the group
 };
 
 // One KV head of a layer in one step.
 class PairHead {
  public:
-  PairHead(PairTile& tile, const Layer& layer, const Step& step, int kv_head, const Rows& query,
-           Bf16* out, int64_t out_stride)
+  PairHead(PairTile& tile, const Layer& layer, const Step& step, int kv_head, const Rows& query)
       : tile_(tile),
         layer_(layer),
         step_(step),
         kv_head_(kv_head),
         per_kv_(layer.num_heads / layer.num_kv_heads),
-        query_(query),
-        out_(out),
-        out_stride_(out_stride) {}
+        query_(query) {}
 
-  // Computes at most kPairRows query rows of a segment.
-  void attend_tile(int segment, int first, int count) {
-    tile_.num_rows = 0;
-    const PairQueries queries = add_queries(segment, first, count);
-    attend_context(queries, 0);
-    save_results(queries);
-  }
-
-  // Computes the tokens of an item. Tiles are full, so that they may end within a token.
-  void attend_item(int item) {
-    const int segment = step_.item_segment[item], token = step_.item_token[item];
-    const int num_tokens = std::min(step_.num_tokens[segment] - token, step_.item_size);
-    const int end = (token + num_tokens) * per_kv_;
-    for (int row = token * per_kv_; row < end; row += kPairRows)
-      attend_tile(segment, row, std::min(kPairRows, end - row));
-  }
-
-  // Computes whole segments that begin with the same `num_shared` positions, which are read once.
-  void attend_group(const int32_t* segments, int num_segments, int num_shared) {
-    // With a window each row sees others of them.
-    if (layer_.window || num_segments * per_kv_ > kPairRows) {
-      for (int i = 0; i < num_segments; i++)
-        attend_tile(segments[i], 0, num_rows_of(segments[i]));
-      return;
-    }
-    PairQueries queries[kPairRows];
-    tile_.num_rows = 0;
-    for (int i = 0; i < num_segments; i++)
-      queries[i] = add_queries(segments[i], 0, num_rows_of(segments[i]));
-    attend_pair_rows(tile_, {0, tile_.num_rows}, context_of(segments[0]), 0, num_shared - 1);
-    for (int i = 0; i < num_segments; i++) {
-      attend_context(queries[i], num_shared);
-      save_results(queries[i]);
-    }
+  template <class Write>
+  void attend_piece(const Piece& piece, const Write& write) {
+    if (piece.num_items == 1)
+      attend_item(piece, write);
+    else
+      attend_group(piece, write);
   }
 
  private:
-  int num_rows_of(int segment) const { return step_.num_tokens[segment] * per_kv_; }
-
-  PairContext context_of(int segment) const {
-    return PairContext(tile_, layer_, step_, segment, kv_head_);
+  // Computes the tokens of an item. Tiles are full, so that they may end within a token.
+  template <class Write>
+  void attend_item(const Piece& piece, const Write& write) {
+    const int item = piece.first_item, segment = step_.item_segment[item];
+    const int token = step_.item_token[item];
+    const int num_tokens = std::min(step_.num_tokens[segment] - token, step_.item_size);
+    const int end = (token + num_tokens) * per_kv_;
+    for (int row = token * per_kv_; row < end; row += kPairRows)
+      attend_tile(piece, {segment, row, {0, std::min(kPairRows, end - row)}, -token}, write);
   }
 
-  void attend_context(const PairQueries& queries, int begin) {
-    const int last = tile_.position[queries.rows.first + queries.rows.count - 1];
-    attend_pair_rows(tile_, queries.rows, context_of(queries.segment), begin, last);
-  }
-
-  // Begins some query rows behind those that the tile has.
-  PairQueries add_queries(int segment, int first, int count) {
-    const PairQueries queries{segment, first, {tile_.num_rows, count}};
-    for (int i = first; i < first + count; i++) {
-      const int r = tile_.num_rows++, token = i / per_kv_;
-      const int64_t row = step_.first_row[segment] + token;
-      const Bf16* q = static_cast<const Bf16*>(query_.data) + row * query_.row_stride +
-                      (kv_head_ * per_kv_ + i % per_kv_) * query_.head_stride;
-      std::memcpy(tile_.query(r), q, tile_.dim * sizeof(Bf16));
-      std::memset(tile_.out(r), 0, tile_.vdim * sizeof(float));
-      std::memset(tile_.sums[r], 0, sizeof(tile_.sums[r]));
-      tile_.position[r] = step_.start[segment] + token;
-      tile_.top[r] = kNegInf;
+  // Computes items of one token each. The positions that they share are read once.
+  template <class Write>
+  void attend_group(const Piece& piece, const Write& write) {
+    const auto queries_of = [&](int i, int first_row) -> PairQueries {
+      return {step_.item_segment[piece.first_item + i], 0, {first_row, per_kv_}, i};
+    };
+    // With a window each row sees others of them.
+    if (layer_.window || piece.num_items * per_kv_ > kPairRows) {
+      for (int i = 0; i < piece.num_items; i++) attend_tile(piece, queries_of(i, 0), write);
+      return;
     }
-    return queries;
+    for (int i = 0; i < piece.num_items; i++) add_queries(queries_of(i, i * per_kv_));
+    const auto [begin, end] = piece.positions();
+    attend_pair_rows(tile_, {0, piece.num_items * per_kv_}, context_of(queries_of(0, 0)),
+                     {begin, std::min(end, piece.num_shared)});
+    for (int i = 0; i < piece.num_items; i++) {
+      const PairQueries queries = queries_of(i, i * per_kv_);
+      attend_pair_rows(tile_, queries.rows, context_of(queries),
+                       {std::max(begin, piece.num_shared), end});
+      finish(piece, queries, write);
+    }
   }
 
-  void save_results(const PairQueries& queries) {
+  // Computes at most kPairRows query rows of a segment.
+  template <class Write>
+  void attend_tile(const Piece& piece, const PairQueries& queries, const Write& write) {
+    add_queries(queries);
+    attend_pair_rows(tile_, queries.rows, context_of(queries), piece.positions());
+    finish(piece, queries, write);
+  }
+
+  PairContext context_of(const PairQueries& queries) const {
+    return PairContext(tile_, layer_, step_, queries.segment, kv_head_);
+  }
+
+  void add_queries(const PairQueries& queries) {
     for (int i = 0; i < queries.rows.count; i++) {
-      const int r = queries.rows.first + i, query = queries.first + i;
-      const int head = kv_head_ * per_kv_ + query % per_kv_;
-      const int64_t row = step_.first_row[queries.segment] + query / per_kv_;
-      Bf16* o = out_ + row * out_stride_ + head * tile_.vdim;
-      const float sum = fold(load(tile_.sums[r]), [](Vec a, Vec b) { return a + b; });
-      const float factor = 1.0f / sum;
-      for (int d = 0; d < tile_.vdim; d += kLanes) {
-        // A sum of zeros may have either sign.
-        const Vec v = load(tile_.out(r) + d) * factor + 0.0f;
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(o + d),
-                            (__m256i)_mm512_cvtneps_pbh((__m512)v));
-      }
+      const int r = queries.rows.first + i, token = (queries.first + i) / per_kv_;
+      const int64_t row = step_.first_row[queries.segment] + token;
+      const int head = kv_head_ * per_kv_ + (queries.first + i) % per_kv_;
+      const Bf16* q = static_cast<const Bf16*>(query_.data) + row * query_.row_stride +
+                      head * query_.head_stride;
+      std::memcpy(tile_.query(r), q, tile_.dim * sizeof(Bf16));
+      tile_.position[r] = step_.start[queries.segment] + token;
+      tile_.ended.clear(r);
+      tile_.begin_section(r);
+    }
+  }
+
+  template <class Write>
+  void finish(const Piece& piece, const PairQueries& queries, const Write& write) {
+    for (int i = 0; i < queries.rows.count; i++) {
+      const int r = queries.rows.first + i, token = (queries.first + i) / per_kv_;
+      const int head = kv_head_ * per_kv_ + (queries.first + i) % per_kv_;
+      const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.vdim);
+      if (piece.is_whole())
+        write(step_.first_row[queries.segment] + token, head, sums);
+      else
+        piece.keep(queries.number + token, head, sums);
     }
   }
 
@@ -487,8 +601,6 @@ class PairHead {
   const Step& step_;
   const int kv_head_, per_kv_;
   const Rows& query_;
-  Bf16* const out_;
-  const int64_t out_stride_;
 };
 
 // Keys and values of this step's tokens; two tokens of one pair of slots may be stored at once.
@@ -526,17 +638,21 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   tile.window = layer.window;
   tile.scale = scale;
   tile.softcap = softcap;
-  // The last groups begin first, as in attention.h.
-  const int total = step.num_groups * layer.num_kv_heads;
-  for (int64_t taken; (taken = team.take(total)) < total;) {
-    const int place = total - 1 - static_cast<int>(taken), group = place / layer.num_kv_heads;
-    PairHead head(tile, layer, step, place % layer.num_kv_heads, query, out, out_stride);
-    const int first = step.group_item[group], num_items = step.group_item[group + 1] - first;
-    if (num_items > 1)
-      head.attend_group(step.item_segment + first, num_items, step.group_shared[group]);
-    else
-      head.attend_item(first);
-  }
+  const auto write = [&](int64_t row, int head, const RowSums& sums) {
+    Bf16* o = out + row * out_stride + head * layer.value_head_dim;
+    const float factor = 1.0f / sums.weights;
+    for (int d = 0; d < layer.value_head_dim; d += kLanes) {
+      // A sum of zeros may have either sign.
+      const Vec v = load(sums.values + d) * factor + 0.0f;
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(o + d), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+    }
+  };
+  attend_pieces<PowerOfTwo>(
+      team, layer, step,
+      [&](const Piece& piece, int kv_head) {
+        PairHead(tile, layer, step, kv_head, query).attend_piece(piece, write);
+      },
+      write);
 }
 
 }  // namespace

@@ -110,7 +110,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class LayerArgs(ctypes.Structure):
-    """`Layer` of attention.h."""
+    """`Layer` of step.h."""
 
     _fields_ = (
         *_fields("keys values", _POINTER),
@@ -120,17 +120,18 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """`Step` of attention.h."""
+    """`Step` of step.h."""
 
     _fields_ = (
-        *_fields("num_rows num_items item_size num_groups", _INT),
+        *_fields("num_rows item_size num_pieces num_splits", _INT),
         *_fields("slots first_row num_tokens start table_offset tables", _POINTER),
         *_fields("item_segment item_token group_item group_shared", _POINTER),
+        *_fields("piece_group piece_section piece_sums split_piece sums", _POINTER),
     )
 
 
 class RowsArgs(ctypes.Structure):
-    """`Rows` of attention.h."""
+    """`Rows` of step.h."""
 
     _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
 

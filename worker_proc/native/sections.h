@@ -1,0 +1,172 @@
+// Sections of a context, each with a softmax of its own, and how they become one.
+//
+// A section ends at each multiple of kSectionSlots positions. The sections of a row are merged in
+// the order of positions, by one function, whether one thread computes them one after another or
+// several threads do at once. So no bit of a result depends on how threads share the work.
+
+#pragma once
+
+#include "step.h"
+#include "team.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int kMaxDim = 512;
+constexpr int kSectionSlots = 1024;
+
+// The values of a head, in whole vectors.
+inline int padded_dim(const Layer& layer) {
+  return (layer.value_head_dim + kLanes - 1) / kLanes * kLanes;
+}
+
+// From `begin` on, up to `end`.
+struct Positions {
+  int begin, end;
+};
+
+// A row's softmax over some positions: the sums of its weights and of its weighted values, relative
+// to the weight of its highest score. Without any weight the row sees none of the positions.
+struct RowSums {
+  float top, weights;
+  float* values;
+};
+
+// Adds the positions that follow. `power` gives the weight of a score relative to a higher one.
+template <class Power>
+[[gnu::noinline]] void merge(RowSums& total, const RowSums& next, int size, const Power& power) {
+  if (next.weights == 0.0f) return;
+  if (total.weights == 0.0f) {
+    std::memcpy(total.values, next.values, size * sizeof(float));
+    total.top = next.top;
+    total.weights = next.weights;
+    return;
+  }
+  const auto combine = [&](const auto& sum) {
+    for (int i = 0; i < size; i += kLanes)
+      save(sum(load(total.values + i), load(next.values + i)), total.values + i, kLanes);
+    total.weights = sum(total.weights, next.weights);
+  };
+  if (next.top > total.top) {
+    const float factor = power(total.top - next.top);
+    combine([&](auto sum, auto more) { return sum * factor + more; });
+    total.top = next.top;
+  } else {
+    const float factor = power(next.top - total.top);
+    combine([&](auto sum, auto more) { return sum + more * factor; });
+  }
+}
+
+// What the sections that have ended have come to, for the rows of a tile.
+template <int kRows, class Power>
+class EndedSections {
+ public:
+  void clear(int row) { totals_[row] = {kNegInf, 0.0f, values_ + row * kMaxDim}; }
+
+  void add(int row, const RowSums& section, int size) {
+    merge(totals_[row], section, size, Power());
+  }
+
+  // Returns the sums of all sections, the present one included.
+  RowSums with_present(int row, const RowSums& present, int size) {
+    if (totals_[row].weights == 0.0f) return present;
+    add(row, present, size);
+    return totals_[row];
+  }
+
+ private:
+  RowSums totals_[kRows];
+  alignas(64) float values_[kRows * kMaxDim];
+};
+
+// What a thread takes at a time: a group with the whole of its contexts, or with a section of them.
+class Piece {
+ public:
+  Piece(const Layer& layer, const Step& step, int number)
+      : first_item(step.group_item[step.piece_group[number]]),
+        num_items(step.group_item[step.piece_group[number] + 1] - first_item),
+        num_shared(step.group_shared[step.piece_group[number]]),
+        section(step.piece_section[number]),
+        num_heads_(layer.num_heads),
+        size_(padded_dim(layer)),
+        sums_(step.sums + static_cast<int64_t>(step.piece_sums[number]) * num_heads_ * stride()) {}
+
+  const int first_item, num_items, num_shared;
+  const int section;  // negative: all
+
+  bool is_whole() const { return section < 0; }
+
+  Positions positions() const {
+    if (is_whole()) return {0, std::numeric_limits<int>::max()};
+    return {section * kSectionSlots, (section + 1) * kSectionSlots};
+  }
+
+  // Keeps what a section has come to, for one head of one of the group's tokens.
+  void keep(int token, int head, const RowSums& row) const {
+    float* to = place_of(token, head);
+    std::memcpy(to, row.values, size_ * sizeof(float));
+    to[size_] = row.top;
+    to[size_ + 1] = row.weights;
+  }
+
+  RowSums kept(int token, int head) const {
+    float* from = place_of(token, head);
+    return {from[size_], from[size_ + 1], from};
+  }
+
+ private:
+  int stride() const { return size_ + kLanes; }
+
+  float* place_of(int token, int head) const {
+    return sums_ + (static_cast<int64_t>(token) * num_heads_ + head) * stride();
+  }
+
+  const int num_heads_, size_;
+  float* const sums_;
+};
+
+// Calls f(token in the group, segment, token in the segment) for all tokens of some items.
+template <class F>
+void for_tokens(const Step& step, int first_item, int num_items, const F& f) {
+  int index = 0;
+  for (int item = first_item; item < first_item + num_items; item++) {
+    const int segment = step.item_segment[item], begin = step.item_token[item];
+    const int end = std::min(step.num_tokens[segment], begin + step.item_size);
+    for (int token = begin; token < end; token++) f(index++, segment, token);
+  }
+}
+
+// Lets the threads take the pieces of a step, and merges the sections of the groups that are split.
+// attend(piece, kv_head) computes; write(row, head, sums) takes a result.
+template <class Power, class Attend, class Write>
+void attend_pieces(Team& team, const Layer& layer, const Step& step, const Attend& attend,
+                  const Write& write) {
+  // The last pieces have the longest contexts, and begin first.
+  const int total = step.num_pieces * layer.num_kv_heads;
+  for (int64_t taken; (taken = team.take(total)) < total;) {
+    const int place = total - 1 - static_cast<int>(taken);
+    attend(Piece(layer, step, place / layer.num_kv_heads), place % layer.num_kv_heads);
+  }
+  if (step.num_splits == 0) return;
+  team.barrier();
+  const int num_merges = step.num_splits * layer.num_heads;
+  for (int64_t taken; (taken = team.take(num_merges)) < num_merges;) {
+    const int head = static_cast<int>(taken) % layer.num_heads;
+    const int first_piece = step.split_piece[taken / layer.num_heads];
+    const Piece first(layer, step, first_piece);
+    for_tokens(step, first.first_item, first.num_items, [&](int index, int segment, int token) {
+      const int position = step.start[segment] + token;
+      const int earliest = layer.window ? std::max(0, position - layer.window + 1) : 0;
+      const int begin = std::max(first.section, earliest / kSectionSlots);
+      alignas(64) float values[kMaxDim];
+      RowSums sums{kNegInf, 0.0f, values};
+      for (int section = begin; section <= position / kSectionSlots; section++) {
+        const Piece piece(layer, step, first_piece + section - first.section);
+        merge(sums, piece.kept(index, head), padded_dim(layer), Power());
+      }
+      write(step.first_row[segment] + token, head, sums);
+    });
+  }
+}
+
+}  // namespace

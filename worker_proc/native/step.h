@@ -1,0 +1,45 @@
+// What attention is given: a layer, a step and rows.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// What one layer keeps from step to step.
+struct Layer {
+  void* keys;
+  void* values;
+  int32_t num_heads, num_kv_heads, head_dim, value_head_dim;
+  int32_t block_size;
+  int32_t window;  // 0: none
+  int32_t is_bf16;
+  int32_t has_pairs;  // the layout is that of attention_pairs.h
+};
+
+// One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed
+// row from first_row[s] and in their text from start[s]; its block b is tables[table_offset[s] + b],
+// for those blocks that the layer's window shows to any of its tokens. Offsets may be negative.
+struct Step {
+  int32_t num_rows, item_size, num_pieces, num_splits;
+  const int64_t* slots;
+  const int32_t *first_row, *num_tokens, *start, *table_offset, *tables;
+  // An item is item_size tokens of a segment, or those that are left, from item_token[i] on.
+  const int32_t *item_segment, *item_token;
+  // Group g is the items from group_item[g] to group_item[g + 1]: one item, or several of one token
+  // each whose first group_shared[g] positions, a multiple of 64, are in the same blocks.
+  const int32_t *group_item, *group_shared;
+  // Threads take pieces: a group with the whole of its contexts where piece_section[p] is -1, else with
+  // one section of them. The sums of a section begin after those of piece_sums[p] tokens in `sums`.
+  const int32_t *piece_group, *piece_section, *piece_sums;
+  // The first of the successive sections of each group that is split, as a piece.
+  const int32_t* split_piece;
+  float* sums;
+};
+
+// Strides in elements; the last dimension is contiguous.
+struct Rows {
+  const void* data;
+  int64_t row_stride, head_stride;
+};
+}
