@@ -14,7 +14,7 @@ from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_para
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from worker_proc.model_runner import ModelRunner, load_model_runner
-from worker_proc.runner import ComputedStep
+from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import _add
 
 DEFAULT = ("llama_tied", "opt")
@@ -158,13 +158,14 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(
     weight.data[texts[1][0]] = float("nan")
     assert texts[1][0] not in texts[0]
     outputs: list[ModelRunnerOutput] = []
-    execute = runner.execute
+    launch = runner.launch
 
-    def keep(step: SchedulerOutput) -> ModelRunnerOutput:
-        outputs.append(execute(step))
-        return outputs[-1]
+    def keep(step: SchedulerOutput) -> LaunchedStep:
+        launched = launch(step)
+        outputs.append(launched.finish())
+        return launched
 
-    monkeypatch.setattr(runner, "execute", keep)
+    monkeypatch.setattr(runner, "launch", keep)
     drive(runner, texts, pooling_params(LAST))
     assert [set(output.pooled) for output in outputs] == [{0}]
     assert set(outputs[0].request_errors) == {1}
