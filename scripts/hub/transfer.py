@@ -217,10 +217,10 @@ class Transfer:
                 self._count(-begin)
             for chunk in response.iter_raw():
                 partial.write(chunk)
+                partial.flush()  # a kill loses nothing that was counted
                 self._count(len(chunk))
                 if self._stopped.is_set():
                     raise _Stopped
-        partial.flush()
         if partial.tell() != file.size:
             raise CutShort(f"{file.path} ended after {partial.tell()} of {file.size} bytes")
 
