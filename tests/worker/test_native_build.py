@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
-from tests.worker.test_bitwise import compare, engine_config
+from tests.worker.checkpoints import build_checkpoint
+from tests.worker.test_bitwise import CONFIGS, compare, engine_config
 from worker_proc import model_runner
 from worker_proc.loading.proofs import find_proofs
 from worker_proc.model_runner import ModelRunner, load_model_runner
@@ -27,7 +27,6 @@ from worker_proc.native.build import (
 from worker_proc.native.kernels import NativeLibrary, load_library
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-CONFIGS = {architecture.name: architecture.config for architecture in ARCHITECTURES}
 V3 = (
     "fpu sse sse2 pni ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm bmi1"
     " avx2 bmi2"
@@ -152,7 +151,7 @@ def test_proofs_of_one_library_do_not_hold_for_another(
     compiled = NativeLibrary(build())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prebuilt = NativeLibrary(Path(shutil.copy(compiled.path, tmp_path / "prebuilt.so")))
-    build_checkpoint(tmp_path / "model", CONFIGS["llama"]())
+    build_checkpoint(tmp_path / "model", CONFIGS["llama"])
     found = find_proofs(engine_config(tmp_path / "model", "float32"))
     assert found is not None
     found.with_kernels(compiled).put("fused", 1)
@@ -178,7 +177,7 @@ def load(library: NativeLibrary, directory: Path, dtype: str) -> ModelRunner:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
 def test_every_target_is_proven_and_the_best_one_has_the_bits_of_one_compiled_here(
     name: str,
     dtype: str,
@@ -186,7 +185,7 @@ def test_every_target_is_proven_and_the_best_one_has_the_bits_of_one_compiled_he
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    build_checkpoint(tmp_path, CONFIGS[name]())
+    build_checkpoint(tmp_path, CONFIGS[name])
     compiled = load(NativeLibrary(build()), tmp_path, dtype)
     best = best_target(cpu_description())
     assert best is not None
