@@ -405,8 +405,9 @@ def test_a_worker_stops_on_stop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_grammar_is_answered_when_it_is_ready_and_steps_go_on_meanwhile(
-    tmp_path: Path, runner: FakeRunner
+    tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loop, "SILENCE_S", TIMEOUT_S)  # the core sends nothing while it waits
     runner.grammars = GrammarCompiler(Vocabulary(1000, [2]))
     bench = Bench(str(tmp_path), runner)
     bench.until(lambda: bench.hellos)
