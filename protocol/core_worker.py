@@ -74,7 +74,7 @@ class ModelFacts(Record):
     speculation: Text = ""
     """What guesses tokens ahead, for people; empty: nothing does."""
     quantization: Text = ""
-    """How weights were rounded, "w8a16" or "w4a16"; empty: not at all."""
+    """How weights were rounded, "w8a16", "w4a16" or "w8a8"; empty: not at all."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.

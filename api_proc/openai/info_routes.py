@@ -58,7 +58,7 @@ class Readiness(msgspec.Struct, kw_only=True):
     speculation: str | None
     """What guesses tokens ahead, if anything does."""
     quantization: str | None
-    """How weights were rounded when they were loaded: w8a16 or w4a16."""
+    """How weights were rounded when they were loaded: w8a16, w4a16 or w8a8."""
     api_servers: int
     """API processes that were to run."""
     api_servers_ready: int

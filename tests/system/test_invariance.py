@@ -47,6 +47,7 @@ def run(numbers: list[int], **settings: Any) -> tuple[dict[int, list[int]], int]
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "quantization": "w8a16"},
         {"dtype": "bfloat16", "quantization": "w4a16"},
+        {"dtype": "bfloat16", "quantization": "w8a8"},
     ],
     ids=lambda computed: "-".join(computed.values()),
 )

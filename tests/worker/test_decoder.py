@@ -10,10 +10,11 @@ from transformers import Ministral3Config, Olmo2Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from protocol.config import NativeDecoder
+from protocol.config import NativeDecoder, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.test_bitwise import DTYPES, engine_config, load
+from tests.worker.test_quantization import load as load_quantized
 from worker_proc import model_runner
 from worker_proc.decoder.install import layer_modules
 from worker_proc.inputs import pack_step
@@ -105,14 +106,19 @@ def test_a_runner_without_it_removes_what_the_last_one_has_installed(tmp_path: P
         assert all(("forward" in layer.__dict__) is is_installed for layer in layers)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [*((dtype, None) for dtype in DTYPES), ("bfloat16", Quantization.W8A8)],
+)
 @torch.inference_mode()
-def test_a_step_that_is_not_finite_leaves_nothing_behind(dtype: str, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_leaves_nothing_behind(
+    dtype: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
     """Rows of 72 values are filled up to whole panels, and the first product reads all of them."""
     shape = SHAPE | {"hidden_size": 72, "num_attention_heads": 4}
     del shape["head_dim"]
     build_checkpoint(tmp_path, Olmo2Config(**shape))
-    runner = load(tmp_path, dtype)
+    runner = load_quantized(tmp_path, quantization, dtype)
     assert runner.facts.decoder == "native"
     rows = torch.randn(1, 3, 72).to(runner._model.dtype)
     angles = runner._model.model.rotary_emb(rows, torch.arange(3).unsqueeze(0))

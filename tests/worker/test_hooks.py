@@ -7,9 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from protocol.config import Quantization
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.test_bitwise import (
     CONFIGS,
@@ -42,8 +44,14 @@ class Model:
     """A runner, and the stack that computes its layers."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
+        """`dtype` may be followed by a quantization."""
         build()
+        dtype, _, quantization = dtype.partition(" ")
         config = engine_config(directory, dtype)
+        model = msgspec.structs.replace(
+            config.model, quantization=Quantization(quantization) if quantization else None
+        )
+        config = msgspec.structs.replace(config, model=model)
         self.prepared = model_runner.prepare_model(config, lambda *_: None)
         calibration = model_runner.calibrate(self.prepared, config, lambda *_: None)
         self.settings = calibration.decoder
@@ -76,6 +84,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], M
         *(("llama", "float32"), ("llama", "bfloat16"), ("llama_mlp_bias", "float32")),
         *(("gemma3", "bfloat16"), ("granite", "float32"), ("olmo2", "bfloat16")),
         *(("phi3", "float32"), ("qwen3_moe", "bfloat16")),
+        *(("llama", "bfloat16 w8a8"), ("olmo2", "bfloat16 w8a8")),
     ],
 )
 def test_hooks_that_change_nothing_change_no_bit(
@@ -121,7 +130,7 @@ def test_hooks_that_change_nothing_change_no_bit(
         assert shapes == {(num_inputs, num_outputs if point.when is When.AFTER else 0)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16 w8a8"])
 def test_each_projection_can_be_hooked_alone(
     dtype: str, model_of: Callable[[str, str], Model]
 ) -> None:

@@ -28,6 +28,7 @@ from tests.worker.test_parity import make_prompts
 from worker_proc import model_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading import quantization as quantization_settings
+from worker_proc.loading.packed_linear import computing_codes
 from worker_proc.loading.quantization import FORMATS
 from worker_proc.model_runner import ModelRunner, load_model_runner, prepare_model
 from worker_proc.native.build import build, compiler
@@ -191,7 +192,7 @@ def test_codes_give_the_bits_of_the_weights_that_they_stand_for(
             assert torch.equal(want, found), num_rows
 
 
-@pytest.mark.parametrize("format", CODED, ids=str)
+@pytest.mark.parametrize("format", [*CODED, Format.INT8_FOR_CODES], ids=str)
 def test_a_part_of_a_weight_is_that_part_packed(format: Format, library: NativeLibrary) -> None:
     weight, rows = torch.randn(160, 300).bfloat16(), torch.randn(3, 300).bfloat16()
     part = library.pack(weight, None, format).outputs(64, 40)
@@ -268,20 +269,25 @@ def test_greedy_tokens_are_those_of_the_rounded_weights(
             format = formats.head if module is model.lm_head else formats.layers
             library.round(module.weight.detach(), format)
     model.float()
+    rounds_rows = formats.layers is Format.INT8_FOR_CODES
+    layers = [module for module in model.modules() if module is not model.lm_head]
     prompts = make_prompts()
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     run = drive(load(tmp_path, quantization), prompts, params, max_num_seqs=16)
+    # A row that is rounded a little differently before may have other codes.
+    least_equal, most_behind = (0.85, 0.2) if rounds_rows else (0.9, 0.05)
     num_equal = num_tokens = 0
     for prompt, tokens in zip(prompts, run.output_token_ids, strict=True):
         ids = torch.tensor([prompt + tokens])
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        with computing_codes(layers if rounds_rows else ()):
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
         best = logits.amax(1)
-        assert bool((best - chosen <= 0.05 * logits.std(1)).all())
+        assert bool((best - chosen <= most_behind * logits.std(1)).all())
         num_equal += int((best == chosen).sum())
         num_tokens += len(tokens)
     assert num_tokens == 16 * len(prompts)
-    assert num_equal > 0.9 * num_tokens
+    assert num_equal > least_equal * num_tokens
 
 
 def test_rounding_changes_the_tokens(tmp_path: Path) -> None:
@@ -293,11 +299,12 @@ def test_rounding_changes_the_tokens(tmp_path: Path) -> None:
         str(drive(load(tmp_path, quantization), prompts, params).output_token_ids)
         for quantization in (None, *QUANTIZATIONS)
     }
-    assert len(outputs) == 3
+    assert len(outputs) == 4
 
 
 @pytest.mark.parametrize(
-    ("quantization", "share"), [(Quantization.W8A16, 0.6), (Quantization.W4A16, 0.35)]
+    ("quantization", "share"),
+    [(Quantization.W8A16, 0.6), (Quantization.W4A16, 0.35), (Quantization.W8A8, 0.6)],
 )
 def test_codes_take_the_place_of_the_weights(
     quantization: Quantization, share: float, tmp_path: Path
@@ -397,13 +404,13 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
         load(tmp_path, Quantization.W8A16)
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_experts_are_refused(quantization: Quantization, tmp_path: Path) -> None:
     [mixtral] = [each for each in ARCHITECTURES if each.name == "mixtral"]
     build_checkpoint(tmp_path, mixtral.config())
-    with pytest.raises(
-        UnsupportedModel, match=r"w4a16: model.layers.0.mlp.* not those of a linear"
-    ):
-        load(tmp_path, Quantization.W4A16)
+    reason = rf"{quantization}: model.layers.0.mlp.* not those of a linear"
+    with pytest.raises(UnsupportedModel, match=reason):
+        load(tmp_path, quantization)
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -311,7 +311,10 @@ print(json.dumps({"forked": forked, "cold": tokens(make_runner(config, quiet))})
 
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
-    [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "w8a16"), ("bfloat16", "w4a16")],
+    [
+        *(("float32", "none"), ("bfloat16", "none")),
+        *(("bfloat16", "w8a16"), ("bfloat16", "w4a16"), ("bfloat16", "w8a8")),
+    ],
 )
 def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(
     dtype: str, quantization: str

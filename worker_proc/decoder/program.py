@@ -20,10 +20,12 @@ from worker_proc.loading.fused import FusedMLP, FusedRMSNorm
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
     Epilogue,
+    Format,
     Instruction,
     Kind,
     PackedWeight,
     ProgramArgs,
+    coded_stride,
     projection,
 )
 
@@ -31,6 +33,8 @@ HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
 """SPLIT has gates and factors side by side, where a hook is to find them."""
 LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
 """Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
+CODES = 11
+"""The rows that a projection takes, where its weight needs codes of them."""
 GATES = (Projection.GATE, Projection.UP)
 _NOWHERE = Columns(HIDDEN, 0, 0)
 """Of outputs that are fused with what follows, and no hook asks for."""
@@ -95,6 +99,14 @@ def split_width(mlp: FusedMLP) -> int:
     return 2 * _first_factor(mlp)
 
 
+def codes_stride(layer: DecoderLayer) -> int:
+    """Return the bytes between rows of codes that a layer's projections take."""
+    gate_up = layer.mlp.gate_up if isinstance(layer.mlp, FusedMLP) else None
+    weights = (*layer.qkv, layer.out, gate_up, layer.down)
+    coded = [w for w in weights if w is not None and w.format is Format.INT8_FOR_CODES]
+    return coded_stride(max((weight.num_inputs for weight in coded), default=0))
+
+
 class ProgramWriter:
     """Writes layer after layer, with cuts where there are hooks."""
 
@@ -104,6 +116,8 @@ class ProgramWriter:
         """The first instruction of each layer."""
         self.cuts: list[Cut] = []
         self._points = points
+        self._coded = HIDDEN
+        """The buffer that CODES is made of."""
 
     def add_layer(
         self,
@@ -234,8 +248,21 @@ class ProgramWriter:
     ) -> None:
         """Write one instruction, with hooks on both sides of the projections that it computes."""
         self._cut(When.BEFORE, inputs, outputs)
+        if instruction.format == Format.INT8_FOR_CODES:
+            self._code(inputs.buffer, instruction.size)
+            instruction.source = CODES
         self.instructions.append(instruction)
         self._cut(When.AFTER, inputs, outputs)
+
+    def _code(self, source: int, size: int) -> None:
+        """Write codes of rows, unless the projection before has taken the same rows."""
+        before = self.instructions[-1] if self.instructions else None
+        is_cut = bool(self.cuts) and self.cuts[-1].position == len(self.instructions)
+        has_codes = before is not None and before.kind == Kind.PROJECT and before.source == CODES
+        if is_cut or not has_codes or self._coded != source:
+            code = Instruction(kind=Kind.CODE, source=source, target=CODES, size=size)
+            self.instructions.append(code)
+            self._coded = source
 
     def _cut(self, when: When, inputs: Columns, outputs: dict[Projection, Columns]) -> None:
         for name, columns in outputs.items():

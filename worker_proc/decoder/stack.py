@@ -32,6 +32,7 @@ from worker_proc.decoder.program import (
     SPLIT,
     Program,
     ProgramWriter,
+    codes_stride,
     hooked_projections,
     split_width,
 )
@@ -41,7 +42,6 @@ from worker_proc.loading.layer_executor import Angles, Stack
 from worker_proc.native.kernels import (
     BufferArgs,
     NativeLibrary,
-    PackedWeight,
     RunArgs,
     row_stride,
 )
@@ -160,16 +160,17 @@ class DecoderStack:
         mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, FusedExperts)]
         num_chosen = max((mixture.routing.num_chosen for mixture in mixtures), default=0)
         self._strides = [row_stride(widths[i], self._dtype.itemsize) for i in range(len(widths))]
-        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2
+        self._strides.append(max(map(codes_stride, self._layers)))
+        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1]
         self._max_rows = 0
         self._memory: list[torch.Tensor] = []
         """The rows of each buffer."""
-        self._buffers = (BufferArgs * len(widths))()
+        self._buffers = (BufferArgs * len(self._strides))()
         self._program: Program | None = None
 
     def _widths(self) -> dict[int, int]:
         """Return the values in a row of each buffer."""
-        layers, dtype = self._layers, self._dtype
+        layers = self._layers
         mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedMLP)]
         splits = any(name in GATES for _, name, _ in self._hooks)
@@ -177,7 +178,7 @@ class DecoderStack:
             HIDDEN: self._hidden_size,
             NORMED: self._hidden_size,
             QKV: max(sum(part.num_outputs for part in layer.qkv) for layer in layers),
-            ATTENDED: max(_num_inputs(layer.out, dtype) for layer in layers),
+            ATTENDED: max(layer.out.num_inputs for layer in layers),
             INNER: max((mlp.size for mlp in mlps), default=0),
             PROJECTED: self._hidden_size,
             SPLIT: max(map(split_width, mlps)) if splits else 0,
@@ -233,10 +234,6 @@ class DecoderStack:
 def _backend_of(layer: PagedLayer) -> NativeBackend:
     assert isinstance(layer.backend, NativeBackend)
     return layer.backend
-
-
-def _num_inputs(weight: PackedWeight, dtype: torch.dtype) -> int:
-    return weight.num_units * 4 // dtype.itemsize
 
 
 def _pointers(addresses: list[int]) -> Any:

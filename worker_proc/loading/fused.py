@@ -18,7 +18,7 @@ from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.experts import ExpertWeights, FusedExperts, Routing
-from worker_proc.loading.packed_linear import make_linear, round_linears
+from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
     Activation,
@@ -210,7 +210,9 @@ def _fused_mlp(
     fused = None
     if gates is not None and isinstance(down, nn.Linear):
         candidates = {int(activation): lambda: FusedMLP(library, activation, gates, down, format)}
-        fused = _agreeing(module, gates[0].shape[1], candidates, number)
+        has_codes = format is Format.INT8_FOR_CODES and number is None
+        with computing_codes(parts.values() if has_codes else ()):
+            fused = _agreeing(module, gates[0].shape[1], candidates, number)
     if fused is None:  # the rounded copies would stay until all modules have been tried
         for linear, weight in before:
             linear.weight = weight

@@ -5,11 +5,13 @@ are compiled. Elsewhere oneDNN does, with two exceptions that are worked around:
 as two, and very wide outputs in bfloat16 run in slices of rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from worker_proc.native.kernels import (
@@ -169,6 +171,44 @@ def round_linears(modules: Iterable[nn.Module], library: NativeLibrary, format: 
             rounded = module.weight.detach().clone(memory_format=torch.contiguous_format)
             library.round(rounded, format)
             module.weight = nn.Parameter(rounded, requires_grad=False)
+
+
+@contextmanager
+def computing_codes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let linear layers among the modules compute with codes of rows and weights, for a while.
+
+    They compute in float32, so that nothing but these codes is rounded.
+    """
+    linears = [module for module in modules if type(module) is nn.Linear]
+    for module in linears:
+        module.__dict__["forward"] = _coded_forward(module)
+    try:
+        yield
+    finally:
+        for module in linears:
+            del module.__dict__["forward"]
+
+
+def _coded_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = coded_weight(module.weight)
+    bias = None if module.bias is None else module.bias.float()
+    return lambda rows: functional.linear(coded_rows(rows), weight, bias).to(rows.dtype)
+
+
+def coded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return what the codes of rows stand for in float32, as in coded_rows.h."""
+    greatest = rows.float().abs().amax(-1, keepdim=True)
+    inverse = greatest.new_tensor(127.0) / greatest
+    codes = (rows.double() * inverse).round().where(greatest > 0.0, 0.0)
+    return (codes * (greatest / 127.0)).float()
+
+
+def coded_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return what 8-bit codes of a rounded weight stand for in float32, as in weights.h."""
+    greatest = weight.float().abs().amax(1, keepdim=True)
+    last = 1 << 10  # of the bits of a scale
+    scale = ((greatest / 127.0).view(torch.int32) & -last | last).view(torch.float32)
+    return (weight.float() / scale).round() * scale
 
 
 def output_layer(model: nn.Module) -> nn.Module | None:

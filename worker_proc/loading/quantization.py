@@ -15,12 +15,18 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PLAIN, Formats, can_pack
 from worker_proc.native.build import build
-from worker_proc.native.kernels import Format, NativeLibrary, load_library
+from worker_proc.native.kernels import (
+    MAX_CODED_INPUTS,
+    Format,
+    NativeLibrary,
+    load_library,
+)
 
 FORMATS = {
     None: PLAIN,
     Quantization.W8A16: Formats(Format.INT8, head=Format.INT8),
     Quantization.W4A16: Formats(Format.INT4, head=Format.INT8),
+    Quantization.W8A8: Formats(Format.INT8_FOR_CODES, head=Format.INT8),
 }
 """With 4 bits, the output layer would make nearly half of the error (docs/quantization.md)."""
 
@@ -67,6 +73,11 @@ def check_weights(
         if not _is_finite(weight):
             raise CheckpointError(
                 f"quantization {quantization}: {name}.weight has values that are not finite"
+            )
+        if quantization is Quantization.W8A8 and weight.shape[1] > MAX_CODED_INPUTS:
+            raise UnsupportedModel(
+                f"quantization {quantization}: {name} has {weight.shape[1]} inputs, and its sums of"
+                f" products of codes are exact for at most {MAX_CODED_INPUTS}"
             )
         on_checked(done, len(found))
 

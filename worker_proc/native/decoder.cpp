@@ -5,6 +5,7 @@
 // barrier ends it. Values are rounded to the model's dtype where transformers' modules round.
 
 #include "attention_pairs.h"
+#include "coded_rows.h"
 #include "experts.h"
 #include "pointwise.h"
 #include "products.h"
@@ -24,6 +25,7 @@ enum Kind : int32_t {
   kExperts,
   kCombine,
   kGate,
+  kCode,
 };
 
 enum Epilogue : int32_t {
@@ -99,6 +101,7 @@ class Executor {
       case kExperts: return compute_experts(i);
       case kCombine: return combine(i);
       case kGate: return gate(i);
+      case kCode: return code(i);
     }
   }
 
@@ -111,6 +114,11 @@ class Executor {
   UnitRows unit_rows(int buffer) const {
     const Buffer& b = run_.buffers[buffer];
     return {static_cast<const Unit*>(b.data), b.stride / static_cast<int64_t>(sizeof(Unit))};
+  }
+
+  CodedRow& coded_row(int buffer, int64_t index) const {
+    const Buffer& b = run_.buffers[buffer];
+    return *reinterpret_cast<CodedRow*>(static_cast<char*>(b.data) + index * b.stride);
   }
 
   static Vec round(Vec v) { return rounded(v, T{}); }
@@ -127,14 +135,19 @@ class Executor {
   void multiply_by(const Instruction& i, const Out& out) {
     const UnitRows rows = unit_rows(i.source);
     const auto multiply_as = [&](const auto& w) { multiply<T>(team_, w, rows, run_.num_rows, out); };
+    const Panels panels{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     if constexpr (std::is_same<T, Bf16>::value) {
+      if (i.format == kInt8ForCodes) {
+        const UnitRows codes{rows.data + sizeof(CodedRow) / sizeof(Unit), rows.stride};
+        return multiply<int8_t>(team_, panels, codes, run_.num_rows, out);
+      }
       if (i.format == kInt8) return multiply_as(coded<CodedPanels<Int8>, Int8>(i));
 #ifdef __AMX_BF16__
       if (i.format == kInt4 && troika_has_tiles) return multiply_as(coded<CodedGroups, Int4>(i));
 #endif
       if (i.format == kInt4) return multiply_as(coded<CodedPanels<Int4>, Int4>(i));
     }
-    multiply_as(Panels{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs});
+    multiply_as(panels);
   }
 
   template <class W, class Code>
@@ -146,35 +159,45 @@ class Executor {
   // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
   // zeros past the last output; a product may be stored from a column on.
   void project(const Instruction& i) {
-    const auto biased = [&](int64_t pair, int half, Vec sum) {
-      if (i.bias) sum += load(i.bias + pair * kPairOutputs + half * kLanes);
-      return round(sum);
+    const auto finished = [&](int64_t r, int64_t pair, int half, auto sum) {
+      return round(biased(i, r, pair * kPairOutputs + half * kLanes, sum));
     };
     switch (i.epilogue) {
       case kStore:
-        return multiply_by(i, [&](int64_t r, int64_t pair, Vec low, Vec high) {
+        return multiply_by(i, [&](int64_t r, int64_t pair, auto low, auto high) {
           T* out = row(i.target, r) + i.column + pair * kPairOutputs;
-          save(biased(pair, 0, low), out, kLanes);
-          save(biased(pair, 1, high), out + kLanes, kLanes);
+          save(finished(r, pair, 0, low), out, kLanes);
+          save(finished(r, pair, 1, high), out + kLanes, kLanes);
         });
       case kAddTo:
-        return multiply_by(i, [&](int64_t r, int64_t pair, Vec low, Vec high) {
+        return multiply_by(i, [&](int64_t r, int64_t pair, auto low, auto high) {
           T* out = row(i.target, r) + pair * kPairOutputs;
-          accumulate(out, biased(pair, 0, low), i.factor);
-          accumulate(out + kLanes, biased(pair, 1, high), i.factor);
+          accumulate(out, finished(r, pair, 0, low), i.factor);
+          accumulate(out + kLanes, finished(r, pair, 1, high), i.factor);
         });
       case kActivate:
-        return multiply_by(i, [&](int64_t r, int64_t pair, Vec gate, Vec up) {
-          const Vec opened = activation_of(biased(pair, 0, gate), i.activation);
-          save(round(opened) * biased(pair, 1, up), row(i.target, r) + pair * kLanes, kLanes);
+        return multiply_by(i, [&](int64_t r, int64_t pair, auto gate, auto up) {
+          const Vec opened = activation_of(finished(r, pair, 0, gate), i.activation);
+          save(round(opened) * finished(r, pair, 1, up), row(i.target, r) + pair * kLanes, kLanes);
         });
       case kSplit:
-        return multiply_by(i, [&](int64_t r, int64_t pair, Vec gate, Vec up) {
+        return multiply_by(i, [&](int64_t r, int64_t pair, auto gate, auto up) {
           T* out = row(i.target, r) + pair * kLanes;
-          save(biased(pair, 0, gate), out, kLanes);
-          save(biased(pair, 1, up), out + i.column, kLanes);
+          save(finished(r, pair, 0, gate), out, kLanes);
+          save(finished(r, pair, 1, up), out + i.column, kLanes);
         });
     }
+  }
+
+  // The sums of a row and 16 outputs, plus the bias.
+  Vec biased(const Instruction& i, int64_t, int64_t output, Vec sums) const {
+    return i.bias ? sums + load(i.bias + output) : sums;
+  }
+
+  Vec biased(const Instruction& i, int64_t r, int64_t output, VecInt sums) const {
+    const Vec bias = i.bias ? load(i.bias + output) : splat(0.0f);
+    const Vec scales = load(static_cast<const float*>(i.scales) + output);
+    return coded_row(i.source, r).products(sums, scales, bias);
   }
 
   static void accumulate(T* out, Vec value, float factor) {
@@ -265,6 +288,13 @@ class Executor {
         const Vec opened = activation_of(load(row(i.source, r) + d), i.activation);
         save(round(opened) * load(row(i.source, r) + i.column + d), row(i.target, r) + d, kLanes);
       }
+  }
+
+  // target = codes of source
+  void code(const Instruction& i) {
+    if constexpr (std::is_same<T, Bf16>::value)
+      for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+        code_row(row(i.source, r), i.size, coded_row(i.target, r));
   }
 
   // choices = the experts of each row, by the logits in source
@@ -358,11 +388,20 @@ extern "C" void troika_execute(const Program* program, const Run* run) {
   (program->is_bf16 ? execute_all<Bf16> : execute_all<float>)(*program, *run);
 }
 
-// One projection outside of a program: `rows` and `out` are its only buffers.
+// One projection outside of a program: `rows` and `out` are its only buffers, and `codes` of the
+// rows, where the weight needs them.
 extern "C" void troika_project(const Instruction* instruction, const Buffer* rows,
-                               const Buffer* out, int32_t num_rows, int32_t is_bf16) {
-  const Buffer buffers[] = {*rows, *out};
+                               const Buffer* out, const Buffer* codes, int32_t num_rows,
+                               int32_t is_bf16) {
+  const Buffer buffers[] = {*rows, *out, *codes};
   const Run run{buffers, nullptr, nullptr, nullptr, num_rows};
-  const Program program{instruction, 1, is_bf16};
+  Instruction instructions[2] = {{}, *instruction};
+  Instruction &code = instructions[0], &project = instructions[1];
+  const bool has_codes = project.format == kInt8ForCodes;
+  code.kind = kCode;
+  code.size = project.size;
+  code.target = 2;
+  if (has_codes) project.source = 2;
+  const Program program{has_codes ? &code : &project, has_codes ? 2 : 1, is_bf16};
   troika_execute(&program, &run);
 }

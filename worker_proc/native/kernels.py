@@ -28,6 +28,7 @@ _UNIT_BYTES, _UNIT_STEP = 4, 16
 CHOICE_BYTES = 8
 """Of `Choice` in experts.h."""
 _ROW_BYTES = 64
+_CODED_ROW_BYTES = 64  # of `CodedRow` in coded_rows.h, before the codes
 _ALIAS_BYTES = 2048
 """Rows that are a multiple of it apart share few sets of the first cache."""
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -37,7 +38,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_pack": (_POINTER, *[_INT] * 4, _POINTER),
     "troika_pack_codes": (_POINTER, *[_INT] * 4, _POINTER, _POINTER),
     "troika_round": (_POINTER, *[_INT] * 3),
-    "troika_project": (*[_POINTER] * 3, _INT, _INT),
+    "troika_project": (*[_POINTER] * 4, _INT, _INT),
     "troika_execute": (_POINTER, _POINTER),
     "troika_sample": (_POINTER, _POINTER, _INT, *[_POINTER] * 4),
     "troika_enable_tiles": (),
@@ -50,20 +51,26 @@ class Format(enum.IntEnum):
     UNITS = 0
     INT8 = 1
     INT4 = 2
+    INT8_FOR_CODES = 3
+    """The codes of INT8, for rows that are codes, too."""
 
 
 class _Codes(NamedTuple):
     """How weights.h packs codes."""
 
     per_byte: int
+    per_unit: int
     group_inputs: int | None  # None: an output has one scale
     scale_dtype: torch.dtype
 
 
 _CODES = {
-    Format.INT8: _Codes(1, None, torch.float32),
-    Format.INT4: _Codes(2, 128, torch.bfloat16),
+    Format.INT8: _Codes(1, 2, None, torch.float32),
+    Format.INT4: _Codes(2, 2, 128, torch.bfloat16),
+    Format.INT8_FOR_CODES: _Codes(1, 4, None, torch.float32),
 }
+MAX_CODED_INPUTS = (2**31 - 1) // 127**2
+"""Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
 
 
 class Activation(enum.IntEnum):
@@ -86,6 +93,7 @@ class Kind(enum.IntEnum):
     EXPERTS = 7
     COMBINE = 8
     GATE = 9
+    CODE = 10
 
 
 class Rotation(enum.IntEnum):
@@ -222,6 +230,7 @@ class PackedWeight(NamedTuple):
     panels: torch.Tensor
     scales: torch.Tensor | None  # of codes
     bias: torch.Tensor | None  # float32, in the order of the panels
+    num_inputs: int
     num_units: int
     num_pairs: int
     format: Format
@@ -327,7 +336,8 @@ class NativeLibrary:
         """
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape
-        num_units = _round_up(num_inputs * weight.itemsize, _UNIT_BYTES * _UNIT_STEP) // _UNIT_BYTES
+        per_unit = _CODES[format].per_unit if format in _CODES else _UNIT_BYTES // weight.itemsize
+        num_units = _round_up(num_inputs, per_unit * _UNIT_STEP) // per_unit
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
         shape = num_outputs, num_inputs, gates
@@ -339,7 +349,7 @@ class NativeLibrary:
         else:
             assert weight.dtype == torch.bfloat16
             codes = _CODES[format]
-            width = _round_up(num_units * 2, self._library.troika_coded_inputs(format))
+            width = _round_up(num_inputs, self._library.troika_coded_inputs(format))
             num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
             num_panel_outputs = num_pairs * PANEL_OUTPUTS
             panels = torch.zeros(num_panel_outputs * width // codes.per_byte, dtype=torch.uint8)
@@ -350,7 +360,7 @@ class NativeLibrary:
             halves = bias.float().view(2 if gates else 1, columns)
             halves = pad(halves.detach(), (0, num_pairs * step - columns))
             bias = halves.view(len(halves), num_pairs, step).transpose(0, 1).reshape(-1)
-        return PackedWeight(panels, scales, bias, num_units, num_pairs, format)
+        return PackedWeight(panels, scales, bias, num_inputs, num_units, num_pairs, format)
 
     def round(self, weight: torch.Tensor, format: Format) -> None:
         """Round `[num_outputs, num_inputs]`, bfloat16, in place to what codes can stand for."""
@@ -370,11 +380,15 @@ class NativeLibrary:
         """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""
         is_bf16 = hidden.dtype == torch.bfloat16
         assert is_bf16 or instruction.format == Format.UNITS  # codes would be read as units
-        rows = _padded_rows(_dense_rows(hidden), instruction.num_units, hidden.itemsize)
-        if rows.stride(0) * rows.itemsize % _UNIT_BYTES:
-            rows = rows.clone(memory_format=torch.contiguous_format)
+        rows, codes = _dense_rows(hidden), torch.empty(0, 0, dtype=torch.uint8)
+        if instruction.format == Format.INT8_FOR_CODES:
+            codes = torch.empty(len(rows), coded_stride(instruction.size), dtype=torch.uint8)
+        else:
+            rows = _padded_rows(rows, instruction.num_units, hidden.itemsize)
+            if rows.stride(0) * rows.itemsize % _UNIT_BYTES:
+                rows = rows.clone(memory_format=torch.contiguous_format)
         out = torch.empty(len(rows), width, dtype=hidden.dtype)
-        buffers = (BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in (rows, out))
+        buffers = (BufferArgs(t.data_ptr(), t.stride(0) * t.itemsize) for t in (rows, out, codes))
         self._library.troika_project(
             ctypes.byref(instruction), *map(ctypes.byref, buffers), len(rows), is_bf16
         )
@@ -419,6 +433,7 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
         scales=None if weight.scales is None else weight.scales.data_ptr(),
         format=weight.format,
         bias=None if weight.bias is None else weight.bias.data_ptr(),
+        size=weight.num_inputs,
         num_units=weight.num_units,
         num_pairs=weight.num_pairs,
         **{"target": 1, "factor": 1.0, **fields},
@@ -427,7 +442,16 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
 
 def row_stride(width: int, itemsize: int) -> int:
     """Return the bytes between rows of a program's buffer, which have room for whole panels."""
-    stride = _round_up(width, PANEL_OUTPUTS) * itemsize
+    return _without_alias(_round_up(width, PANEL_OUTPUTS) * itemsize)
+
+
+def coded_stride(num_inputs: int) -> int:
+    """Return the bytes between rows of codes."""
+    tile_inputs = _CODES[Format.INT8_FOR_CODES].per_unit * _UNIT_STEP
+    return _without_alias(_CODED_ROW_BYTES + _round_up(num_inputs, tile_inputs))
+
+
+def _without_alias(stride: int) -> int:
     return stride + _ROW_BYTES if stride % _ALIAS_BYTES == 0 else stride
 
 

@@ -54,7 +54,7 @@ template <class Code>
 class CodedOutput {
  public:
   CodedOutput(const Bf16* weight, int64_t num_inputs)
-      : values_((num_inputs + kTileInputs - 1) / kTileInputs * kTileInputs), codes_(values_.size()) {
+      : values_((num_inputs + kMostInputs - 1) / kMostInputs * kMostInputs), codes_(values_.size()) {
     for (int64_t i = 0; i < num_inputs; i++) values_[i] = widen(weight[i]);
     const auto size = static_cast<int64_t>(values_.size());
     const int64_t group = std::min(Code::kGroupTiles, size) * kTileInputs;
@@ -72,6 +72,8 @@ class CodedOutput {
   }
 
  private:
+  static constexpr int64_t kMostInputs = CodedUnits::kUnitInputs * kUnitStep;  // of a tile
+
   void find(int64_t first, int64_t size) {
     constexpr float kNothing = 1e-30f;  // products of less are not exact
     const Rounding rounding{&values_[first], size};
@@ -92,7 +94,8 @@ class CodedOutput {
 template <class W, class Code>
 void pack_codes(const Bf16* weight, int64_t num_outputs, int64_t num_inputs, bool gates,
                 uint8_t* packed, typename Code::Scale* scales) {
-  const int64_t num_units = (num_inputs + kTileInputs - 1) / kTileInputs * kUnitStep;
+  constexpr int64_t kStepInputs = W::kUnitInputs * kUnitStep;
+  const int64_t num_units = (num_inputs + kStepInputs - 1) / kStepInputs * kUnitStep;
   const W panels{packed, scales, num_units, 0};
 #pragma omp parallel for schedule(static)
   for (int64_t output = 0; output < num_outputs; output++) {
@@ -144,6 +147,7 @@ extern "C" void troika_pack(const void* weight, int32_t is_bf16, int32_t num_out
 
 // The multiple of inputs that codes are padded to.
 extern "C" int32_t troika_coded_inputs(int32_t format) {
+  if (format == kInt8ForCodes) return CodedUnits::kUnitInputs * kUnitStep;
   return format == kInt4 && troika_has_tiles ? Int4::kGroupTiles * kTileInputs : kTileInputs;
 }
 
@@ -155,6 +159,9 @@ extern "C" void troika_pack_codes(const void* weight, int32_t format, int32_t nu
   if (format == kInt8)
     return pack_codes<CodedPanels<Int8>, Int8>(from, num_outputs, num_inputs, gates, codes,
                                                static_cast<float*>(scales));
+  if (format == kInt8ForCodes)
+    return pack_codes<CodedUnits, Int8>(from, num_outputs, num_inputs, gates, codes,
+                                        static_cast<float*>(scales));
   auto pack = pack_codes<CodedPanels<Int4>, Int4>;
 #ifdef __AMX_BF16__
   if (troika_has_tiles) pack = pack_codes<CodedGroups, Int4>;
@@ -165,6 +172,6 @@ extern "C" void troika_pack_codes(const void* weight, int32_t format, int32_t nu
 // Rounds a weight in bfloat16 to what its codes stand for.
 extern "C" void troika_round(void* weight, int32_t format, int32_t num_outputs,
                              int32_t num_inputs) {
-  (format == kInt8 ? round_to_codes<Int8> : round_to_codes<Int4>)(static_cast<Bf16*>(weight),
+  (format == kInt4 ? round_to_codes<Int4> : round_to_codes<Int8>)(static_cast<Bf16*>(weight),
                                                                   num_outputs, num_inputs);
 }

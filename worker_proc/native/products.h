@@ -1,7 +1,8 @@
 // Products of rows with packed weights, in which a row's bits depend on nothing but the row.
 //
 // Every output is one chain of sums over the inputs, from the first to the last. The chain is the
-// same for any number of rows, any place among them, and any number of threads.
+// same for any number of rows, any place among them, and any number of threads. Rows are float,
+// Bf16, or int8_t: codes, whose sums are whole numbers modulo 2^32 (coded_rows.h).
 
 #pragma once
 
@@ -22,17 +23,30 @@ struct UnitRows {
   int64_t stride;  // in units
 };
 
+template <typename T>
+struct SumsFor {
+  typedef Vec Type;
+};
+
+template <>
+struct SumsFor<int8_t> {
+  typedef VecInt Type;
+};
+
+template <typename T>
+using SumsOf = typename SumsFor<T>::Type;
+
 #ifdef __AVX512F__
 
 constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
 constexpr bool kHasManyRegisters = true;
 
 template <typename T>
-inline Vec add_product(Vec sum, Unit unit, VecBits weights);
+inline SumsOf<T> add_product(SumsOf<T> sum, Unit unit, VecBits weights);
 
 template <>
 inline Vec add_product<float>(Vec sum, Unit unit, VecBits weights) {
-  return (Vec)_mm512_fmadd_ps(_mm512_set1_ps(float_of(unit)), (__m512)weights, (__m512)sum);
+  return multiply_add(splat(float_of(unit)), (Vec)weights, sum);
 }
 
 template <>
@@ -46,17 +60,31 @@ inline Vec add_product<Bf16>(Vec sum, Unit unit, VecBits weights) {
 #endif
 }
 
+// Codes of weights have no sign, those of rows do.
+template <>
+inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
+  const __m512i x = _mm512_set1_epi32(static_cast<int>(unit)), w = (__m512i)weights;
+#ifdef __AVX512VNNI__
+  return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, w, x);
+#else
+  const __m512i low = _mm512_madd_epi16(_mm512_and_si512(w, _mm512_set1_epi16(0xff)),
+                                        _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  const __m512i high = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
+  return (VecInt)_mm512_add_epi32((__m512i)sum, _mm512_add_epi32(low, high));
+#endif
+}
+
 // The sums of R rows and the panels of some pairs.
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
-                                                Vec (&sums)[R][P]) {
+                                                SumsOf<T> (&sums)[R][P]) {
   constexpr bool kFromMemory = R <= 4 && !W::kAreCodes;  // else the weights stay in the cache
   constexpr int64_t kAhead = 4096 / sizeof(Unit);
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
-    for (int p = 0; p < P; p++) sums[r][p] = Vec{};
+    for (int p = 0; p < P; p++) sums[r][p] = SumsOf<T>{};
   for (int64_t first = 0; first < w.num_units; first += kUnitStep) {
     const Unit* tiles[P];
 #pragma GCC unroll 32
@@ -95,8 +123,30 @@ constexpr int kPartLanes = 4;
 typedef float Part __attribute__((vector_size(4 * kPartLanes), aligned(4)));
 typedef uint32_t PartBits __attribute__((vector_size(4 * kPartLanes), aligned(4), may_alias));
 
+// Codes of weights have no sign, those of rows do.
+inline PartBits add_coded(PartBits sum, Unit unit, PartBits weights) {
+#ifdef __AVX2__
+  const __m256i x = _mm256_set1_epi32(static_cast<int>(unit)), w = (__m256i)weights;
+#ifdef __AVXVNNI__
+  return (PartBits)_mm256_dpbusd_avx_epi32((__m256i)sum, w, x);
+#else
+  const __m256i low = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)),
+                                        _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  const __m256i high = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+  return (PartBits)_mm256_add_epi32((__m256i)sum, _mm256_add_epi32(low, high));
+#endif
+#else
+  for (int k = 0; k < 4; k++)
+    sum += (weights >> 8 * k & 0xff) * static_cast<uint32_t>(static_cast<int8_t>(unit >> 8 * k));
+  return sum;
+#endif
+}
+
+// Of codes, a part has the bits of whole numbers.
 template <typename T>
 inline Part add_product(Part sum, Unit unit, PartBits weights) {
+  if constexpr (std::is_same<T, int8_t>::value)
+    return (Part)add_coded((PartBits)sum, unit, weights);
   if constexpr (std::is_same<T, float>::value) return sum + float_of(unit) * (Part)weights;
   sum = sum + float_of(unit << 16) * (Part)(weights << 16);
   return sum + float_of(unit & 0xffff0000u) * (Part)(weights & 0xffff0000u);
@@ -105,7 +155,7 @@ inline Part add_product(Part sum, Unit unit, PartBits weights) {
 // The sums of R rows and the panels of some pairs.
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
-                                                Vec (&sums)[R][P]) {
+                                                SumsOf<T> (&sums)[R][P]) {
   constexpr int kParts = kLanes / kPartLanes;
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
   Part parts[R][P * kParts];
@@ -138,8 +188,8 @@ template <typename T, int R, int P, class W>
 
 // Saves the sums of R rows and some pairs, row by row.
 template <typename T, int R, int Pairs, class W>
-[[gnu::noinline]] void save_products(const W& w, UnitRows rows, int64_t pair, Vec* saved) {
-  Vec sums[R][2 * Pairs];
+[[gnu::noinline]] void save_products(const W& w, UnitRows rows, int64_t pair, SumsOf<T>* saved) {
+  SumsOf<T> sums[R][2 * Pairs];
   sum_products<T>(w, rows, pair, sums);
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
@@ -147,11 +197,11 @@ template <typename T, int R, int Pairs, class W>
     for (int p = 0; p < 2 * Pairs; p++) saved[r * 2 * Pairs + p] = sums[r][p];
 }
 
-template <class W>
-using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, Vec* saved);
+template <typename T, class W>
+using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, SumsOf<T>* saved);
 
 template <typename T, class W>
-Saver<W> saver_for(int num_rows, int num_pairs) {
+Saver<T, W> saver_for(int num_rows, int num_pairs) {
   switch (num_pairs * 16 + num_rows) {
 #define TROIKA_CASE(pairs, rows) \
   case pairs * 16 + rows: return save_products<T, rows, pairs>;
@@ -169,10 +219,10 @@ Saver<W> saver_for(int num_rows, int num_pairs) {
 template <typename T, class W, class Out>
 void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
                    int num_pairs, const Out& out) {
-  Vec sums[2 * kMostRows + 2 * 8];
+  SumsOf<T> sums[2 * kMostRows + 2 * 8];
   const UnitRows first{rows.data + row * rows.stride, rows.stride};
   saver_for<T, W>(num_rows, num_pairs)(w, first, pair, sums);
-  const Vec* at = sums;
+  const SumsOf<T>* at = sums;
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
 }
@@ -220,6 +270,15 @@ constexpr int kAmxRows = 16;
 // Keeps the compiler from delaying stores past loads of tiles, which it may not see as loads.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
+// Adds products of tiles of rows and of weights, given as literals.
+#define TROIKA_MULTIPLY_TILES(sums, rows, weights) \
+  do {                                             \
+    if constexpr (std::is_same<T, int8_t>::value)  \
+      _tile_dpbsud(sums, rows, weights);           \
+    else                                           \
+      _tile_dpbf16ps(sums, rows, weights);         \
+  } while (false)
+
 // Tiles 0, 1 are the sums of the upper rows, 2, 3 of the lower ones; 4 and 5 are rows, 6 and 7
 // weights.
 struct alignas(64) TileConfig {
@@ -239,8 +298,9 @@ struct alignas(64) TileConfig {
 
 // The sums of up to 32 rows and one pair of panels. They are passed on while the next ones are
 // computed, when the vector unit is idle.
+template <typename T>
 struct PendingSums {
-  alignas(64) float values[2][2][kAmxRows][kLanes];
+  alignas(64) SumsOf<T> values[2][2][kAmxRows];
   int64_t row = 0, pair = 0, count = 0, num_passed = 0;
 
   template <class Out>
@@ -248,7 +308,7 @@ struct PendingSums {
     for (const int64_t end = std::min(num_passed + num_rows, count); num_passed < end; num_passed++) {
       const auto& tile = values[num_passed / kAmxRows];
       const int64_t i = num_passed % kAmxRows;
-      out(row + num_passed, pair, load(tile[0][i]), load(tile[1][i]));
+      out(row + num_passed, pair, tile[0][i], tile[1][i]);
     }
   }
 };
@@ -265,10 +325,10 @@ struct WeightsAhead {
 };
 
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
-template <bool HasLower, class W, class Out>
+template <typename T, bool HasLower, class W, class Out>
 void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
-                    WeightsAhead& ahead, int64_t fetched_per_step, PendingSums& sums,
-                    PendingSums& previous, const Out& out) {
+                    WeightsAhead& ahead, int64_t fetched_per_step, PendingSums<T>& sums,
+                    PendingSums<T>& previous, const Out& out) {
   // Tiles that are made from codes are made a step ahead: a load waits for stores just before it.
   alignas(64) Unit space[2][2][W::kAreCodes ? kTile : 1];
   const Unit* upper = rows.data + row * rows.stride;
@@ -290,13 +350,13 @@ void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64
     if (W::kAreCodes) finish_stores();
     _tile_loadd(6, low, 64);
     _tile_loadd(4, upper + unit, stride);
-    _tile_dpbf16ps(0, 4, 6);
+    TROIKA_MULTIPLY_TILES(0, 4, 6);
     _tile_loadd(7, high, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    TROIKA_MULTIPLY_TILES(1, 4, 7);
     if (HasLower) {
       _tile_loadd(5, lower + unit, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      TROIKA_MULTIPLY_TILES(2, 5, 6);
+      TROIKA_MULTIPLY_TILES(3, 5, 7);
     }
     // The first cache has room for them only beside few rows.
     if (!W::kAreCodes) ahead.fetch<HasLower ? _MM_HINT_T1 : _MM_HINT_T0>(fetched_per_step);
@@ -416,7 +476,9 @@ void multiply_columns(const CodedGroups& w, UnitRows rows, int64_t row, int64_t 
   _tile_release();
 }
 
-template <class W, class Out>
+#undef TROIKA_MULTIPLY_TILES
+
+template <typename T, class W, class Out>
 void multiply_with_tiles(const W& w, UnitRows rows, int64_t row, int64_t last_row,
                          int64_t first_pair, int64_t last_pair, const Out& out) {
   constexpr int64_t kBothRows = 2 * kAmxRows;
@@ -430,7 +492,7 @@ void multiply_with_tiles(const W& w, UnitRows rows, int64_t row, int64_t last_ro
   }
   const int64_t last_whole = row + (last_row - row) / kBothRows * kBothRows;
   const TileConfig whole(kBothRows), rest(last_row - last_whole);
-  PendingSums sums[2];
+  PendingSums<T> sums[2];
   int turn = 0;
   // All rows of a pair share in fetching the next one, so that memory is never idle.
   const auto ahead_of = [&](int64_t pair) {
@@ -445,13 +507,13 @@ void multiply_with_tiles(const W& w, UnitRows rows, int64_t row, int64_t last_ro
     for (int64_t pair = first_pair; pair < last_pair; pair++) {
       WeightsAhead ahead = ahead_of(pair);
       for (int64_t at = row; at < last_whole; at += kBothRows, turn ^= 1)
-        multiply_tiles<true>(w, rows, at, kBothRows, pair, ahead, fetched_per_step, sums[turn],
+        multiply_tiles<T, true>(w, rows, at, kBothRows, pair, ahead, fetched_per_step, sums[turn],
                              sums[turn ^ 1], out);
     }
   }
   if (const int64_t count = last_row - last_whole; count > 0) {
     const auto multiply_rest =
-        count > kAmxRows ? multiply_tiles<true, W, Out> : multiply_tiles<false, W, Out>;
+        count > kAmxRows ? multiply_tiles<T, true, W, Out> : multiply_tiles<T, false, W, Out>;
     const int64_t fetched_per_step = last_whole > row ? 0 : kPairOutputs;  // they are cached, then
     _tile_loadconfig(&rest);
     for (int64_t pair = first_pair; pair < last_pair; pair++, turn ^= 1) {
@@ -466,11 +528,22 @@ void multiply_with_tiles(const W& w, UnitRows rows, int64_t row, int64_t last_ro
 
 #endif
 
+template <typename T>
+bool uses_tiles() {
+#ifdef __AMX_INT8__
+  if (std::is_same<T, int8_t>::value) return troika_has_tiles;
+#endif
+#ifdef __AMX_BF16__
+  if (std::is_same<T, Bf16>::value) return troika_has_tiles;
+#endif
+  return false;
+}
+
 // Most rows for which the weights are read once.
 template <typename T>
 int64_t rows_at_once() {
 #ifdef __AMX_BF16__
-  if (std::is_same<T, Bf16>::value && troika_has_tiles) return 2 * kAmxRows;
+  if (uses_tiles<T>()) return 2 * kAmxRows;
 #endif
   return kMostRows;
 }
@@ -479,8 +552,9 @@ template <typename T, class W, class Out>
 void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                    int64_t last_pair, const Out& out) {
 #ifdef __AMX_BF16__
-  if (std::is_same<T, Bf16>::value && troika_has_tiles)
-    return multiply_with_tiles(w, rows, row, last_row, pair, last_pair, out);
+  if constexpr (!std::is_same<T, float>::value)
+    if (uses_tiles<T>())
+      return multiply_with_tiles<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
   multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out);
 }
@@ -488,7 +562,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
 // Rows that stay in a core's cache; vectors read them again for each pair.
 template <typename T>
 int64_t rows_in_cache() {
-  return std::is_same<T, Bf16>::value && troika_has_tiles ? 256 : 128;
+  return uses_tiles<T>() ? 256 : 128;
 }
 
 // All rows and pairs [pair, last_pair): makes the units of some pairs, then computes all rows.

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+constexpr float kWhole = 12582912.0f;  // 1.5 · 2^23: floats of this size are whole numbers
 
 typedef float Vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
@@ -46,6 +47,15 @@ inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec load(const Bf16* p) { return widen(*reinterpret_cast<const VecHalf*>(p)); }
 
 inline Vec splat(float x) { return x - Vec{}; }
+
+// x · y + z, rounded once where the processor can.
+inline Vec multiply_add(Vec x, Vec y, Vec z) {
+#ifdef __AVX512F__
+  return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#else
+  return x * y + z;
+#endif
+}
 
 inline uint32_t bits_of(float x) {
   uint32_t bits;

@@ -6,13 +6,10 @@
 // multiple of 2.
 //
 // Weights lie as units, or as codes of 8 or 4 bits with scales. A code stands for code · scale,
-// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile.
+// rounded to bfloat16. A kernel makes the units of a tile of codes when it reads the tile. Where
+// rows are codes too (coded_rows.h), a unit has four codes of 8 bits, and kernels multiply these.
 
 #pragma once
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #include <algorithm>
 
@@ -34,6 +31,7 @@ enum Format : int32_t {
   kUnits,
   kInt8,
   kInt4,
+  kInt8ForCodes,  // rows are codes, too
 };
 
 // Weights as units, [outputs / 16][units][16].
@@ -66,7 +64,6 @@ struct Rounding {
 
   template <class Code>
   static Vec codes(Vec v, float inverse) {
-    constexpr float kWhole = 12582912.0f;  // 1.5 · 2^23: floats of this size are whole numbers
     const Vec code = (v * inverse + kWhole) - kWhole;
     const Vec bounded = code < Code::kLeast ? splat(Code::kLeast) : code;
     return bounded > Code::kMost ? splat(Code::kMost) : bounded;
@@ -210,6 +207,7 @@ struct CodedTile {
 template <class Code>
 struct CodedPanels {
   static constexpr bool kAreCodes = true;
+  static constexpr int64_t kUnitInputs = 2;
   static constexpr int64_t kTurnedRows = 0;
 
   const uint8_t* codes;
@@ -243,6 +241,28 @@ struct CodedPanels {
       __builtin_prefetch(at + kCodesAhead + i);
     CodedTile<Code>::unpack(at, load(scales + scales_at(pair, half, unit)), space);
     return space;
+  }
+};
+
+// Weights as units of four codes of 8 bits, plus 128 each, in the places of Panels.
+struct CodedUnits {
+  static constexpr int64_t kUnitInputs = 4;
+
+  const uint8_t* codes;
+  const float* scales;  // [outputs / 32][2 panels][16]
+  int64_t num_units;
+  int64_t num_pairs;
+
+  int64_t scales_at(int64_t pair, int half, int64_t) const {
+    return pair * kPairOutputs + half * kLanes;
+  }
+
+  // Places the codes of one output, a lane of a panel.
+  void place(const int8_t* output, int64_t pair, int half, int64_t lane, uint8_t* to) const {
+    constexpr int kZero = 128;
+    to += ((pair * 2 + half) * num_units * kLanes + lane) * sizeof(Unit);
+    for (int64_t i = 0; i < kUnitInputs * num_units; i++)
+      to[i / kUnitInputs * kLine + i % kUnitInputs] = static_cast<uint8_t>(output[i] + kZero);
   }
 };
 
@@ -281,6 +301,7 @@ inline void transpose(__m512i (&rows)[kLanes]) {
 // 64 + i and 96 + i, from the lowest bits on. A table of 16 products makes units of all of them.
 struct CodedGroups {
   static constexpr bool kAreCodes = true;
+  static constexpr int64_t kUnitInputs = 2;
   static constexpr int64_t kTurnedRows = 128;  // most rows that multiply_columns computes
   static constexpr int64_t kGroupTiles = Int4::kGroupTiles;
   static constexpr int64_t kGroupInputs = kGroupTiles * kTileInputs;
