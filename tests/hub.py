@@ -61,6 +61,10 @@ class Hub(ThreadingHTTPServer):
         self.released = threading.Event()
         self.is_holding = threading.Event()
         """Whether an answer waits."""
+        self.announced: dict[str, int] = {}
+        """By file: the size that its HEAD states, if it is not the file's."""
+        self.listed: list[str] = []
+        """Paths in the list of files, besides those of files."""
 
     @property
     def url(self) -> str:
@@ -139,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif is_api:
             name = "/".join(parts[:2])
             self._send_json(
-                _tree(directory) if what == "tree" else {"id": name, "sha": commit, "siblings": []}
+                self._tree(directory) if what == "tree" else {"id": name, "sha": commit, "siblings": []}
             )
         elif repository.is_gated and self.headers.get("Authorization") != f"Bearer {Hub.token}":
             self._fail(401, "GatedRepo")
@@ -173,6 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{_sha256(path)}"')
         self.send_header("X-Repo-Commit", commit)
         self.send_header("Content-Length", str(len(content) - begin))
+        if file in self.server.announced:
+            self.send_header("X-Linked-Size", str(self.server.announced[file]))
         self.end_headers()
         if self.command == "GET":
             self._send_body(file, content, begin)
@@ -190,15 +196,18 @@ class _Handler(BaseHTTPRequestHandler):
         if end < len(content):
             self.close_connection = True
 
-
-def _tree(directory: Path) -> list[dict[str, Any]]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return [
-        {
-            "type": "file",
-            "path": str(path.relative_to(directory)),
-            "size": path.stat().st_size,
-            "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
-        }
-        for path in files
-    ]
+    def _tree(self, directory: Path) -> list[dict[str, Any]]:
+        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        listed = [
+            {
+                "type": "file",
+                "path": str(path.relative_to(directory)),
+                "size": path.stat().st_size,
+                "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
+            }
+            for path in files
+        ]
+        return listed + [
+            {"type": "file", "path": path, "size": 1, "oid": "0" * 40}
+            for path in self.server.listed
+        ]

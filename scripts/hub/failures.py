@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from scripts.hub.messages import Refusal
+from scripts.hub.messages import Refusal, one_line
 
 UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -118,4 +118,4 @@ def _how_to_enter(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(str(error)) or type(error).__name__

@@ -66,6 +66,11 @@ def decode(line: bytes) -> Line:
     return message
 
 
+def one_line(text: str) -> str:
+    """Return a text that may be a hub's without what a terminal would execute."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 class Refusal(Exception):
     """A model cannot be fetched, or cannot run; the text is a sentence that names it."""
 
@@ -75,7 +80,7 @@ class Refusal(Exception):
 
     def message(self) -> Refused:
         """Return what the parent receives."""
-        return Refused(str(self)[:MAX_TEXT], self.is_absent)
+        return Refused(one_line(str(self))[:MAX_TEXT], self.is_absent)
 
 
 def hub_names(model: ModelConfig) -> dict[str, str]:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,8 @@ _TEXT = (
     "1_Pooling/config.json",
 )
 _COMMIT = re.compile(r"\w{1,64}")
+_PATTERN = frozenset("*?[\\")
+"""Characters by which huggingface_hub takes a name as that of several files."""
 _TEMPLATES = "additional_chat_templates/"
 _OTHER_WEIGHTS = {
     "adapter_model.safetensors": "an adapter without its model",
@@ -218,7 +220,7 @@ def needed_files(request: Request, paths: Sequence[str]) -> list[str]:
         hint = "name a directory that has one with --tokenizer"
         raise Refusal(f"model {name} has no {_TOKENIZER}; {hint}")
     needed = [path for path in (*CONFIG, *_TEXT, weights) if path in there]
-    return needed + sorted(path for path in there if path.startswith(_TEMPLATES))
+    return needed + _plain(name, (path for path in there if path.startswith(_TEMPLATES)))
 
 
 def _shards(name: str, directory: Path) -> list[str]:
@@ -229,4 +231,14 @@ def _shards(name: str, directory: Path) -> list[str]:
             raise ValueError("weight_map")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(f"model {name}: {INDEX} does not map names to files") from error
-    return sorted(files)
+    return _plain(name, files)
+
+
+def _plain(name: str, paths: Iterable[str]) -> list[str]:
+    """Return paths in order, which the hub has chosen: each must be of one file in the snapshot."""
+    found = sorted(paths)
+    for path in found:
+        is_relative = not {"", ".", ".."}.intersection(path.split("/"))
+        if not is_relative or not path.isprintable() or _PATTERN.intersection(path):
+            raise Refusal(f"model {name}: the file name {path!a} is not a plain relative path")
+    return found

@@ -216,6 +216,12 @@ class Transfer:
                 _empty(partial)
                 self._count(-begin)
             for chunk in response.iter_raw():
+                if partial.tell() + len(chunk) > file.size:
+                    _empty(partial)
+                    raise Refusal(
+                        f"model {self._name} cannot be fetched: {constants.ENDPOINT} sends more "
+                        f"of {file.path} than the {file.size} bytes it states"
+                    )
                 partial.write(chunk)
                 partial.flush()  # a kill loses nothing that was counted
                 self._count(len(chunk))

@@ -18,7 +18,16 @@ from huggingface_hub.utils._http import default_client_factory
 from protocol.config import ModelConfig
 from scripts.hub import transfer
 from scripts.hub.check import Checker
-from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
+from scripts.hub.messages import (
+    Fetching,
+    Found,
+    Line,
+    Note,
+    Refusal,
+    Refused,
+    decode,
+    encode,
+)
 from scripts.hub.snapshot import Request, Snapshot
 from scripts.hub.waits import bound_waits
 from tests.hub import Hub
@@ -215,6 +224,17 @@ def test_a_configuration_is_checked_before_weights_are_fetched(hub: Hub) -> None
     assert not hub.fetched("model.safetensors")
 
 
+def test_what_a_hub_has_written_reaches_no_terminal_as_a_command(hub: Hub) -> None:
+    def check(_: Path) -> None:
+        raise ValueError("model_type is 'a\x1b[2J\udc80\nb'")
+
+    with pytest.raises(Refusal) as caught:
+        fetch(check=check)
+    shown = decode(encode(caught.value.message()))
+    assert isinstance(shown, Refused)
+    assert shown.text == f"model {NAME} cannot run: model_type is 'a [2J b'"
+
+
 def test_a_checking_process_that_dies_refuses_nothing(tmp_path: Path) -> None:
     checker = Checker(ModelConfig())
     process = checker.start()
@@ -377,3 +397,48 @@ def test_a_branch_that_moves_never_mixes_revisions(hub: Hub, source: Path, tmp_p
     assert second.directory.name == commits[0] != first.directory.name
     assert (second.directory / "model.safetensors").read_bytes() == WEIGHTS[::-1]
     assert fetch(revision=first.directory.name).directory == first.directory
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_file_that_is_longer_than_announced_takes_no_more_space(
+    hub: Hub, is_resumed: bool
+) -> None:
+    if is_resumed:
+        hub.cuts["model.safetensors"] = [CUT_AT] * 10
+        refusal()
+        hub.cuts.clear()
+    hub.announced["model.safetensors"] = 2 * CUT_AT
+    hub.holds["model.safetensors"] = 2 * CUT_AT + 100_000
+    text = f"{hub.url} sends more of model.safetensors than the {2 * CUT_AT} bytes it states"
+    assert str(refusal()) == f"model {NAME} cannot be fetched: {text}"
+    sizes = [file.stat().st_size for file in partial_files(constants.HF_HUB_CACHE)]
+    assert max(sizes) < CUT_AT, "nothing of it is kept"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../../../../secret.safetensors",
+        "/etc/secret.safetensors",
+        "./a.safetensors",
+        "a//b.safetensors",
+        "*.safetensors",
+        "[a].safetensors",
+        "a\\b.safetensors",
+        "a\x1b[2J.safetensors",
+    ],
+)
+def test_paths_that_are_no_plain_names_are_refused(hub: Hub, source: Path, path: str) -> None:
+    """They would be read outside the snapshot, or stand for other files in a pattern."""
+    (source / "model.safetensors").unlink()
+    index = {"weight_map": {"x": path}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    hub.listed = [path]
+    text = str(refusal())
+    assert text.isprintable()
+    assert text.startswith(f"model {NAME}: the file name ")
+    template = "additional_chat_templates/../x.jinja"
+    hub.add(NAME, source).push(source)
+    hub.listed = [template]
+    assert template in str(refusal())
+    assert not hub.fetched(template)
