@@ -6,6 +6,7 @@ each with a line: why a model with this configuration cannot run, as JSON, or nu
 
 import contextlib
 import json
+import os
 import select
 import subprocess
 import sys
@@ -45,7 +46,10 @@ class Checker:
         except BrokenPipeError:
             return
         ready, _, _ = select.select([process.stdout], [], [], _TIMEOUT_S)
-        answer = process.stdout.readline() if ready else b""
+        if not ready:
+            self.stop()  # a later answer would be taken for that about the next directory
+            return
+        answer = process.stdout.readline()
         reason = json.loads(answer or b"null")
         if reason is not None:
             raise ValueError(reason)
@@ -65,6 +69,8 @@ class Checker:
 def main() -> None:
     """Answer until the end of the input."""
     die_with_parent()
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
     from worker_proc.startup.lean_import import lean_imports
 
     with lean_imports():
@@ -77,7 +83,7 @@ def main() -> None:
             inspect_config(line.rstrip("\n"), dtype, resolve_device(device))
         except ValueError as error:
             reason = str(error)
-        print(json.dumps(reason), flush=True)
+        print(json.dumps(reason), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from huggingface_hub import close_session, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
 from protocol.config import ModelConfig
-from scripts.hub import transfer
+from scripts.hub import check, transfer
 from scripts.hub.check import Checker
 from scripts.hub.messages import (
     Fetching,
@@ -242,6 +243,50 @@ def test_a_checking_process_that_dies_refuses_nothing(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait(20)
     checker.check(tmp_path)
+    checker.stop()
+
+
+_LATE = """
+import sys
+if "slow" in next(sys.stdin):
+    next(sys.stdin)
+    print('"it is slow"')
+print("null", flush=True)
+"""
+_PRINTING = """
+import sys, types
+device, loader = types.ModuleType("device"), types.ModuleType("loader")
+device.resolve_device = str
+loader.inspect_config = lambda *_: print("a library prints")
+sys.modules["worker_proc.cuda.device"] = device
+sys.modules["worker_proc.loading.loader"] = loader
+from scripts.hub.check import main
+main()
+"""
+
+
+def make_checker(monkeypatch: pytest.MonkeyPatch, program: str) -> Checker:
+    """Return a checker whose process is a Python program, with the arguments of the real one."""
+    checker = Checker(ModelConfig())
+    command = [sys.executable, "-c", program, *checker._command[-2:]]
+    monkeypatch.setattr(checker, "_command", command)
+    return checker
+
+
+def test_a_late_answer_is_not_taken_for_that_about_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check, "_TIMEOUT_S", 0.5)
+    checker = make_checker(monkeypatch, _LATE)
+    checker.check(Path("slow"))
+    monkeypatch.setattr(check, "_TIMEOUT_S", 20.0)
+    checker.check(Path("fast"))
+    checker.stop()
+
+
+def test_what_libraries_print_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = make_checker(monkeypatch, _PRINTING)
+    checker.check(Path("any"))
     checker.stop()
 
 
