@@ -142,9 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "RevisionNotFound")
         elif is_api:
             name = "/".join(parts[:2])
-            self._send_json(
-                self._tree(directory) if what == "tree" else {"id": name, "sha": commit, "siblings": []}
-            )
+            found = {"id": name, "sha": commit, "siblings": []}
+            self._send_json(self._tree(directory) if what == "tree" else found)
         elif repository.is_gated and self.headers.get("Authorization") != f"Bearer {Hub.token}":
             self._fail(401, "GatedRepo")
         else:

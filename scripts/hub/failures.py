@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+from urllib.parse import urlsplit
 
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
@@ -25,6 +26,13 @@ class CutShort(Exception):
     """An answer has ended before all of its bytes had come."""
 
 
+def hub_address() -> str:
+    """Return the hub's address, without a user name and a password that it may contain."""
+    endpoint: str = constants.ENDPOINT
+    address = urlsplit(endpoint)
+    return address._replace(netloc=address.netloc.rpartition("@")[2]).geturl()
+
+
 def transport_error() -> type[Exception]:
     """The base of errors of the connection, in the HTTP library that huggingface_hub uses."""
     library = importlib.import_module(type(get_session()).__module__.partition(".")[0])
@@ -41,7 +49,7 @@ def is_transient(error: Exception) -> bool:
 
 def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusal:
     """Return the sentence about an error."""
-    hub = constants.ENDPOINT
+    hub = hub_address()
     if isinstance(error, RevisionNotFoundError):
         return Refusal(f"model {name} has no revision {revision or 'main'} at {hub}")
     if isinstance(error, GatedRepoError):
@@ -76,7 +84,7 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
 
 
 def _why_refused(name: str, revision: str | None, error: HfHubHTTPError) -> Refusal:
-    hub, status = constants.ENDPOINT, error.response.status_code
+    hub, status = hub_address(), error.response.status_code
     if status == UNAUTHORIZED:  # also for names that do not exist
         text = (
             f"model {name} does not exist at {hub}, or is private or gated: check the name, or "
@@ -103,19 +111,20 @@ def _incomplete(name: str, reason: str) -> Refusal:
 def why_unreachable(error: Exception) -> str:
     """Return why the hub does not serve a model that may be in the cache."""
     if isinstance(error, HfHubHTTPError):
-        return f"{constants.ENDPOINT} answers {error.response.status_code}"
+        return f"{hub_address()} answers {error.response.status_code}"
     if not is_transient(error):
         what = f"{type(error).__name__}: {_one_line(error)}"
-        return f"{constants.ENDPOINT} gives no valid answer ({what})"
-    return f"{constants.ENDPOINT} cannot be reached ({_one_line(error)})"
+        return f"{hub_address()} gives no valid answer ({what})"
+    return f"{hub_address()} cannot be reached ({_one_line(error)})"
 
 
 def _how_to_enter(name: str) -> str:
-    place = f"{constants.ENDPOINT}/{name}"
+    place = f"{hub_address()}/{name}"
     if get_token() is None:
         return f"ask for access at {place}, then run `hf auth login` or set HF_TOKEN"
     return f"the token in use may not read it; ask for access at {place}"
 
 
 def _one_line(error: Exception) -> str:
-    return one_line(str(error)) or type(error).__name__
+    text = one_line(str(error)).replace(constants.ENDPOINT, hub_address())
+    return text or type(error).__name__

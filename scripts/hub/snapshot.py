@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 
 from protocol.version import version
-from scripts.hub.failures import why_not_fetched, why_unreachable
+from scripts.hub.failures import hub_address, why_not_fetched, why_unreachable
 from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
 from scripts.hub.transfer import Transfer
 
@@ -108,7 +108,7 @@ class Snapshot:
             self._report(Found(request.name, directory.name))
             return
         if commit is None or not _COMMIT.fullmatch(commit):
-            why = f"{constants.ENDPOINT} names no commit"
+            why = f"{hub_address()} names no commit"
             raise Refusal(f"model {request.name} cannot be fetched: {why}")
         self._commit = commit
         self._report(Found(request.name, commit))

@@ -22,7 +22,7 @@ from typing import BinaryIO, TypeVar
 from huggingface_hub import constants, get_hf_file_metadata, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-from scripts.hub.failures import DISK_FULL, CutShort, is_transient
+from scripts.hub.failures import DISK_FULL, CutShort, hub_address, is_transient
 from scripts.hub.folders import model_folder, snapshots_folder
 from scripts.hub.messages import Refusal
 
@@ -134,7 +134,7 @@ class Transfer:
         found = self._persist(lambda: get_hf_file_metadata(url))
         if found.etag is None or found.size is None or not _FILE_NAME.fullmatch(found.etag):
             raise Refusal(
-                f"model {self._name} cannot be fetched: {constants.ENDPOINT} sends no size or no "
+                f"model {self._name} cannot be fetched: {hub_address()} sends no size or no "
                 f"usable ETag of {path}"
             )
         return RemoteFile(path, url, found.etag, found.size, self._folder / "blobs" / found.etag)
@@ -219,7 +219,7 @@ class Transfer:
                 if partial.tell() + len(chunk) > file.size:
                     _empty(partial)
                     raise Refusal(
-                        f"model {self._name} cannot be fetched: {constants.ENDPOINT} sends more "
+                        f"model {self._name} cannot be fetched: {hub_address()} sends more "
                         f"of {file.path} than the {file.size} bytes it states"
                     )
                 partial.write(chunk)

@@ -19,6 +19,7 @@ from huggingface_hub.utils._http import default_client_factory
 from protocol.config import ModelConfig
 from scripts.hub import check, transfer
 from scripts.hub.check import Checker
+from scripts.hub.failures import why_not_fetched
 from scripts.hub.messages import (
     Fetching,
     Found,
@@ -284,7 +285,7 @@ def test_a_late_answer_is_not_taken_for_that_about_another_model(
     checker.stop()
 
 
-def test_what_libraries_print_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_libraries_print_is_not_taken_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     checker = make_checker(monkeypatch, _PRINTING)
     checker.check(Path("any"))
     checker.stop()
@@ -400,6 +401,23 @@ def test_a_hub_that_is_gone_is_named_unless_the_cache_has_the_model(
     assert f"{gone} cannot be reached" in str(refusal(name="tiny/other"))
 
 
+def test_a_password_in_the_hubs_address_is_never_shown(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = hub.url.replace("//", "//user:s3cret@")
+    monkeypatch.setattr(constants, "ENDPOINT", secret)
+    monkeypatch.setattr(Hub, "status", 404)
+    assert f"does not exist at {hub.url}" in str(refusal())
+    for status in (401, 403, 500):
+        monkeypatch.setattr(Hub, "status", status)
+        assert "s3cret" not in str(refusal())
+    monkeypatch.setattr(Hub, "status", 0)
+    monkeypatch.setattr(Hub, "login_page", b"<html>log in</html>")
+    assert "s3cret" not in str(refusal())
+    error = ValueError(f"no answer of {secret}/api")
+    assert "s3cret" not in str(why_not_fetched(NAME, None, error))
+
+
 def test_a_hub_that_never_answers_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -473,7 +491,7 @@ def test_a_file_that_is_longer_than_announced_takes_no_more_space(
         "a\x1b[2J.safetensors",
     ],
 )
-def test_paths_that_are_no_plain_names_are_refused(hub: Hub, source: Path, path: str) -> None:
+def test_paths_that_lead_elsewhere_are_refused(hub: Hub, source: Path, path: str) -> None:
     """They would be read outside the snapshot, or stand for other files in a pattern."""
     (source / "model.safetensors").unlink()
     index = {"weight_map": {"x": path}}
