@@ -53,17 +53,28 @@ def test_a_quota_below_the_cpus_leaves_the_choice_to_the_kernel(num_usable: int)
     assert worker_cpus(range(16), num_usable, 1, 0) == set(range(16))
 
 
+AUTO = CpuPinning.AUTO
+PINNED = [(0, {3, 5, 8})]
+
+
 @pytest.mark.parametrize(
-    ("setting", "expected"), [(CpuPinning.OFF, []), (CpuPinning.AUTO, [(0, {3, 5, 8})])]
+    ("worker", "expected"),
+    [
+        (WorkerConfig(cpu_pinning=CpuPinning.OFF), []),
+        (WorkerConfig(cpu_pinning=AUTO), PINNED),
+        (WorkerConfig(cpu_pinning=AUTO, num_threads=3), PINNED),
+        # They would share CPUs.
+        (WorkerConfig(cpu_pinning=AUTO, num_threads=4), []),
+    ],
 )
 def test_it_is_done_as_configured(
-    setting: CpuPinning, expected: list[tuple[int, set[int]]], monkeypatch: pytest.MonkeyPatch
+    worker: WorkerConfig, expected: list[tuple[int, set[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned: list[tuple[int, set[int]]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 8})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *args: pinned.append(args))
     monkeypatch.setattr(cpu_pinning, "available_cpus", lambda: 4)
-    pin_worker(EngineConfig(worker=WorkerConfig(cpu_pinning=setting)), 0)
+    pin_worker(EngineConfig(worker=worker), 0)
     assert pinned == expected
 
 

@@ -23,7 +23,8 @@ def pin_worker(config: EngineConfig, rank: int) -> None:
     present = os.sched_getaffinity(0)
     num_workers = config.parallel.tensor_parallel_size
     chosen = worker_cpus(present, available_cpus(), num_workers, rank)
-    if chosen != present:
+    # More threads than CPUs would wait for each other in every part of a step.
+    if chosen != present and (config.worker.num_threads or 0) <= len(chosen):
         os.sched_setaffinity(0, chosen)
 
 
