@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -99,6 +100,21 @@ def test_requests_that_are_preempted_continue_exactly(
     assert run.num_preemptions
     assert run.num_ahead
     assert run.output_token_ids == expected
+
+
+def test_requests_that_end_in_a_step_leave_the_next_one_and_their_blocks(
+    runner: ModelRunner, expected: list[list[int]]
+) -> None:
+    """The end is known when the next step is launched; others then take the blocks."""
+    places = range(len(PROMPTS))
+    stopping = [
+        msgspec.structs.replace(SAMPLED[i], stop_token_ids=[expected[i][1]]) for i in places
+    ]
+    ends = [tokens[: tokens.index(tokens[1]) + 1] for tokens in expected]
+    options = AHEAD | {"max_num_seqs": 2, "num_blocks": 7, "enable_prefix_caching": False}
+    run = drive(runner, PROMPTS * 2, [*stopping, *SAMPLED], **options)
+    assert run.output_token_ids == [*ends, *expected]
+    assert run.num_ahead
 
 
 def test_requests_of_a_process_that_died_continue_exactly(
