@@ -136,7 +136,8 @@ class Snapshot:
         if missing:
             assert self._transfer is not None
             self._transfer.run(missing)
-            self._link(missing)
+            with self._transfer.watching():
+                self._link(missing)
 
     def _link(self, paths: Sequence[str]) -> None:
         """Let huggingface_hub link files to their blobs."""

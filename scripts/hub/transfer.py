@@ -6,6 +6,7 @@ earlier versions of the library used, and takes its final name when it is comple
 writes it, it holds a lock on it, which its death releases.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -13,8 +14,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -31,6 +33,7 @@ _MAX_FAILURES = 5
 """Failures in a row, without a byte between them."""
 _PAUSE_S = 1.0
 _LOCK_POLL_S = 0.1
+_WATCH_S = 1.0
 _STALL_S = 120.0
 """Longest wait for another process that holds a file and adds nothing to it."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -80,6 +83,8 @@ class Transfer:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._done = self._total = 0
+        self._left_out = 0
+        """Bytes of files that are left to huggingface_hub."""
 
     @property
     def directory(self) -> Path:
@@ -92,11 +97,9 @@ class Transfer:
         It also fetches files that are too large for HTTP.
         """
         missing = [path for path in paths if not (self.directory / path).is_file()]
-        files = [
-            file
-            for file in self._each(self._describe, missing)
-            if file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
-        ]
+        found = self._each(self._describe, missing)
+        files = [file for file in found if file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE]
+        self._left_out = sum(file.size for file in found) - sum(file.size for file in files)
         self._done = sum(file.size_here for file in files)
         self._total = sum(file.size for file in files)
         if self._done == self._total:
@@ -111,6 +114,37 @@ class Transfer:
                 for file in files:
                     file.partial.unlink(missing_ok=True)
             raise
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Report what huggingface_hub adds to the cache: a fetch that reports nothing is ended."""
+        if not self._left_out:
+            yield
+            return
+        ended = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(self._num_blob_bytes(), ended))
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+    def _watch(self, before: int, ended: threading.Event) -> None:
+        done, total = 0, self._left_out
+        while not ended.wait(_WATCH_S):
+            grown = self._num_blob_bytes() - before
+            if grown != done:
+                done = grown
+                self._report(min(max(done, 0), total - 1), total)
+
+    def _num_blob_bytes(self) -> int:
+        """Return what the files take on the disk: they may be written in any order."""
+        num_blocks = 0
+        for file in (self._folder / "blobs").glob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                num_blocks += file.stat().st_blocks
+        return num_blocks * 512
 
     def _each(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Call a function with each item, in threads; the first failure stops the others."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from huggingface_hub import close_session, constants, set_client_factory
+from huggingface_hub import close_session, constants, set_client_factory, snapshot_download
 from huggingface_hub.utils._http import default_client_factory
 
 from protocol.config import ModelConfig
-from scripts.hub import check, transfer
+from scripts.hub import check, snapshot, transfer
 from scripts.hub.check import Checker
 from scripts.hub.failures import why_not_fetched
 from scripts.hub.messages import (
@@ -440,6 +440,44 @@ def test_files_that_are_too_large_for_http_are_left_to_the_library(
     assert not hub.fetched("model.safetensors")
     monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(WEIGHTS))
     assert (fetch().directory / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_what_the_library_fetches_is_reported_while_it_grows(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent ends a fetch that reports nothing for some minutes."""
+    fetch()
+    blobs = next(Path(constants.HF_HUB_CACHE).rglob("blobs"))
+    shutil.rmtree(blobs.parent / "snapshots")
+    for blob in blobs.iterdir():
+        blob.unlink()
+    reported = threading.Event()
+    download = snapshot_download
+
+    def download_slowly(*args: Any, allow_patterns: list[str], **options: Any) -> str:
+        if "model.safetensors" in allow_patterns:
+            (blobs / "large.incomplete").write_bytes(WEIGHTS[: len(WEIGHTS) // 2])
+            assert reported.wait(20)
+            monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(WEIGHTS))
+        found: str = download(*args, allow_patterns=allow_patterns, **options)
+        return found
+
+    lines: list[Line] = []
+
+    def report(line: Line) -> None:
+        lines.append(line)
+        if isinstance(line, Fetching) and line.total == len(WEIGHTS) and line.done:
+            reported.set()
+
+    monkeypatch.setattr(transfer, "_WATCH_S", 0.01)
+    monkeypatch.setattr(snapshot, "snapshot_download", download_slowly)
+    monkeypatch.setattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", len(WEIGHTS) - 1)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    fetching = Snapshot(Request(NAME, None, True, lambda _: None), report)
+    fetching.prepare()
+    fetching.fetch()
+    assert (fetching.directory / "model.safetensors").read_bytes() == WEIGHTS
+    assert all(line.done <= line.total for line in lines if isinstance(line, Fetching))
 
 
 def test_a_branch_that_moves_never_mixes_revisions(hub: Hub, source: Path, tmp_path: Path) -> None:
