@@ -112,7 +112,12 @@ def test_a_prefix_may_end_anywhere_in_a_section(
         texts.attend(context.layer, [(number, num_shared, LENGTH - num_shared)])
     torch.set_num_threads(num_threads)
     parts = [(len(texts.requests) - 1 - i, LENGTH - 1 - 70 * i, 1) for i in range(3)]
-    for (_, start, _), row in zip(parts, texts.attend(context.layer, parts), strict=True):
+    found = texts.attend(context.layer, parts)
+    is_group = kernel != "float32" and num_threads < 4  # else each text is a group of its own
+    num_groups = 1 if is_group else len(parts)
+    assert context.num_splits == (0 if num_threads == 1 else num_groups)
+    assert context.backend.steps[0].num_pieces == num_groups * (1 if num_threads == 1 else 3)
+    for (_, start, _), row in zip(parts, found, strict=True):
         assert torch.equal(row, context.expected[start : start + 1])
 
 
@@ -146,6 +151,22 @@ def test_a_score_that_is_not_a_number_reaches_the_result_of_other_sections(
     context.texts.attend(context.layer, [(0, 0, SECTION)])
     (rows,) = context.texts.attend(context.layer, [(0, LENGTH - 1, 1)])
     assert rows.isnan().all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_without_any_weight_is_not_a_number(
+    kernel: str, num_threads: int, without_tiles: NativeLibrary
+) -> None:
+    """All of its scores are -infinity: nothing of an earlier result shows."""
+    context = Context(SPECS[0], kernel, 16, without_tiles)
+    queries, keys, _ = context.texts.rows[0]
+    queries[-1, :, 0], keys[..., 0] = 1.0, -torch.inf
+    torch.set_num_threads(num_threads)
+    context.texts.attend(context.layer, [(0, 0, LENGTH - 1)])
+    (row,) = context.texts.attend(context.layer, [(0, LENGTH - 1, 1)])
+    assert context.num_splits == num_threads - 1
+    assert row.isnan().all()
 
 
 def test_the_sums_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

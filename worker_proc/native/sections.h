@@ -158,7 +158,7 @@ void attend_pieces(Team& team, const Layer& layer, const Step& step, const Atten
       const int position = step.start[segment] + token;
       const int earliest = layer.window ? std::max(0, position - layer.window + 1) : 0;
       const int begin = std::max(first.section, earliest / kSectionSlots);
-      alignas(64) float values[kMaxDim];
+      alignas(64) float values[kMaxDim] = {};  // which stay where all scores are -infinity
       RowSums sums{kNegInf, 0.0f, values};
       for (int section = begin; section <= position / kSectionSlots; section++) {
         const Piece piece(layer, step, first_piece + section - first.section);
