@@ -230,3 +230,15 @@ def test_too_many_inputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedModel, match=r"w8a8: \S+ has \d+ inputs.* exact for at most 32"):
         load(tmp_path, Quantization.W8A8)
     load(tmp_path, Quantization.W8A16)
+
+
+def test_inputs_are_counted_of_transposed_weights_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only c_proj of GPT-2's MLP has this many inputs; others have as many outputs."""
+    config = CONFIGS["gpt2"]
+    build_checkpoint(tmp_path, config)
+    num_inputs = config.n_inner
+    monkeypatch.setattr(quantization_settings, "MAX_CODED_INPUTS", num_inputs - 1)
+    with pytest.raises(UnsupportedModel, match=rf"mlp\.c_proj has {num_inputs} inputs"):
+        load(tmp_path, Quantization.W8A8)

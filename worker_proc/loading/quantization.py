@@ -65,7 +65,7 @@ def check_weights(
         )
     _check_matrices(loaded.model, quantization)
     found = {
-        name: module.weight
+        name: module.weight.t() if type(module) is Conv1D else module.weight
         for name, module in loaded.model.named_modules()
         if type(module) in (nn.Linear, Conv1D) and not module.weight.is_meta
     }
