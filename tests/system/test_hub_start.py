@@ -1,5 +1,6 @@
 """Whole engines that fetch their model from a hub: kills, signals, refusals, embedding."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -60,7 +61,11 @@ def fetcher(engine: Engine) -> int:
 
 
 def num_bytes_here(home: Path) -> int:
-    return max((path.stat().st_size for path in home.rglob("*.incomplete")), default=0)
+    sizes = [0]
+    for path in home.rglob("*.incomplete"):
+        with contextlib.suppress(FileNotFoundError):  # it has got its final name
+            sizes.append(path.stat().st_size)
+    return max(sizes)
 
 
 def begins(hub: Hub, file: str) -> list[int]:
