@@ -109,7 +109,9 @@ def test_stream_goes_on_after_kill_9(demo: Engine, client: openai.OpenAI, role: 
     assert demo.row(role).epoch > 3
 
 
-@pytest.mark.parametrize("quantization", ["w8a16", "w4a16", "w8a8"])
+@pytest.mark.parametrize(
+    "quantization", [pytest.param("w8a16", marks=pytest.mark.slow), "w4a16", "w8a8"]
+)
 def test_stream_of_rounded_weights_goes_on_after_kill_9(
     start_engine: EngineFactory, quantization: str
 ) -> None:
