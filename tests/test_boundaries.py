@@ -177,7 +177,7 @@ def test_triton_is_loaded_on_a_gpu_only() -> None:
         assert "triton" not in imported_packages(path) or path.parent.name == "cuda", path
     loaded = modules_after(
         "from worker_proc.startup.lean_import import lean_imports\n"
-        "with lean_imports(): import worker_proc.model_runner"
+        "with lean_imports(): import worker_proc.startup.load_runner"
     )
     assert "triton" not in loaded
     assert {name for name in loaded if name.startswith("worker_proc.cuda.")} == {

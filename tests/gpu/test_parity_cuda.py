@@ -17,10 +17,11 @@ from protocol.config import (
     WorkerConfig,
 )
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
+from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
 from tests.worker.test_parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
-from worker_proc import model_runner
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
+from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -48,7 +49,7 @@ def make_runner(directory: Path, dtype: str, **worker: object) -> ModelRunner:
 def make_plain_runner(directory: Path) -> ModelRunner:
     """Return a runner without Triton and graphs: transformers' modules and torch's attention."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "uses_triton", lambda device: False)
+        set_uses_triton(patch, False)
         return make_runner(directory, "float32")
 
 

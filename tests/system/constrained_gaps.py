@@ -26,7 +26,8 @@ from protocol.process.launch import EngineProcesses
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from tests.worker.driving import make_scheduler
 from tests.worker.test_structured_output import DEMO
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
+from worker_proc.startup.load_runner import load_model_runner
 
 NUM_FREE = 16
 FREE_TOKENS = 200

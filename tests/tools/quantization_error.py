@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from protocol.config import Quantization
 from protocol.config.settings import configure
 from tests.tools.train_demo_model import encode, read_corpus
-from worker_proc.model_runner import prepare_model
+from worker_proc.startup.prepare import prepare_model
 
 DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
 WINDOW = 512

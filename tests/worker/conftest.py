@@ -5,9 +5,9 @@ import torch
 
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.test_parity import MAX_TOKENS, Serve, Served, generate, make_prompts
-from worker_proc import model_runner
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.startup import prepare
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
 def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test with either way to attend on the CPU."""
     if request.param == "sdpa":
-        monkeypatch.setattr(model_runner, "load_library", lambda: None)
+        monkeypatch.setattr(prepare, "load_library", lambda: None)
     elif compiler() is None:
         pytest.skip("no C++ compiler")
     else:

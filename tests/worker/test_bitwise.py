@@ -41,8 +41,9 @@ from tests.worker.checkpoints import build_checkpoint
 from worker_proc import model_runner
 from worker_proc.attention.work import SECTION
 from worker_proc.inputs import StepInputs
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
+from worker_proc.startup.load_runner import load_model_runner
 
 NUM_BLOCKS = 900
 BLOCK_SIZE = 16

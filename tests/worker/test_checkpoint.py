@@ -13,7 +13,7 @@ from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, Work
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_loader import change_config, load, silent
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.model_runner import load_model_runner
+from worker_proc.startup.load_runner import load_model_runner
 
 LLAMA = ARCHITECTURES[0].config
 WEIGHT = "model.layers.0.mlp.up_proj.weight"

@@ -15,12 +15,14 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.test_bitwise import DTYPES, engine_config, load
 from tests.worker.test_quantization import load as load_quantized
-from worker_proc import model_runner
+from worker_proc.calibration.calibrate import calibrate
 from worker_proc.decoder.install import layer_modules
 from worker_proc.inputs import pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import Rotation
+from worker_proc.startup.load_runner import build_runner
+from worker_proc.startup.prepare import prepare_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -78,8 +80,8 @@ def test_rotations_are_found_where_layers_add_little(
     model = AutoModelForCausalLM.from_config(BY_NAME[name].config(), dtype=torch.float32)
     model.save_pretrained(tmp_path)
     config = engine_config(tmp_path, dtype)
-    prepared = model_runner.prepare_model(config, lambda *_: None)
-    calibration = model_runner.calibrate(prepared, config, lambda *_: None)
+    prepared = prepare_model(config, lambda *_: None)
+    calibration = calibrate(prepared, config, lambda *_: None)
     assert [layer.rotation for layer in calibration.decoder] == expected
 
 
@@ -89,20 +91,20 @@ def test_the_soft_cap_is_that_of_the_attention_call(tmp_path: Path) -> None:
     config.attn_logit_softcapping = 5.0
     build_checkpoint(tmp_path, config)
     settings = engine_config(tmp_path, "float32")
-    prepared = model_runner.prepare_model(settings, lambda *_: None)
-    calibration = model_runner.calibrate(prepared, settings, lambda *_: None)
+    prepared = prepare_model(settings, lambda *_: None)
+    calibration = calibrate(prepared, settings, lambda *_: None)
     assert {layer.softcap for layer in calibration.decoder} == {0.0}
 
 
 def test_a_runner_without_it_removes_what_the_last_one_has_installed(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, BY_NAME["llama"].config())
     config = engine_config(tmp_path, "float32")
-    prepared = model_runner.prepare_model(config, lambda *_: None)
-    calibration = model_runner.calibrate(prepared, config, lambda *_: None)
+    prepared = prepare_model(config, lambda *_: None)
+    calibration = calibrate(prepared, config, lambda *_: None)
     layers = layer_modules(prepared.loaded)
     for settings, is_installed in ((calibration.decoder, True), ((), False)):
         changed = calibration._replace(decoder=settings)
-        model_runner.build_runner(prepared, config, changed, lambda *_: None)
+        build_runner(prepared, config, changed, lambda *_: None)
         assert all(("forward" in layer.__dict__) is is_installed for layer in layers)
 
 

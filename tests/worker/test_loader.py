@@ -30,7 +30,7 @@ from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loading import loader
 from worker_proc.loading.checkpoint import check_stored_dtypes
 from worker_proc.loading.loader import LoadedModel, load_model
-from worker_proc.model_runner import load_model_runner
+from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
 LLAMA = ARCHITECTURES[0].config

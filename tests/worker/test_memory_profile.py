@@ -8,10 +8,13 @@ from transformers import MistralConfig
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
 from tests.worker.checkpoints import SHAPE, VOCAB_SIZE, WINDOW, build_checkpoint
-from worker_proc import model_runner
+from worker_proc.attention.backends import make_backend
 from worker_proc.calibration import memory
 from worker_proc.inputs import StepInputs
+from worker_proc.kv.model_layout import make_layout
 from worker_proc.sampling.sampler import Sampler
+from worker_proc.sampling.samplers import make_sampler
+from worker_proc.startup.prepare import prepare_model
 
 LONGEST, NUM_TOKENS, NUM_SEQS = 100, 64, 5
 
@@ -23,9 +26,9 @@ def test_the_worst_steps_are_computed(tmp_path: Path, monkeypatch: pytest.Monkey
         cache=CacheConfig(block_size=16),
         scheduler=SchedulerConfig(max_num_seqs=NUM_SEQS, max_num_batched_tokens=NUM_TOKENS),
     )
-    prepared = model_runner.prepare_model(config, lambda *_: None)
-    layout = model_runner.make_layout(prepared.loaded, config)
-    backend = model_runner.make_backend(prepared.loaded, layout, None)
+    prepared = prepare_model(config, lambda *_: None)
+    layout = make_layout(prepared.loaded, config)
+    backend = make_backend(prepared.loaded, layout, None)
     steps: list[list[tuple[int, int]]] = []
     rows: list[tuple[str, int]] = []
     compute, sample, describe = memory.compute_logits, Sampler.sample, Sampler.prompt_logprobs
@@ -48,7 +51,7 @@ def test_the_worst_steps_are_computed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "compute_logits", record)
     monkeypatch.setattr(Sampler, "sample", record_sample)
     monkeypatch.setattr(Sampler, "prompt_logprobs", record_prompt)
-    sampler = model_runner.make_sampler(prepared.loaded, None)
+    sampler = make_sampler(prepared.loaded, None)
     memory.profile_run(prepared.loaded, backend, layout, sampler, config)
     decodes = [(LONGEST - 1, LONGEST)] * (NUM_SEQS - 1)
     chunk = (LONGEST - (NUM_TOKENS - len(decodes)), LONGEST)

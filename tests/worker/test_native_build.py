@@ -7,9 +7,8 @@ import pytest
 
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.test_bitwise import CONFIGS, compare, engine_config
-from worker_proc import model_runner
 from worker_proc.loading.proofs import find_proofs
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
 from worker_proc.native import build as module
 from worker_proc.native import kernels
 from worker_proc.native.build import (
@@ -25,6 +24,8 @@ from worker_proc.native.build import (
     start_building,
 )
 from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.startup import prepare
+from worker_proc.startup.load_runner import load_model_runner
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 V3 = (
@@ -168,8 +169,8 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def load(library: NativeLibrary, directory: Path, dtype: str) -> ModelRunner:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "load_library", lambda: library)
-        patch.setattr(model_runner, "start_building", lambda: None)
+        patch.setattr(prepare, "load_library", lambda: library)
+        patch.setattr(prepare, "start_building", lambda: None)
         return load_model_runner(engine_config(directory, dtype), lambda *_: None)
 
 

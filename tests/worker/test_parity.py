@@ -26,7 +26,8 @@ from tests.worker.checkpoints import (
     Architecture,
 )
 from tests.worker.driving import drive
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
+from worker_proc.startup.load_runner import load_model_runner
 
 NUM_PROMPTS = 16
 MAX_TOKENS = 12

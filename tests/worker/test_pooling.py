@@ -13,9 +13,10 @@ from protocol.message import unpack_floats
 from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_params
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import _add
+from worker_proc.startup.load_runner import load_model_runner
 
 DEFAULT = ("llama_tied", "opt")
 """OPT's forward calls a part of its base model. The other architectures take longer."""

@@ -15,16 +15,18 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_bitwise import engine_config
-from worker_proc import model_runner
+from worker_proc.calibration import calibrate
 from worker_proc.loading import fused, loader
 from worker_proc.loading import quantization as quantization_settings
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
+from worker_proc.startup import prepare
+from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-PROOFS = {"probe_model": loader, "activation_of": fused, "_calibrate": model_runner}
+PROOFS = {"probe_model": loader, "activation_of": fused, "_calibrate": calibrate}
 CONFIGS = {architecture.name: architecture.config for architecture in ARCHITECTURES}
 PROMPTS = [[5, 6, 7, 8, 9], [9, 9, 9]]
 
@@ -36,8 +38,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count what is tried, with a cache directory that has only the kernels."""
     library = kernels.NativeLibrary(build())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_runner, "load_library", lambda: library)
-    monkeypatch.setattr(model_runner, "start_building", lambda: None)
+    monkeypatch.setattr(prepare, "load_library", lambda: library)
+    monkeypatch.setattr(prepare, "start_building", lambda: None)
     monkeypatch.setattr(quantization_settings, "load_library", lambda: library)
     monkeypatch.setattr(quantization_settings, "build", lambda: library.path)
     count: Counter[str] = Counter()
@@ -148,6 +150,6 @@ def test_other_kernels_settings_and_threads_are_proven_by_themselves(
     cache = msgspec.structs.replace(config.cache, num_gpu_blocks_override=99)
     start(msgspec.structs.replace(config, cache=cache))
     assert not tried  # a successor has the number of blocks that its predecessor found
-    monkeypatch.setattr(model_runner, "load_library", lambda: None)
+    monkeypatch.setattr(prepare, "load_library", lambda: None)
     start(config)
     assert set(tried) == {"_calibrate"}

@@ -25,12 +25,11 @@ from tests.worker.driving import drive
 from tests.worker.test_bitwise import _ODD, CONFIGS, NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config
 from tests.worker.test_parity import make_prompts
-from worker_proc import model_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading import quantization as quantization_settings
 from worker_proc.loading.packed_linear import computing_codes
 from worker_proc.loading.quantization import FORMATS
-from worker_proc.model_runner import ModelRunner, load_model_runner, prepare_model
+from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import (
     Activation,
@@ -40,6 +39,9 @@ from worker_proc.native.kernels import (
     PackedWeight,
     projection,
 )
+from worker_proc.startup import prepare
+from worker_proc.startup.load_runner import load_model_runner
+from worker_proc.startup.prepare import prepare_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -435,6 +437,6 @@ def test_a_machine_without_kernels_is_refused(
 
 
 def test_a_device_that_is_found_to_be_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(prepare, "resolve_device", lambda _: torch.device("cuda"))
     with pytest.raises(UnsupportedModel, match="w8a16 needs device cpu"):
         load(Path("/nowhere"), Quantization.W8A16)

@@ -20,7 +20,8 @@ from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.json_schemas import schemas, validate
 from tests.worker.test_mirror import step
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
+from worker_proc.startup.load_runner import load_model_runner
 
 MAX_TOKENS = 250
 EOS = 0

@@ -41,7 +41,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress) -> Runner:
     _let_threads_sleep()
     progress("import", 0, 0)
     with lean_imports():
-        from worker_proc.model_runner import load_model_runner
+        from worker_proc.startup.load_runner import load_model_runner
 
     return load_model_runner(config, progress, keeps_proofs=True)
 

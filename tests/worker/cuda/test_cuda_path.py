@@ -19,15 +19,17 @@ from protocol.config import (
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
+from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
 from tests.worker.test_parity import generate, make_prompts
-from worker_proc import model_runner
 from worker_proc.calibration import self_check
 from worker_proc.decoder import install
 from worker_proc.inputs import pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
-from worker_proc.model_runner import ModelRunner, load_model_runner
+from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import Rotation
+from worker_proc.startup import prepare
+from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
 from worker_proc.cuda.backend import TritonBackend  # noqa: E402
@@ -46,10 +48,10 @@ TRITON = {
 def take_cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, let the CPU take the path of one."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(model_runner, "load_library", lambda: None)
-        monkeypatch.setattr(model_runner, "start_building", lambda: None)
-        monkeypatch.setattr(model_runner, "can_pack", lambda *_: False)
-        monkeypatch.setattr(model_runner, "uses_triton", lambda device: True)
+        monkeypatch.setattr(prepare, "load_library", lambda: None)
+        monkeypatch.setattr(prepare, "start_building", lambda: None)
+        monkeypatch.setattr(prepare, "can_pack", lambda *_: False)
+        set_uses_triton(monkeypatch, True)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.cuda.interpreter import prepare_triton
 from tests.worker.cuda.test_cuda_path import SMALL, make_runner, take_cuda_path
+from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import Run, drive
 from tests.worker.test_parity import make_prompts
 from worker_proc import model_runner
@@ -60,7 +61,7 @@ def runner(shared_runner: ModelRunner) -> ModelRunner:
 def expected(directory: Path) -> list[list[int]]:
     """Return what transformers' modules and torch's sampler choose, a step at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "uses_triton", lambda device: False)
+        set_uses_triton(patch, False)
         plain = make_runner(directory, native_decoder=NativeDecoder.OFF)
     assert plain._device_sampler is None
     return drive(plain, PROMPTS, SAMPLED, max_num_seqs=1).output_token_ids

@@ -1,0 +1,13 @@
+"""Chooses between the Triton path and the plain one, whatever the device is."""
+
+import pytest
+
+from worker_proc.attention import backends
+from worker_proc.sampling import samplers
+from worker_proc.startup import prepare
+
+
+def set_uses_triton(patch: pytest.MonkeyPatch, answer: bool) -> None:
+    """Let the parts of a runner be made as on a device that uses Triton, or as on another one."""
+    for module in (backends, samplers, prepare):
+        patch.setattr(module, "uses_triton", lambda _: answer)

@@ -1,0 +1,78 @@
+"""What a loaded model is checked for before it serves."""
+
+from typing import NamedTuple
+
+import torch
+
+from protocol.config import EngineConfig, NativeDecoder
+from worker_proc.attention.backends import make_backend
+from worker_proc.calibration.exactness import Exactness, check_exactness
+from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
+from worker_proc.calibration.swap_cost import measure_swap_cost
+from worker_proc.decoder.install import decoding, find_settings, uninstall
+from worker_proc.decoder.layers import LayerSettings
+from worker_proc.forward import attach_cache
+from worker_proc.kv.model_layout import block_bytes_of, make_draft_layout, make_layout
+from worker_proc.loading.prepared import PreparedModel
+from worker_proc.loading.proofs import proven
+from worker_proc.runner import ReportProgress
+from worker_proc.sampling.pooling import captured_hidden_states
+
+
+class Calibration(NamedTuple):
+    """What computing a few texts has shown. It holds for as many threads as it was taken with."""
+
+    exactness: Exactness
+    swap_cost_tokens: float
+    embedding_size: int = 0
+    decoder: tuple[LayerSettings, ...] = ()
+    """For each layer, as the native decoder computes it; empty: the modules compute them."""
+    draft_decoder: tuple[LayerSettings, ...] = ()
+    """The same for the draft model."""
+
+
+def calibrate(
+    prepared: PreparedModel, config: EngineConfig, progress: ReportProgress
+) -> Calibration:
+    """Check a loaded model with the threads that are set; its pool is undefined afterwards."""
+    progress("check_model", 0, 1)
+    if config.cache.swap_space_bytes:  # a copy's cost is measured at each start
+        return _calibrate(prepared, config)
+    name = f"calibration-{torch.get_num_threads()}"
+    return proven(prepared.proofs, name, Calibration, lambda: _calibrate(prepared, config))
+
+
+def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
+    loaded = prepared.loaded
+    layout = make_layout(loaded, config)
+    backend = make_backend(loaded, layout, prepared.kernels)
+    attach_cache(loaded, backend, layout, num_blocks_needed(layout))
+    uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
+    with captured_hidden_states(loaded.model) as hidden:
+        stepwise = check_forward(loaded, backend, layout)
+    settings: list[LayerSettings] = []
+    if config.worker.native_decoder is NativeDecoder.AUTO:
+        settings = find_settings(prepared, backend, layout, stepwise)
+    with decoding(prepared, settings):
+        if settings:
+            stepwise = compute_stepwise(loaded, backend, layout)
+        exactness = check_exactness(loaded, backend, layout, stepwise)
+        can_swap = config.cache.swap_space_bytes >= block_bytes_of(loaded, layout)
+        cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
+    draft_settings = calibrate_draft(prepared, config)
+    return Calibration(exactness, cost, hidden.size, tuple(settings), tuple(draft_settings))
+
+
+def calibrate_draft(prepared: PreparedModel, config: EngineConfig) -> list[LayerSettings]:
+    """Check the draft model, if there is one; returns how the native decoder computes it."""
+    if prepared.draft is None:
+        return []
+    own = prepared.of_draft(prepared.draft)
+    layout = make_draft_layout(own.loaded, config)
+    backend = make_backend(own.loaded, layout, own.kernels)
+    attach_cache(own.loaded, backend, layout, num_blocks_needed(layout))
+    uninstall(own)
+    stepwise = check_forward(own.loaded, backend, layout)
+    if config.worker.native_decoder is not NativeDecoder.AUTO:
+        return []
+    return find_settings(own, backend, layout, stepwise)

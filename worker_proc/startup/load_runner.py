@@ -1,0 +1,212 @@
+"""Makes a runner of a configured checkpoint."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from worker_proc.attention.backends import make_backend
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.calibration.calibrate import Calibration, calibrate
+from worker_proc.calibration.memory import available_cache_bytes
+from worker_proc.decoder.install import install
+from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
+from worker_proc.forward import attach_cache
+from worker_proc.kv import kv_tensors
+from worker_proc.kv.kv_groups import KVLayout
+from worker_proc.kv.model_layout import (
+    block_bytes_of,
+    count_host_blocks,
+    make_draft_layout,
+    make_layout,
+)
+from worker_proc.loading.draft import describe_speculation, group_without_window
+from worker_proc.loading.host_limits import available_cpus
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.prepared import PreparedModel
+from worker_proc.model_runner import ModelRunner
+from worker_proc.runner import ReportProgress
+from worker_proc.sampling.sampler import Sampler
+from worker_proc.sampling.samplers import make_device_sampler, make_sampler
+from worker_proc.startup.prepare import prepare_model
+
+if TYPE_CHECKING:
+    from worker_proc.cuda.device_sampler import DeviceSampler
+    from worker_proc.cuda.graphs import DecodeGraphs
+
+_log = logging.getLogger(__name__)
+
+
+def load_model_runner(
+    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
+) -> ModelRunner:
+    """Load the configured checkpoint and size its KV cache; see worker_proc/errors.py.
+
+    With `keeps_proofs`, what is proven here is not proven again at the next start.
+    """
+    torch.set_num_threads(config.worker.num_threads or available_cpus())
+    prepared = prepare_model(config, progress, keeps_proofs=keeps_proofs)
+    return build_runner(prepared, config, calibrate(prepared, config, progress), progress)
+
+
+def build_runner(
+    prepared: PreparedModel,
+    config: EngineConfig,
+    calibration: Calibration,
+    progress: ReportProgress,
+) -> ModelRunner:
+    """Size and allocate the KV cache of a loaded and checked model, and connect the two."""
+    loaded = prepared.loaded
+    progress("allocate_cache", 0, 1)
+    layout = make_layout(loaded, config)
+    backend = make_backend(loaded, layout, prepared.kernels)
+    sampler = make_sampler(loaded, prepared.kernels)
+    size = _size_cache(prepared, layout, backend, sampler, config)
+    facts = _facts_of(prepared, config, calibration, layout, size)
+    pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
+    install(prepared, calibration.decoder)
+    device_sampler = make_device_sampler(loaded, backend, config)
+    graphs = make_graphs(loaded, backend, device_sampler, facts, config)
+    progress("allocate_cache", 1, 1)
+    return ModelRunner(
+        loaded,
+        facts,
+        backend,
+        pool,
+        sampler,
+        swap_cost_tokens=calibration.swap_cost_tokens,
+        num_speculative_tokens=config.scheduler.num_speculative_tokens,
+        draft_model=build_draft_model(prepared, config, calibration, facts),
+        grammars=prepared.grammars,
+        device_sampler=device_sampler,
+        graphs=graphs,
+    )
+
+
+def _size_cache(
+    prepared: PreparedModel,
+    layout: KVLayout,
+    backend: AttentionBackend,
+    sampler: Sampler,
+    config: EngineConfig,
+) -> kv_tensors.CacheSize:
+    """Share the memory for KV among the blocks of the model and those of its draft model."""
+    loaded, draft = prepared.loaded, prepared.draft
+    available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
+    block_bytes = block_bytes_of(loaded, layout)
+    if draft is not None:
+        draft_layout = make_draft_layout(draft, config)
+        draft_backend = make_backend(draft, draft_layout, prepared.kernels)
+        draft_sampler = make_sampler(draft, prepared.kernels)
+        draft_bytes = available_cache_bytes(
+            draft, draft_backend, draft_layout, draft_sampler, config
+        )
+        draft_block_bytes = block_bytes_of(draft, draft_layout)
+        available_bytes = min(available_bytes, draft_bytes)
+        available_bytes -= num_all_spare_blocks(config) * draft_block_bytes
+        block_bytes += draft_block_bytes
+    size = kv_tensors.size_cache(
+        available_bytes=available_bytes,
+        block_bytes=block_bytes,
+        layout=layout,
+        model_len=loaded.model_len,
+        max_model_len=config.model.max_model_len,
+        num_blocks_override=config.cache.num_gpu_blocks_override,
+    )
+    if config.model.max_model_len is None and size.max_model_len < loaded.model_len:
+        _log.warning(
+            "max_model_len is %d instead of the model's %d: the KV cache holds no more",
+            size.max_model_len,
+            loaded.model_len,
+        )
+    return size
+
+
+def _facts_of(
+    prepared: PreparedModel,
+    config: EngineConfig,
+    calibration: Calibration,
+    layout: KVLayout,
+    size: kv_tensors.CacheSize,
+) -> ModelFacts:
+    loaded, exactness = prepared.loaded, calibration.exactness
+    block_bytes = block_bytes_of(loaded, layout)
+    return ModelFacts(
+        model=config.model.model,
+        vocab_size=loaded.vocab_size,
+        max_model_len=size.max_model_len,
+        block_size=layout.block_size,
+        num_gpu_blocks=size.num_blocks,
+        eos_token_ids=loaded.eos_token_ids,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=loaded.device.type,
+        kv_groups=layout.kv_groups(),
+        num_host_blocks=count_host_blocks(config.cache.swap_space_bytes, block_bytes),
+        exact_resume=exactness.holds,
+        exact_resume_reason=exactness.reason,
+        embedding_size=calibration.embedding_size,
+        decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
+        speculation=describe_speculation(config),
+        quantization=config.model.quantization or "",
+    )
+
+
+def build_draft_model(
+    prepared: PreparedModel, config: EngineConfig, calibration: Calibration, facts: ModelFacts
+) -> DraftModel | None:
+    """Allocate the draft model's KV cache, for the blocks of the model and some spare ones."""
+    if prepared.draft is None:
+        return None
+    own = prepared.of_draft(prepared.draft)
+    loaded = own.loaded
+    layout = make_draft_layout(loaded, config)
+    backend = make_backend(loaded, layout, own.kernels)
+    num_blocks = facts.num_gpu_blocks + num_all_spare_blocks(config)
+    pool = attach_cache(loaded, backend, layout, num_blocks)
+    install(own, calibration.draft_decoder)
+    return DraftModel(
+        loaded,
+        backend,
+        pool,
+        make_sampler(loaded, own.kernels, facts),
+        facts,
+        group=group_without_window(facts.kv_groups),
+        num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def num_all_spare_blocks(config: EngineConfig) -> int:
+    """Return the draft model's blocks beyond those of the model, for all requests."""
+    scheduler = config.scheduler
+    per_request = num_spare_blocks(config.cache.block_size, scheduler.num_speculative_tokens)
+    return scheduler.max_num_seqs * per_request
+
+
+def make_graphs(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    sampler: "DeviceSampler | None",
+    facts: ModelFacts,
+    config: EngineConfig,
+) -> "DecodeGraphs | None":
+    """Return the captured decodes, where Triton attends; None: every step is launched anew."""
+    if sampler is None or config.worker.enforce_eager:
+        return None
+    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.graphs import DecodeGraphs
+
+    assert isinstance(backend, TritonBackend)
+    graphs = DecodeGraphs(
+        loaded.model,
+        backend,
+        sampler,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        vocab_size=facts.vocab_size,
+    )
+    graphs.capture()
+    return graphs

@@ -1,0 +1,113 @@
+"""Loads a checkpoint, and rounds, fuses and packs its modules."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from protocol.config import EngineConfig
+from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
+from worker_proc.decoder.stack import NativeExecutor
+from worker_proc.errors import CheckpointError
+from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.loading.draft import load_draft
+from worker_proc.loading.fused import fuse_modules
+from worker_proc.loading.heap import return_freed_memory
+from worker_proc.loading.layer_executor import LayerExecutor
+from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
+from worker_proc.loading.prepared import PreparedModel
+from worker_proc.loading.proofs import find_proofs
+from worker_proc.loading.quantization import FORMATS, check_weights, load_rounding_library
+from worker_proc.loading.start_cache import StartCache
+from worker_proc.native.build import start_building
+from worker_proc.native.kernels import Format, NativeLibrary, load_library
+from worker_proc.runner import ReportProgress
+
+_log = logging.getLogger(__name__)
+
+
+def prepare_model(
+    config: EngineConfig, progress: ReportProgress, *, keeps_proofs: bool = False
+) -> PreparedModel:
+    """Load the configured checkpoints, and round, fuse and pack their modules as configured."""
+    device = resolve_device(config.model.device)
+    quantization, library = config.model.quantization, None
+    kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
+    prepare_device(device)
+    if quantization is not None:
+        progress("compile_kernels", 0, 0)
+        library = load_rounding_library(quantization, device)
+    elif device.type == "cpu":
+        start_building()
+    proofs = None if kept is None else kept.without_kernels()
+    loaded = load_model(config.model.model, config.model.dtype, device, progress, proofs)
+    wanted_len = config.model.max_model_len
+    if wanted_len is not None and wanted_len > loaded.model_len:
+        raise CheckpointError(
+            f"max_model_len {wanted_len} is greater than the {loaded.model_len} tokens"
+            f" that {config.model.model} can compute"
+        )
+    draft = load_draft(config.model, loaded, progress)
+    if library is None and device.type == "cpu":
+        library = load_library()
+    proofs = None if kept is None else kept.with_kernels(library)
+    if quantization is not None and library is not None:
+        check_weights(loaded, quantization, partial(progress, "check_weights"))
+    roles = [("fused", loaded, FORMATS[quantization])]
+    if draft is not None:
+        roles.append(("fused_draft", draft, PLAIN))  # it is never rounded
+    for role, one, formats in roles:
+        if can_pack(one.dtype, device):
+            progress("pack_weights", 0, 1)
+            if library is not None:
+                on_tried = partial(progress, "fuse_modules")
+                _fuse(one, library, proofs, role, format=formats.layers, on_tried=on_tried)
+            pack_linears(one.model, library, partial(progress, "pack_weights"), formats)
+    return_freed_memory()
+    vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
+    executor = _make_executor(loaded, draft, library)
+    return PreparedModel(loaded, library, load_grammars(vocabulary), executor, proofs, draft)
+
+
+def _make_executor(
+    loaded: LoadedModel, draft: LoadedModel | None, library: NativeLibrary | None
+) -> LayerExecutor | None:
+    """Return what computes layers in place of their modules; on CUDA the models change for it."""
+    if library is not None:
+        return NativeExecutor(library)
+    if not uses_triton(loaded.device):
+        return None
+    from worker_proc.cuda.stack import TritonExecutor, install_kernels
+
+    executor = TritonExecutor()
+    for one in filter(None, (loaded, draft)):
+        install_kernels(one, executor)
+    return executor
+
+
+def _fuse(
+    loaded: LoadedModel,
+    library: NativeLibrary,
+    proofs: StartCache | None,
+    name: str,
+    *,
+    format: Format,
+    on_tried: Callable[[int, int], None],
+) -> None:
+    """Fuse modules, and keep which ones under a name."""
+    known = None if proofs is None else proofs.get(name, dict[str, int])
+    fused = fuse_modules(
+        loaded.model, library, loaded.dtype, known, format=format, on_tried=on_tried
+    )
+    if proofs is not None and known is None:
+        proofs.put(name, fused)
+
+
+def load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
+    """Return a compiler of grammars with its tokens loaded; what it lacks is logged."""
+    grammars = GrammarCompiler(vocabulary)
+    try:
+        grammars.load()
+    except GrammarError as error:
+        _log.info("requests with a grammar will be refused: %s", error)
+    return grammars
