@@ -203,7 +203,9 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
     parts.insert(5, (longest, 3, length - 3))
     together = texts.attend(layer, parts)
     num_chunk_items = -(-(length - 3) // backend.steps[0].item_size)
-    assert 1 < backend.steps[0].num_pieces - num_chunk_items < len(sharing)
+    num_other_pieces = backend.steps[0].num_pieces - num_chunk_items
+    assert num_other_pieces > 1
+    assert (num_other_pieces < len(sharing)) == backend._library.has_pairs
     for (_, start, count), got in zip(parts, together, strict=True):
         assert torch.equal(rows[start : start + count], got)
 
@@ -220,7 +222,33 @@ def test_a_score_that_is_not_a_number_reaches_the_result(
     texts.rows[longest][1][51] = torch.nan
     (rows,) = texts.attend(layer, [(longest, 0, LENGTHS[longest])])
     assert rows[51:].isnan().all()
-    assert rows[:48].isfinite().all()
+    assert rows[:51].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [1, 2], ids=["key", "value"])
+@pytest.mark.parametrize(
+    ("dtype", "uses_tiles"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
+    ids=["float32", "tiles", "vectors"],
+)
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+def test_a_token_changes_no_row_before_it(
+    spec: LayerSpec, dtype: torch.dtype, uses_tiles: bool, kind: int, without_tiles: NativeLibrary
+) -> None:
+    """Also where its key or its value is not a number, which a weight of zero does not remove."""
+    texts = Texts(spec, 16, dtype)
+    backend = native_backend(16, dtype, library=None if uses_tiles else without_tiles)
+    longest = len(LENGTHS) - 1
+    whole = [(longest, 0, LENGTHS[longest])]
+    (expected,) = texts.attend(texts.layer(backend), whole)
+    given = texts.rows[longest][kind]
+    for place in (3, 50, LENGTHS[longest] - 1):
+        texts.rows[longest][kind] = given.clone()
+        texts.rows[longest][kind][place, -1, 1] = torch.nan
+        (rows,) = texts.attend(texts.layer(backend), whole)
+        assert torch.equal(rows[:place], expected[:place])
+        last_head = rows[place, -1] if kind == 1 else rows[place, -1, 1]
+        assert last_head.isnan().all()
 
 
 def test_rows_of_the_null_slot_leave_no_trace() -> None:

@@ -250,23 +250,12 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
   }
 }
 
-// Calls f(segment, first token, tokens) for the tiles of an item.
-template <class F>
-void for_tiles(const Step& step, int item, int tokens_per_tile, const F& f) {
-  const int segment = step.item_segment[item], begin = step.item_token[item];
-  const int num_tokens = std::min(step.num_tokens[segment] - begin, step.item_size);
-  const int num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
-  const int tile_size = (num_tokens + num_tiles - 1) / num_tiles;
-  for (int at = 0; at < num_tokens; at += tile_size)
-    f(segment, begin + at, std::min(tile_size, num_tokens - at));
-}
-
 // One KV head of a layer in one step.
 template <typename T>
 class Head {
  public:
   Head(Tile& tile, Padding<T>& padding, const Layer& layer, const Step& step, int kv_head,
-       const Rows& query, float scale)
+       const Rows& query, const Rows& value, float scale)
       : tile_(tile),
         padding_(padding),
         layer_(layer),
@@ -274,19 +263,36 @@ class Head {
         kv_head_(kv_head),
         per_kv_(layer.num_heads / layer.num_kv_heads),
         query_(query),
+        value_(value),
         scale_(scale) {}
 
   template <class Write>
   void attend_piece(const Piece& piece, const Write& write) {
     int index = 0;
     for (int item = piece.first_item; item < piece.first_item + piece.num_items; item++)
-      for_tiles(step_, item, kTileRows / per_kv_, [&](int segment, int token, int count) {
+      for_tiles(item, [&](int segment, int token, int count) {
         attend_tile(piece, index, segment, token, count, write);
         index += count;
       });
   }
 
  private:
+  // Calls f(segment, first token, tokens) for the tiles of an item.
+  template <class F>
+  void for_tiles(int item, const F& f) const {
+    const int segment = step_.item_segment[item], begin = step_.item_token[item];
+    const int num_tokens = std::min(step_.num_tokens[segment] - begin, step_.item_size);
+    const int tokens_per_tile = kTileRows / per_kv_;
+    const int num_tiles = (num_tokens + tokens_per_tile - 1) / tokens_per_tile;
+    const int tile_size = (num_tokens + num_tiles - 1) / num_tiles;
+    for (int at = 0, count; at < num_tokens; at += count) {
+      const int64_t row = step_.first_row[segment] + begin + at;
+      count = std::min(tile_size, num_tokens - at);
+      count = num_tile_tokens<T>(layer_, value_, kv_head_, row, count);
+      f(segment, begin + at, count);
+    }
+  }
+
   // Computes at most kTileRows query rows: tokens of a segment. The first one has the number
   // `index` in its group.
   template <class Write>
@@ -319,7 +325,7 @@ class Head {
   const Layer& layer_;
   const Step& step_;
   const int kv_head_, per_kv_;
-  const Rows& query_;
+  const Rows &query_, &value_;
   const float scale_;
 };
 
@@ -344,7 +350,7 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   attend_pieces<Exponential>(
       team, layer, step,
       [&](const Piece& piece, int kv_head) {
-        Head<T>(tile, padding, layer, step, kv_head, query, scale).attend_piece(piece, write);
+        Head<T>(tile, padding, layer, step, kv_head, query, value, scale).attend_piece(piece, write);
       },
       write);
 }

@@ -506,13 +506,15 @@ struct PairQueries {
 // One KV head of a layer in one step.
 class PairHead {
  public:
-  PairHead(PairTile& tile, const Layer& layer, const Step& step, int kv_head, const Rows& query)
+  PairHead(PairTile& tile, const Layer& layer, const Step& step, int kv_head, const Rows& query,
+           const Rows& value)
       : tile_(tile),
         layer_(layer),
         step_(step),
         kv_head_(kv_head),
         per_kv_(layer.num_heads / layer.num_kv_heads),
-        query_(query) {}
+        query_(query),
+        value_(value) {}
 
   template <class Write>
   void attend_piece(const Piece& piece, const Write& write) {
@@ -530,8 +532,19 @@ class PairHead {
     const int token = step_.item_token[item];
     const int num_tokens = std::min(step_.num_tokens[segment] - token, step_.item_size);
     const int end = (token + num_tokens) * per_kv_;
-    for (int row = token * per_kv_; row < end; row += kPairRows)
-      attend_tile(piece, {segment, row, {0, std::min(kPairRows, end - row)}, -token}, write);
+    for (int row = token * per_kv_, count; row < end; row += count) {
+      count = num_tile_rows(segment, row, std::min(kPairRows, end - row));
+      attend_tile(piece, {segment, row, {0, count}, -token}, write);
+    }
+  }
+
+  // Counts the query rows of a segment from `first` on, at most `most`, that one tile may hold.
+  int num_tile_rows(int segment, int first, int most) const {
+    const int token = first / per_kv_, last_token = (first + most - 1) / per_kv_;
+    const int64_t row = step_.first_row[segment] + token;
+    const int num_tokens =
+        num_tile_tokens<Bf16>(layer_, value_, kv_head_, row, last_token - token + 1);
+    return std::min(most, (token + num_tokens) * per_kv_ - first);
   }
 
   // Computes items of one token each. The positions that they share are read once.
@@ -600,7 +613,7 @@ class PairHead {
   const Layer& layer_;
   const Step& step_;
   const int kv_head_, per_kv_;
-  const Rows& query_;
+  const Rows &query_, &value_;
 };
 
 // Keys and values of this step's tokens; two tokens of one pair of slots may be stored at once.
@@ -650,7 +663,7 @@ inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const
   attend_pieces<PowerOfTwo>(
       team, layer, step,
       [&](const Piece& piece, int kv_head) {
-        PairHead(tile, layer, step, kv_head, query).attend_piece(piece, write);
+        PairHead(tile, layer, step, kv_head, query, value).attend_piece(piece, write);
       },
       write);
 }

@@ -136,6 +136,27 @@ void for_tokens(const Step& step, int first_item, int num_items, const F& f) {
   }
 }
 
+// Counts the tokens from row `first` on, at most `most`, that one tile may hold. Each value of a
+// tile's last token counts for all of its rows, at a weight of zero for those before it; so a token
+// whose values are not all finite shares no tile with a token before it.
+template <typename T>
+int num_tile_tokens(const Layer& layer, const Rows& values, int kv_head, int64_t first, int most) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  for (int count = 1; count < most; count++) {
+    const T* value = static_cast<const T*>(values.data) + (first + count) * values.row_stride +
+                     kv_head * values.head_stride;
+    uint32_t is_not_finite = 0;
+    for (int d = 0; d < layer.value_head_dim; d++) {
+      const float x = widen(value[d]);
+      uint32_t bits;
+      std::memcpy(&bits, &x, sizeof(bits));
+      is_not_finite |= (bits & kExponent) == kExponent;
+    }
+    if (is_not_finite) return count;
+  }
+  return most;
+}
+
 // Lets the threads take the pieces of a step, and merges the sections of the groups that are split.
 // attend(piece, kv_head) computes; write(row, head, sums) takes a result.
 template <class Power, class Attend, class Write>
