@@ -16,9 +16,9 @@ from worker_proc.loading.packed_linear import (
 from worker_proc.native.kernels import load_library
 
 CPU = torch.device("cpu")
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype, CPU)]
 MAX_ROWS = 130
 LIBRARY = load_library()
+DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d, CPU, LIBRARY)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,5 +100,6 @@ def test_every_linear_of_a_model_is_replaced_and_tied_weights_stay() -> None:
 
 
 def test_float16_and_cuda_keep_their_plain_layers() -> None:
-    assert not can_pack(torch.float16, CPU)
-    assert not can_pack(torch.float32, torch.device("cuda"))
+    for library in (LIBRARY, None):
+        assert not can_pack(torch.float16, CPU, library)
+        assert not can_pack(torch.float32, torch.device("cuda"), library)

@@ -18,7 +18,7 @@ from worker_proc.attention.native import NativeBackend
 from worker_proc.calibration.self_check import check_texts, compute_whole
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.packed_linear import PackedLinear, can_pack
+from worker_proc.loading.packed_linear import PACKED_DTYPES, PackedLinear
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
@@ -44,7 +44,7 @@ def _obstacle(loaded: LoadedModel, backend: AttentionBackend) -> str:
     """Return the first part that is known to depend on the batch, if any."""
     if loaded.device.type != "cpu":
         return f"matrix products on {loaded.device.type} may depend on the batch"
-    if not can_pack(loaded.dtype, loaded.device):
+    if loaded.dtype not in PACKED_DTYPES:
         dtype = str(loaded.dtype).removeprefix("torch.")
         return f"plain matrix products, which depend on the batch, for dtype {dtype}"
     if plain := next(_plain_products(loaded.model), None):

@@ -30,9 +30,9 @@ from worker_proc.native.kernels import (
 
 NUM_TRIAL_ROWS = 5
 NUM_MIXTURE_ROWS = 64
-MIXTURE_QUANTILE = {torch.float32: 1.0, torch.bfloat16: 0.9}
-"""Share of the rows of a mixture of experts that must agree: rounding may send a row to another
-expert, whose logit is equal within it."""
+MIXTURE_QUANTILE = 0.9
+"""Share of the rows of a mixture of experts that must agree: where two experts' logits are equal
+within their rounding, a row may go to the other one, or weigh them otherwise."""
 NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 """Relative to the largest value: another order of a sum, and one rounding."""
@@ -252,9 +252,13 @@ def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None
     whole = ExpertWeights(weights["weight"], gate_up, down)
     make = partial(FusedExperts, library, activation, routing, whole)
     proven = None if known is None else number
-    quantile = MIXTURE_QUANTILE[down.dtype]
     return _agreeing(
-        module, hidden_size, {number: make}, proven, num_rows=NUM_MIXTURE_ROWS, quantile=quantile
+        module,
+        hidden_size,
+        {number: make},
+        proven,
+        num_rows=NUM_MIXTURE_ROWS,
+        quantile=MIXTURE_QUANTILE,
     )
 
 

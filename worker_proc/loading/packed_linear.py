@@ -122,14 +122,17 @@ def make_linear(
     return NativeLinear(library, packed, weight.shape, weight.dtype)
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether weights of `dtype` on `device` can be packed in this build of torch."""
-    return (
-        device.type == "cpu"
-        and dtype in PACKED_DTYPES
-        and torch.backends.mkldnn.is_available()
-        and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+def can_pack(dtype: torch.dtype, device: torch.device, library: NativeLibrary | None) -> bool:
+    """Return whether weights of `dtype` on `device` can be packed.
+
+    Without `library` it is oneDNN that must compute with them on this processor.
+    """
+    if device.type != "cpu" or dtype not in PACKED_DTYPES:
+        return False
+    if library is not None:
+        return True
+    has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and (dtype != torch.bfloat16 or has_bf16)
 
 
 def pack_linears(

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from protocol.config import Quantization
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.loading.packed_linear import PLAIN, Formats, can_pack
+from worker_proc.loading.packed_linear import PLAIN, Formats
 from worker_proc.native.build import build
 from worker_proc.native.kernels import (
     MAX_CODED_INPUTS,
@@ -58,10 +58,6 @@ def check_weights(
         raise UnsupportedModel(
             f"quantization {quantization} needs dtype bfloat16, and the checkpoint is loaded in"
             f" {dtype}; add --dtype bfloat16"
-        )
-    if not can_pack(loaded.dtype, loaded.device):
-        raise UnsupportedModel(
-            f"quantization {quantization} needs a processor on which PyTorch computes in bfloat16"
         )
     _check_matrices(loaded.model, quantization)
     found = {

@@ -57,7 +57,7 @@ def prepare_model(
     if draft is not None:
         roles.append(("fused_draft", draft, PLAIN))  # it is never rounded
     for role, one, formats in roles:
-        if can_pack(one.dtype, device):
+        if can_pack(one.dtype, device, library):
             progress("pack_weights", 0, 1)
             if library is not None:
                 on_tried = partial(progress, "fuse_modules")
