@@ -55,19 +55,23 @@ struct Tile {
   int num_rows, dim, vdim, padded_vdim, window;
   float softcap;
   int position[kTileRows];
-  float top[kTileRows], sum[kTileRows];
+  float top[kTileRows];
   EndedSections<kTileRows, Exponential> ended;
   alignas(64) float query[kTileRows * kMaxDim];
   alignas(64) float out[kTileRows * kMaxDim];
   alignas(64) float weight[kTileRows][kLanes];
+  alignas(64) float sums[kTileRows][kLanes];  // of weights
 
   void begin_section(int r) {
     top[r] = kNegInf;
-    sum[r] = 0.0f;
+    std::memset(sums[r], 0, sizeof(sums[r]));
     std::memset(out + r * padded_vdim, 0, sizeof(float) * padded_vdim);
   }
 
-  RowSums present(int r) { return {top[r], sum[r], out + r * padded_vdim}; }
+  RowSums present(int r) {
+    const float sum = fold(load(sums[r]), [](Vec a, Vec b) { return a + b; });
+    return {top[r], sum, out + r * padded_vdim};
+  }
 
   void end_section() {
     for (int r = 0; r < num_rows; r++) {
@@ -85,73 +89,101 @@ struct Span {
   int key_stride, value_stride, first_position, num_slots, count;
 };
 
+// Rows whose sums fit into the registers, beside the keys or values that they share.
+constexpr int kRowsAtOnce = kPartLanes == kLanes ? 8 : 3;
+
 template <typename T, int R>
 void score(Tile& tile, int first, const Span<T>& span) {
-  Vec even[R], odd[R];
-  for (int r = 0; r < R; r++) even[r] = odd[r] = splat(0.0f);
+  Part even[R][kParts], odd[R][kParts];
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < kParts; p++) even[r][p] = odd[r][p] = Part{};
   const float* query = tile.query + first * tile.dim;
   int d = 0;
-  for (; d + 1 < tile.dim; d += 2) {
-    const Vec k0 = load(span.keys + d * span.key_stride);
-    const Vec k1 = load(span.keys + (d + 1) * span.key_stride);
-    for (int r = 0; r < R; r++) {
-      even[r] += query[r * tile.dim + d] * k0;
-      odd[r] += query[r * tile.dim + d + 1] * k1;
+  for (; d + 1 < tile.dim; d += 2)
+    for (int p = 0; p < kParts; p++) {
+      const Part k0 = part_at(span.keys + d * span.key_stride + p * kPartLanes);
+      const Part k1 = part_at(span.keys + (d + 1) * span.key_stride + p * kPartLanes);
+      for (int r = 0; r < R; r++) {
+        even[r][p] += query[r * tile.dim + d] * k0;
+        odd[r][p] += query[r * tile.dim + d + 1] * k1;
+      }
     }
+  if (d < tile.dim)
+    for (int p = 0; p < kParts; p++) {
+      const Part k0 = part_at(span.keys + d * span.key_stride + p * kPartLanes);
+      for (int r = 0; r < R; r++) even[r][p] += query[r * tile.dim + d] * k0;
+    }
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < kParts; p++) {
+      const Part sum = even[r][p] + odd[r][p];
+      std::memcpy(tile.weight[first + r] + p * kPartLanes, &sum, sizeof(sum));
+    }
+}
+
+// Makes the highest score of a row the one that weights are relative to, if it is not.
+[[gnu::noinline]] inline void raise_top(Tile& tile, int r, const Part (&scores)[kParts]) {
+  float highest = kNegInf;
+  for (const Part& part : scores)
+    for (int lane = 0; lane < kPartLanes; lane++) highest = std::max(highest, part[lane]);
+  if (!(highest > tile.top[r])) return;  // a score is not a number, nor is any weight then
+  if (tile.top[r] != kNegInf) {
+    const float factor = Exponential()(tile.top[r] - highest);
+    float* out = tile.out + r * tile.padded_vdim;
+    for (int i = 0; i < tile.padded_vdim; i++) out[i] *= factor;
+    for (float& sum : tile.sums[r]) sum *= factor;
   }
-  if (d < tile.dim) {
-    const Vec k0 = load(span.keys + d * span.key_stride);
-    for (int r = 0; r < R; r++) even[r] += query[r * tile.dim + d] * k0;
-  }
-  for (int r = 0; r < R; r++) {
-    const Vec sum = even[r] + odd[r];
-    std::memcpy(tile.weight[first + r], &sum, sizeof(sum));
-  }
+  tile.top[r] = highest;
 }
 
 // Turns a row's scores into weights; false where it sees none of the keys.
-bool weigh(Tile& tile, int r, int first_position, int num_slots) {
-  Vec s = load(tile.weight[r]);
-  if (tile.softcap > 0) s = tanh_of(s * (1.0f / tile.softcap)) * tile.softcap;
+inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
+  float* const weights = tile.weight[r];
+  if (tile.softcap > 0) {
+    const Vec capped = tanh_of(load(weights) * (1.0f / tile.softcap)) * tile.softcap;
+    save(capped, weights, kLanes);
+  }
+  Part s[kParts];
+  for (int p = 0; p < kParts; p++) s[p] = part_at(weights + p * kPartLanes);
   const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - first_position;
-  const int high = tile.position[r] - first_position;
-  const int end = high + 1 < num_slots ? high + 1 : num_slots;
-  if (low > 0 || end < kLanes) {
-    const VecInt lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    s = (lane < low) | (lane >= end) ? splat(kNegInf) : s;
+  const int end = std::min(tile.position[r] - first_position + 1, num_slots);
+  if (low > 0 || end < kLanes)
+    for (int p = 0; p < kParts; p++)
+      for (int i = 0; i < kPartLanes; i++) {
+        const int lane = p * kPartLanes + i;
+        if (lane < low || lane >= end) s[p][i] = kNegInf;
+      }
+  bool is_higher = false;
+  for (const Part& part : s) is_higher |= exceeds(part, Part{} + tile.top[r]);
+  if (is_higher)
+    raise_top(tile, r, s);
+  else if (tile.top[r] == kNegInf)
+    return false;
+  for (int p = 0; p < kParts; p++) {
+    const Part weight = s[p] == kNegInf ? Part{} : exp_of_part(s[p] - tile.top[r]);
+    float* const sums = tile.sums[r] + p * kPartLanes;
+    const Part sum = part_at(sums) + weight;
+    std::memcpy(weights + p * kPartLanes, &weight, sizeof(weight));
+    std::memcpy(sums, &sum, sizeof(sum));
   }
-  const float highest = fold(s, [](Vec a, Vec b) { return a > b ? a : b; });
-  if (highest == kNegInf) return false;
-  if (highest > tile.top[r]) {
-    const bool empty = tile.top[r] == kNegInf;
-    const float factor = empty ? 0.0f : exp_of(splat(tile.top[r] - highest))[0];
-    float* out = tile.out + r * tile.padded_vdim;
-    for (int i = 0; i < tile.padded_vdim; i++) out[i] *= factor;
-    tile.sum[r] *= factor;
-    tile.top[r] = highest;
-  }
-  const Vec p = s == kNegInf ? splat(0.0f) : exp_of(s - tile.top[r]);
-  std::memcpy(tile.weight[r], &p, sizeof(p));
-  tile.sum[r] += fold(p, [](Vec a, Vec b) { return a + b; });
   return true;
 }
 
 template <typename T, int R, int C>
 void add_values(Tile& tile, int first, int column, const Span<T>& span) {
-  Vec acc[R][C];
+  Part acc[R][C];
   float* out = tile.out + first * tile.padded_vdim + column;
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) acc[r][c] = load(out + r * tile.padded_vdim + c * kLanes);
+    for (int c = 0; c < C; c++) acc[r][c] = part_at(out + r * tile.padded_vdim + c * kPartLanes);
   for (int k = 0; k < span.count; k++) {
     const T* values = span.values + k * span.value_stride + column;
     for (int c = 0; c < C; c++) {
-      const Vec v = load(values + c * kLanes);
+      const Part v = part_at(values + c * kPartLanes);
       for (int r = 0; r < R; r++) acc[r][c] += tile.weight[first + r][k] * v;
     }
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++)
-      std::memcpy(out + r * tile.padded_vdim + c * kLanes, &acc[r][c], sizeof(Vec));
+      std::memcpy(out + r * tile.padded_vdim + c * kPartLanes, &acc[r][c], sizeof(Part));
 }
 
 template <typename T, int R>
@@ -166,50 +198,65 @@ void attend_rows(Tile& tile, int first, const Span<T>& span) {
   if (!any) return;
   constexpr int kColumns = R > 4 ? 2 : 4;
   int column = 0;
-  for (; column + kColumns * kLanes <= tile.padded_vdim; column += kColumns * kLanes)
+  for (; column + kColumns * kPartLanes <= tile.padded_vdim; column += kColumns * kPartLanes)
     add_values<T, R, kColumns>(tile, first, column, span);
-  for (; column < tile.padded_vdim; column += kLanes) add_values<T, R, 1>(tile, first, column, span);
+  for (; column < tile.padded_vdim; column += kPartLanes)
+    add_values<T, R, 1>(tile, first, column, span);
+}
+
+// The last rows of a tile, R at most.
+template <typename T, int R>
+void attend_last_rows(Tile& tile, int first, const Span<T>& span) {
+  if constexpr (R > 0) {
+    if (tile.num_rows - first == R) return attend_rows<T, R>(tile, first, span);
+    attend_last_rows<T, R - 1>(tile, first, span);
+  }
 }
 
 template <typename T>
 void attend_span(Tile& tile, const Span<T>& span) {
   int first = 0;
-  for (; first + 8 <= tile.num_rows; first += 8) attend_rows<T, 8>(tile, first, span);
-  switch (tile.num_rows - first) {
-    case 1: return attend_rows<T, 1>(tile, first, span);
-    case 2: return attend_rows<T, 2>(tile, first, span);
-    case 3: return attend_rows<T, 3>(tile, first, span);
-    case 4: return attend_rows<T, 4>(tile, first, span);
-    case 5: return attend_rows<T, 5>(tile, first, span);
-    case 6: return attend_rows<T, 6>(tile, first, span);
-    case 7: return attend_rows<T, 7>(tile, first, span);
-  }
+  for (; first + kRowsAtOnce <= tile.num_rows; first += kRowsAtOnce)
+    attend_rows<T, kRowsAtOnce>(tile, first, span);
+  attend_last_rows<T, kRowsAtOnce - 1>(tile, first, span);
 }
 
-// Room for spans whose keys or values do not come in vectors of 16.
-template <typename T>
+// Room for the floats of a span: of one that is not in whole vectors, or that several passes read.
 struct Padding {
-  T keys[kMaxDim * kLanes];
-  T values[kMaxDim * kLanes];
+  alignas(64) float keys[kMaxDim * kLanes];
+  alignas(64) float values[kMaxDim * kLanes];
 
-  void pad(Span<T>& span, const Tile& tile) {
-    if (span.num_slots < kLanes) {
-      std::memset(keys, 0, sizeof(T) * tile.dim * kLanes);
-      for (int d = 0; d < tile.dim; d++)
-        std::memcpy(keys + d * kLanes, span.keys + d * span.key_stride, sizeof(T) * span.num_slots);
-      span.keys = keys;
-      span.key_stride = kLanes;
-    }
-    if (tile.vdim != tile.padded_vdim) {
-      std::memset(values, 0, sizeof(T) * tile.padded_vdim * kLanes);
-      for (int k = 0; k < span.count; k++)
-        std::memcpy(values + k * tile.padded_vdim, span.values + k * tile.vdim,
-                    sizeof(T) * tile.vdim);
-      span.values = values;
-      span.value_stride = tile.padded_vdim;
+  template <typename T>
+  Span<float> copy(const Span<T>& span, const Tile& tile) {
+    copy_rows(span.keys, span.key_stride, tile.dim, span.num_slots, keys, kLanes);
+    copy_rows(span.values, span.value_stride, span.count, tile.vdim, values, tile.padded_vdim);
+    return {keys, values, kLanes, tile.padded_vdim, span.first_position, span.num_slots, span.count};
+  }
+
+ private:
+  template <typename T>
+  static void copy_rows(const T* from, int stride, int num_rows, int width, float* to, int padded) {
+    for (int row = 0; row < num_rows; row++, from += stride, to += padded) {
+      int i = 0;
+      for (; i + kPartLanes <= width; i += kPartLanes) {
+        const Part part = part_at(from + i);
+        std::memcpy(to + i, &part, sizeof(part));
+      }
+      for (; i < width; i++) to[i] = widen(from[i]);
+      for (; i < padded; i++) to[i] = 0.0f;
     }
   }
 };
+
+template <typename T>
+void attend_any_span(Tile& tile, const Span<T>& span, Padding& padding) {
+  const bool is_whole = span.num_slots == kLanes && tile.vdim == tile.padded_vdim;
+  const bool is_read_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRowsAtOnce;
+  if (is_whole && is_read_once)
+    attend_span(tile, span);
+  else
+    attend_span(tile, padding.copy(span, tile));
+}
 
 // Blocks lie anywhere, so the hardware does not foresee the next one.
 template <typename T>
@@ -223,7 +270,7 @@ template <typename T>
 // Spans begin with a block or a section, and every 16 positions from there on.
 template <typename T>
 void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
-                    Positions positions, Padding<T>& padding) {
+                    Positions positions, Padding& padding) {
   const int size = layer.block_size;
   const int last = std::min(tile.position[tile.num_rows - 1], positions.end - 1);
   const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
@@ -241,11 +288,10 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
     const int64_t head = head_in(block);
     if (offset == 0 && block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
     const int count = std::min(last - base + 1, num_slots);
-    Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
+    const Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
                  static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
                  size, tile.vdim, base, num_slots, count};
-    padding.pad(span, tile);
-    attend_span(tile, span);
+    attend_any_span(tile, span, padding);
     if ((base + count) % kSectionSlots == 0) tile.end_section();
   }
 }
@@ -254,7 +300,7 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
 template <typename T>
 class Head {
  public:
-  Head(Tile& tile, Padding<T>& padding, const Layer& layer, const Step& step, int kv_head,
+  Head(Tile& tile, Padding& padding, const Layer& layer, const Step& step, int kv_head,
        const Rows& query, const Rows& value, float scale)
       : tile_(tile),
         padding_(padding),
@@ -309,7 +355,7 @@ class Head {
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
-    attend_context(tile_, layer_, step_, segment, kv_head_, piece.positions(), padding_);
+    attend_context<T>(tile_, layer_, step_, segment, kv_head_, piece.positions(), padding_);
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
       const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
@@ -321,7 +367,7 @@ class Head {
   }
 
   Tile& tile_;
-  Padding<T>& padding_;
+  Padding& padding_;
   const Layer& layer_;
   const Step& step_;
   const int kv_head_, per_kv_;
@@ -336,7 +382,7 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   store<T>(team, layer, step, key, value);
   team.barrier();
   static thread_local Tile tile;
-  static thread_local Padding<T> padding;
+  static thread_local Padding padding;
   tile.dim = layer.head_dim;
   tile.vdim = layer.value_head_dim;
   tile.padded_vdim = padded_dim(layer);

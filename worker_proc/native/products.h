@@ -114,15 +114,6 @@ template <typename T, int R, int P, class W>
 constexpr int kMostRows = 3;
 constexpr bool kHasManyRegisters = false;
 
-// A part of a vector, which fits into a register: the compiler keeps larger ones in memory.
-#ifdef __AVX2__
-constexpr int kPartLanes = 8;
-#else
-constexpr int kPartLanes = 4;
-#endif
-typedef float Part __attribute__((vector_size(4 * kPartLanes), aligned(4)));
-typedef uint32_t PartBits __attribute__((vector_size(4 * kPartLanes), aligned(4), may_alias));
-
 // Codes of weights have no sign, those of rows do.
 inline PartBits add_coded(PartBits sum, Unit unit, PartBits weights) {
 #ifdef __AVX2__
@@ -156,7 +147,6 @@ inline Part add_product(Part sum, Unit unit, PartBits weights) {
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
                                                 SumsOf<T> (&sums)[R][P]) {
-  constexpr int kParts = kLanes / kPartLanes;
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
   Part parts[R][P * kParts];
 #pragma GCC unroll 32

@@ -22,6 +22,21 @@ typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
 
+// What a register holds of a Vec. The compiler keeps larger vectors in memory where a loop changes
+// them, so that sums are made of parts.
+#if defined(__AVX512F__)
+constexpr int kPartLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kPartLanes = 8;
+#else
+constexpr int kPartLanes = 4;
+#endif
+constexpr int kParts = kLanes / kPartLanes;
+typedef float Part __attribute__((vector_size(4 * kPartLanes), aligned(4)));
+typedef int32_t PartInt __attribute__((vector_size(4 * kPartLanes), aligned(4)));
+typedef uint32_t PartBits __attribute__((vector_size(4 * kPartLanes), aligned(4), may_alias));
+typedef uint16_t PartHalf __attribute__((vector_size(2 * kPartLanes), aligned(2)));
+
 struct Bf16 {
   uint16_t bits;
 };
@@ -45,6 +60,30 @@ inline Vec widen(VecHalf v) { return (Vec)(__builtin_convertvector(v, VecBits) <
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline Vec load(const Bf16* p) { return widen(*reinterpret_cast<const VecHalf*>(p)); }
+
+inline Part part_at(const float* p) { return *reinterpret_cast<const Part*>(p); }
+inline Part part_at(const Bf16* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (Part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);  // the compiler takes two steps
+#else
+  const PartHalf half = *reinterpret_cast<const PartHalf*>(p);
+  return (Part)(__builtin_convertvector(half, PartBits) << 16);
+#endif
+}
+
+// Whether a lane is greater than the bound, or not a number.
+inline bool exceeds(Part v, Part bound) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, (__m512)bound, _CMP_NLE_UQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, (__m256)bound, _CMP_NLE_UQ)) != 0;
+#else
+  bool any = false;
+  for (int lane = 0; lane < kPartLanes; lane++) any |= !(v[lane] <= bound[lane]);
+  return any;
+#endif
+}
 
 inline Vec splat(float x) { return x - Vec{}; }
 
@@ -88,22 +127,34 @@ inline void save(Vec v, Bf16* p, int count) {
   std::memcpy(p, &half, count * sizeof(Bf16));
 }
 
-inline Vec exp_of(Vec x) {
-  x = x < -87.0f ? splat(-87.0f) : x;
-  VecInt n = __builtin_convertvector(x * 1.44269504f - 0.5f, VecInt);  // x <= 0: rounds to nearest
-  Vec whole = __builtin_convertvector(n, Vec);
-  Vec r = x - whole * 0.693359375f;
+// Applies f to each part.
+template <class F>
+inline Vec by_parts(Vec v, const F& f) {
+  Part parts[kParts];
+  std::memcpy(parts, &v, sizeof v);
+  for (Part& part : parts) part = f(part);
+  std::memcpy(&v, parts, sizeof v);
+  return v;
+}
+
+// For x <= 0; as for -87 where x is less.
+inline Part exp_of_part(Part x) {
+  x = x < -87.0f ? Part{} - 87.0f : x;
+  // Truncates, which rounds to the nearest whole number below zero.
+  const PartInt n = __builtin_convertvector(x * 1.44269504f - 0.5f, PartInt);
+  const Part whole = __builtin_convertvector(n, Part);
+  Part r = x - whole * 0.693359375f;
   r = r + whole * 2.12194440e-4f;
-  Vec y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
+  Part y = r * 1.9875691500e-4f + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  VecInt power = (n + 127) << 23;
-  return y * (Vec)power;
+  return y * (Part)((n + 127) << 23);
 }
+
+inline Vec exp_of(Vec x) { return by_parts(x, exp_of_part); }
 
 inline Vec tanh_of(Vec x) {
   Vec size = x < 0.0f ? -x : x;
