@@ -82,11 +82,11 @@ struct Rounding {
 };
 
 // The upper halves of two values, side by side: two bfloat16 values.
-inline VecBits high_halves(VecBits first, VecBits second) {
+inline PartBits high_halves(PartBits first, PartBits second) {
 #ifdef __AVX512BW__
   const VecBits bytes = VecBits{} + 0x3020302;
   const VecBits by_lane = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
-  return (VecBits)_mm512_mask_shuffle_epi8((__m512i)second, 0x3333333333333333,
+  return (PartBits)_mm512_mask_shuffle_epi8((__m512i)second, 0x3333333333333333,
                                            (__m512i)first, (__m512i)(bytes + by_lane * 0x1010101));
 #else
   return first >> 16 | (second & 0xffff0000u);
@@ -108,10 +108,10 @@ struct Int8 {
     return float_of((bits_of(std::fabs(rounding.greatest()) / kMost) & -kLast) | kLast);
   }
 
-  // Pairs of rounded values.
-  static VecBits joined(Vec first, Vec second) {
+  // The upper halves are the products, rounded.
+  static PartBits rounded(Part products) {
     constexpr uint32_t kHalf = 0x8000;
-    return high_halves((VecBits)first + kHalf, (VecBits)second + kHalf);
+    return (PartBits)products + kHalf;
   }
 };
 
@@ -139,9 +139,7 @@ struct Int4 {
     }
   }
 
-  static VecBits joined(Vec first, Vec second) {
-    return high_halves((VecBits)first, (VecBits)second);
-  }
+  static PartBits rounded(Part products) { return (PartBits)products; }
 };
 
 // The codes of a tile, plus half of their range: [words][outputs], with as many codes of an output
@@ -163,16 +161,18 @@ struct CodedTile {
   }
 
   [[gnu::noinline]] static void unpack(const uint8_t* tile, Vec scales, Unit* units) {
-    const Products products(scales);
-    for (const Unit* end = units + kTile; units < end; tile += 4 * kLanes) {
-      VecBits words = *reinterpret_cast<const VecBits*>(tile);
-      for (int part = 0; part < 2; part++) {
-        for (int k = 0; k < Products::kCount; k += 2, units += kLanes)
-          *reinterpret_cast<VecBits*>(units) =
-              Code::joined(products(words, k), products(words, k + 1));
-        words = words >> 16 | words << 16;
-      }
-    }
+    for_pairs(tile, scales, [&](int64_t place, PartBits first, PartBits second) {
+      *reinterpret_cast<PartBits*>(units + place) = high_halves(first, second);
+    });
+  }
+
+  // The same as float32, [inputs][kPairOutputs].
+  [[gnu::noinline]] static void widen(const uint8_t* tile, Vec scales, Unit* inputs) {
+    for_pairs(tile, scales, [&](int64_t place, PartBits first, PartBits second) {
+      Unit* to = inputs + place / kLanes * 2 * kPairOutputs + place % kLanes;
+      *reinterpret_cast<PartBits*>(to) = first & 0xffff0000u;
+      *reinterpret_cast<PartBits*>(to + kPairOutputs) = second & 0xffff0000u;
+    });
   }
 
  private:
@@ -181,15 +181,17 @@ struct CodedTile {
    public:
     static constexpr int kCount = 16 / kBits;
 
-    explicit Products(Vec scales) : scales_(scales) {
+    explicit Products(Part scales) : scales_(scales) {
       for (int k = 0; k < kCount; k++) offsets_[k] = scales * -(size_of(k) + kZero);
     }
 
-    Vec operator()(VecBits words, int k) const {
-      const VecBits mask = VecBits{} + (((1u << kBits) - 1) << (kRotation + kBits * k));
-      const Vec code = (Vec)((words & mask) | (VecBits)splat(size_of(k)));
-#ifdef __AVX512F__
-      return (Vec)_mm512_fmadd_ps((__m512)code, (__m512)scales_, (__m512)offsets_[k]);
+    Part operator()(PartBits words, int k) const {
+      const PartBits mask = PartBits{} + (((1u << kBits) - 1) << (kRotation + kBits * k));
+      const Part code = (Part)((words & mask) | bits_of(size_of(k)));
+#if defined(__AVX512F__)
+      return (Part)_mm512_fmadd_ps((__m512)code, (__m512)scales_, (__m512)offsets_[k]);
+#elif defined(__FMA__)
+      return (Part)_mm256_fmadd_ps((__m256)code, (__m256)scales_, (__m256)offsets_[k]);
 #else
       return (code - (size_of(k) + kZero)) * scales_;
 #endif
@@ -199,8 +201,27 @@ struct CodedTile {
     // A float of this size changes by 1 where the lowest bit of code k lies.
     static constexpr float size_of(int k) { return 65536 >> kBits * k; }
 
-    Vec scales_, offsets_[kCount];
+    Part scales_, offsets_[kCount];
   };
+
+  // Calls f(place of a part in the tile of units, its lower and its upper values).
+  template <class F>
+  [[gnu::always_inline]] static void for_pairs(const uint8_t* tile, Vec scales, const F& f) {
+    Part parts[kParts];
+    std::memcpy(parts, &scales, sizeof scales);
+    for (int p = 0; p < kParts; p++) {
+      const Products products(parts[p]);
+      const Unit* from = reinterpret_cast<const Unit*>(tile) + p * kPartLanes;
+      for (int64_t place = p * kPartLanes; place < kTile; from += kLanes) {
+        PartBits words = *reinterpret_cast<const PartBits*>(from);
+        for (int half = 0; half < 2; half++) {
+          for (int k = 0; k < Products::kCount; k += 2, place += kLanes)
+            f(place, Code::rounded(products(words, k)), Code::rounded(products(words, k + 1)));
+          words = words >> 16 | words << 16;
+        }
+      }
+    }
+  }
 };
 
 // Weights as codes, [outputs / 32][tiles][2 panels][tile].
@@ -236,11 +257,23 @@ struct CodedPanels {
 
   // The tile from a unit on, made in `space`.
   const Unit* tile(int64_t pair, int half, int64_t unit, Unit* space) const {
+    const uint8_t* at = fetched_tile(pair, half, unit);
+    CodedTile<Code>::unpack(at, load(scales + scales_at(pair, half, unit)), space);
+    return space;
+  }
+
+  // The same as float32, [inputs][kPairOutputs].
+  void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+    const uint8_t* at = fetched_tile(pair, half, unit);
+    CodedTile<Code>::widen(at, load(scales + scales_at(pair, half, unit)), inputs);
+  }
+
+ private:
+  const uint8_t* fetched_tile(int64_t pair, int half, int64_t unit) const {
     const uint8_t* at = codes + tile_at(pair, half, unit);
     for (int64_t i = 0; i < CodedTile<Code>::kBytes; i += kLine)
       __builtin_prefetch(at + kCodesAhead + i);
-    CodedTile<Code>::unpack(at, load(scales + scales_at(pair, half, unit)), space);
-    return space;
+    return at;
   }
 };
 
