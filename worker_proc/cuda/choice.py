@@ -16,8 +16,8 @@ from protocol.sampling import SamplingParams
 from worker_proc.cuda.choice_kernels import NOT_FINITE, NUM_COLUMNS, choose_kernel
 from worker_proc.grammar.masks import RowMasks
 from worker_proc.inputs import to_device
-from worker_proc.sampling.logit_edits import SamplingRow, edited_scores
-from worker_proc.sampling.torch_choice import confine
+from worker_proc.sampling.edited_rows import edit_rows
+from worker_proc.sampling.logit_edits import SamplingRow
 
 MOST_NEAR = 2**14
 """Tokens near the best one of which a list is made; a row with more is searched as a whole."""
@@ -90,11 +90,12 @@ class TritonChoice:
         places = to_device([*range(len(rows)), *(row.num_tokens for row in rows)], logits.device)
         order, positions = places.int().split(len(rows))
         chosen = choose(logits, parameters, order, positions)
-        for part, scores, is_lost in self._edited(logits, rows, masks):
-            index = to_device(part, logits.device)
-            edited = choose(scores, parameters, order[index], positions[index])
+        for part, part_masks in self._parts_to_edit(rows, masks):
+            edited = edit_rows(logits, rows, part, part_masks, self._eos_token_ids)
+            index = edited.places
+            found = choose(edited.scores, parameters, order[index], positions[index])
             # Where no token is possible, the best one of the raw logits is taken.
-            best = torch.where(is_lost, logits[index].max(dim=-1).indices, edited)
+            best = torch.where(edited.is_lost, logits[index].max(dim=-1).indices, found)
             is_finite = chosen[index] != NOT_FINITE.value
             chosen[index] = torch.where(is_finite, best, chosen[index])
         token_ids = chosen.tolist()
@@ -103,24 +104,13 @@ class TritonChoice:
             token_ids[row] = 0
         return token_ids, lost
 
-    def _edited(
-        self, logits: Tensor, rows: Sequence[SamplingRow], masks: RowMasks | None
-    ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-        """Yield rows with edits or masks, their scores, and in which of them none is possible."""
+    def _parts_to_edit(
+        self, rows: Sequence[SamplingRow], masks: RowMasks | None
+    ) -> Iterator[tuple[list[int], RowMasks | None]]:
+        """Yield rows with masks, then those with edits alone, as many as are edited at a time."""
         masked = [i for i in range(len(rows)) if masks is not None and i in masks]
         is_masked = set(masked)
         unmasked = [i for i, row in enumerate(rows) if row.edits_scores and i not in is_masked]
-        for members in (masked, unmasked):
+        for members, member_masks in ((masked, masks), (unmasked, None)):
             for start in range(0, len(members), self._chunk_rows):
-                part = members[start : start + self._chunk_rows]
-                part_rows = [rows[i] for i in part]
-                part_logits = logits[to_device(part, logits.device)]
-                allowed = None
-                if members is masked and masks is not None:
-                    allowed = masks.allowed(part, logits.device)
-                scores = edited_scores(part_logits, part_rows, self._eos_token_ids, allowed)
-                if allowed is not None:
-                    is_lost = confine(scores, allowed)
-                else:
-                    is_lost = scores.amax(dim=-1).isneginf()
-                yield part, scores.masked_fill_(is_lost[:, None], 0.0), is_lost
+                yield members[start : start + self._chunk_rows], member_masks

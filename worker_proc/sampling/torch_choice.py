@@ -1,15 +1,15 @@
 """Chooses tokens with torch, on any device: rows that choose in the same way form a group."""
 
 import enum
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from worker_proc.grammar.masks import RowMasks
+from worker_proc.sampling.edited_rows import edit_rows
 from worker_proc.sampling.inverse_cdf import Filters, sample_full, sample_top_k
-from worker_proc.sampling.logit_edits import SamplingRow, edited_scores
+from worker_proc.sampling.logit_edits import SamplingRow
 from worker_proc.sampling.philox import draw
 
 _SMALL_TOP_K = 128
@@ -66,21 +66,11 @@ class TorchChoice:
         for (path, is_masked), members in groups.items():
             for start in range(0, len(members), self._chunk_rows):
                 part = members[start : start + self._chunk_rows]
-                index = torch.tensor(part, device=logits.device)
-                part_rows = [rows[i] for i in part]
-                allowed = None
-                if is_masked and masks is not None:
-                    allowed = masks.allowed(part, logits.device)
-                part_logits = logits.index_select(0, index)
-                scores = edited_scores(part_logits, part_rows, self._eos_token_ids, allowed)
-                if allowed is not None:
-                    is_lost = confine(scores, allowed)
-                else:
-                    is_lost = scores.amax(dim=-1).isneginf()
-                if is_lost.any():
-                    scores[is_lost] = 0.0
-                chosen = _sample(path, scores, part_rows)
-                token_ids[index] = torch.where(is_lost, token_ids[index], chosen)
+                part_masks = masks if is_masked else None
+                edited = edit_rows(logits, rows, part, part_masks, self._eos_token_ids)
+                chosen = _sample(path, edited.scores, [rows[i] for i in part])
+                before = token_ids[edited.places]
+                token_ids[edited.places] = torch.where(edited.is_lost, before, chosen)
 
     def _path(self, row: SamplingRow) -> _Path:
         params = row.sampling_params
@@ -89,22 +79,6 @@ class TorchChoice:
         if 0 < params.top_k < self._vocab_size:
             return _Path.SMALL_TOP_K if params.top_k <= _SMALL_TOP_K else _Path.LARGE_TOP_K
         return _Path.TOP_P if params.top_p < 1.0 else _Path.FULL
-
-
-def confine(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Ban the tokens that are not allowed, in place; returns the rows in which none is possible.
-
-    Where edits ban all that is allowed, each of these tokens is equally likely: so a grammar that
-    has come to its end ends, whatever min_tokens is.
-    """
-    scores.masked_fill_(~allowed, -math.inf)
-    is_lost = scores.amax(dim=-1).isneginf()
-    if is_lost.any():
-        scores[is_lost] = torch.zeros_like(scores[is_lost]).masked_fill_(
-            ~allowed[is_lost], -math.inf
-        )
-        is_lost = ~allowed.any(dim=-1)
-    return is_lost
 
 
 def _sample(path: _Path, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
