@@ -10,11 +10,11 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_bitwise import CONFIGS, load
-from worker_proc.attention import backends
 from worker_proc.calibration import exactness
 from worker_proc.loading import fused
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
+from worker_proc.startup import parts
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -36,7 +36,7 @@ def reason_of(runner: ModelRunner) -> str:
 
 def test_plain_attention_is_declared(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(llama, "float32").facts.exact_resume
-    monkeypatch.setattr(backends, "can_attend", lambda *args: False)
+    monkeypatch.setattr(parts, "can_attend", lambda *args: False)
     assert "plain attention" in reason_of(load(llama, "float32"))
 
 

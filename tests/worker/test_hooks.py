@@ -22,18 +22,18 @@ from tests.worker.test_bitwise import (
     make_texts,
 )
 from worker_proc import model_runner
-from worker_proc.calibration.calibrate import calibrate
 from worker_proc.calibration.self_check import compute_stepwise
 from worker_proc.decoder.hooks import Hook, HookPoint, Projection, When
 from worker_proc.decoder.install import install, layer_modules, read_layers
 from worker_proc.decoder.stack import DecoderStack, replace_forwards
-from worker_proc.kv.model_layout import make_layout
 from worker_proc.loading.layer_executor import Angles
 from worker_proc.loading.packed_linear import make_linear
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.startup.calibrate import calibrate
 from worker_proc.startup.load_runner import build_runner
+from worker_proc.startup.parts import make_layout
 from worker_proc.startup.prepare import prepare_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

@@ -23,8 +23,8 @@ from tests.worker.test_parity import (
     make_runner,
 )
 from worker_proc.errors import InsufficientMemory
-from worker_proc.kv.model_layout import count_host_blocks
 from worker_proc.mirror import MirrorError
+from worker_proc.startup.parts import count_host_blocks
 
 WINDOWED = [a for a in ARCHITECTURES if a.name in {"mistral_window", "gemma2", "gemma3"}]
 LLAMA, GEMMA3 = ARCHITECTURES[0], WINDOWED[-1]

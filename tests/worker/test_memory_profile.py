@@ -8,12 +8,10 @@ from transformers import MistralConfig
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
 from tests.worker.checkpoints import SHAPE, VOCAB_SIZE, WINDOW, build_checkpoint
-from worker_proc.attention.backends import make_backend
 from worker_proc.calibration import memory
 from worker_proc.inputs import StepInputs
-from worker_proc.kv.model_layout import make_layout
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.sampling.samplers import make_sampler
+from worker_proc.startup.parts import make_backend, make_layout, make_sampler
 from worker_proc.startup.prepare import prepare_model
 
 LONGEST, NUM_TOKENS, NUM_SEQS = 100, 64, 5

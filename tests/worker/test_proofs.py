@@ -15,13 +15,12 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.test_bitwise import engine_config
-from worker_proc.calibration import calibrate
 from worker_proc.loading import fused, loader
 from worker_proc.loading import quantization as quantization_settings
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
-from worker_proc.startup import prepare
+from worker_proc.startup import calibrate, prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from worker_proc.calibration.calibrate import Calibration
 from worker_proc.calibration.exactness import Exactness
+from worker_proc.startup.calibrate import Calibration
 from worker_proc.startup.shared_model import SharedCalibration
 
 FOUND = Calibration(Exactness(False, "the reason"), 2.5)

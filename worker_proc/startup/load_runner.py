@@ -7,34 +7,34 @@ import torch
 
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
-from worker_proc.attention.backends import make_backend
 from worker_proc.attention.interface import AttentionBackend
-from worker_proc.calibration.calibrate import Calibration, calibrate
 from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.decoder.install import install
 from worker_proc.drafting.draft_model import DraftModel, num_spare_blocks
 from worker_proc.forward import attach_cache
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.kv.model_layout import (
-    block_bytes_of,
-    count_host_blocks,
-    make_draft_layout,
-    make_layout,
-)
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
-from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.sampling.samplers import make_device_sampler, make_sampler
+from worker_proc.startup.calibrate import Calibration, calibrate
+from worker_proc.startup.parts import (
+    block_bytes_of,
+    count_host_blocks,
+    make_backend,
+    make_device_sampler,
+    make_draft_layout,
+    make_graphs,
+    make_layout,
+    make_sampler,
+)
 from worker_proc.startup.prepare import prepare_model
 
 if TYPE_CHECKING:
-    from worker_proc.cuda.device_sampler import DeviceSampler
-    from worker_proc.cuda.graphs import DecodeGraphs
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -183,30 +183,3 @@ def num_all_spare_blocks(config: EngineConfig) -> int:
     scheduler = config.scheduler
     per_request = num_spare_blocks(config.cache.block_size, scheduler.num_speculative_tokens)
     return scheduler.max_num_seqs * per_request
-
-
-def make_graphs(
-    loaded: LoadedModel,
-    backend: AttentionBackend,
-    sampler: "DeviceSampler | None",
-    facts: ModelFacts,
-    config: EngineConfig,
-) -> "DecodeGraphs | None":
-    """Return the captured decodes, where Triton attends; None: every step is launched anew."""
-    if sampler is None or config.worker.enforce_eager:
-        return None
-    from worker_proc.cuda.backend import TritonBackend
-    from worker_proc.cuda.graphs import DecodeGraphs
-
-    assert isinstance(backend, TritonBackend)
-    graphs = DecodeGraphs(
-        loaded.model,
-        backend,
-        sampler,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        vocab_size=facts.vocab_size,
-    )
-    graphs.capture()
-    return graphs

@@ -10,18 +10,17 @@ import msgspec
 import torch
 
 from protocol.config import EngineConfig
-from worker_proc.attention.backends import make_backend
-from worker_proc.calibration.calibrate import Calibration, calibrate
 from worker_proc.calibration.self_check import num_blocks_needed
 from worker_proc.cuda.device import resolve_device
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.kv.model_layout import make_draft_layout, make_layout
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ReportProgress, RunnerFactory
+from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.load_runner import build_runner
+from worker_proc.startup.parts import make_backend, make_draft_layout, make_layout
 from worker_proc.startup.prepare import prepare_model
 
 _LENGTH_BYTES = 4

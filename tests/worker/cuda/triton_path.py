@@ -2,12 +2,10 @@
 
 import pytest
 
-from worker_proc.attention import backends
-from worker_proc.sampling import samplers
-from worker_proc.startup import prepare
+from worker_proc.startup import parts, prepare
 
 
 def set_uses_triton(patch: pytest.MonkeyPatch, answer: bool) -> None:
     """Let the parts of a runner be made as on a device that uses Triton, or as on another one."""
-    for module in (backends, samplers, prepare):
+    for module in (parts, prepare):
         patch.setattr(module, "uses_triton", lambda _: answer)

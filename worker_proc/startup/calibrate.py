@@ -5,18 +5,17 @@ from typing import NamedTuple
 import torch
 
 from protocol.config import EngineConfig, NativeDecoder
-from worker_proc.attention.backends import make_backend
 from worker_proc.calibration.exactness import Exactness, check_exactness
 from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.install import decoding, find_settings, uninstall
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.forward import attach_cache
-from worker_proc.kv.model_layout import block_bytes_of, make_draft_layout, make_layout
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states
+from worker_proc.startup.parts import block_bytes_of, make_backend, make_draft_layout, make_layout
 
 
 class Calibration(NamedTuple):

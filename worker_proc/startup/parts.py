@@ -1,0 +1,134 @@
+"""The parts of a runner, chosen for a model and its device."""
+
+from typing import TYPE_CHECKING
+
+from protocol.config import EngineConfig
+from protocol.core_worker import ModelFacts
+from worker_proc.attention.interface import AttentionBackend
+from worker_proc.attention.native import NativeBackend, can_attend
+from worker_proc.attention.sdpa import Rule, SdpaBackend
+from worker_proc.cuda.device import uses_triton
+from worker_proc.errors import InsufficientMemory
+from worker_proc.kv import kv_tensors
+from worker_proc.kv.kv_groups import KVLayout, lay_out
+from worker_proc.loading.host_limits import available_memory
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.native.kernels import NativeLibrary
+from worker_proc.sampling.sampler import MakeChoice, Sampler
+
+if TYPE_CHECKING:
+    from worker_proc.cuda.device_sampler import DeviceSampler
+    from worker_proc.cuda.graphs import DecodeGraphs
+
+
+def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
+    """Group the layers that share block tables."""
+    return _lay_out(loaded, config, hybrid=config.cache.enable_hybrid_kv_cache)
+
+
+def make_draft_layout(draft: LoadedModel, config: EngineConfig) -> KVLayout:
+    """Put all layers in one group, which follows the tables of one group of the model."""
+    return _lay_out(draft, config, hybrid=False)
+
+
+def _lay_out(loaded: LoadedModel, config: EngineConfig, *, hybrid: bool) -> KVLayout:
+    return lay_out(
+        [layer.spec for layer in loaded.layers],
+        config.cache.block_size,
+        config.scheduler.max_num_batched_tokens,
+        config.model.max_model_len or loaded.model_len,
+        hybrid,
+    )
+
+
+def block_bytes_of(loaded: LoadedModel, layout: KVLayout) -> int:
+    """Return the bytes of one block in all tensors of a group."""
+    specs = [loaded.layers[index].spec for index in layout.tensor_layers]
+    return kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
+
+
+def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
+    """Return the number of blocks that the swap space holds; it must fit in free memory."""
+    free = available_memory()
+    if swap_space_bytes > free:
+        raise InsufficientMemory(
+            f"swap_space_bytes {swap_space_bytes} is more than the {free} bytes of free memory"
+        )
+    return swap_space_bytes // block_bytes
+
+
+def make_backend(
+    loaded: LoadedModel, layout: KVLayout, library: NativeLibrary | None
+) -> AttentionBackend:
+    """Return the backend whose kernels cover the layers, else the portable one."""
+    specs = [layer.spec for layer in loaded.layers]
+    if library is not None and can_attend(specs, loaded.dtype, loaded.device):
+        windows = [group.window for group in layout.groups]
+        return NativeBackend(library, layout.block_size, loaded.dtype, specs, windows)
+    if uses_triton(loaded.device):
+        from worker_proc.cuda.backend import TritonBackend, can_attend_by_triton
+
+        if can_attend_by_triton(specs):
+            return TritonBackend(specs, len(layout.groups), layout.block_size, loaded.device)
+    rules = {
+        Rule(number, specs[index].window)
+        for number, group in enumerate(layout.groups)
+        for index in group.layers
+    }
+    return SdpaBackend(rules, layout.block_size, loaded.dtype, loaded.device)
+
+
+def make_sampler(
+    loaded: LoadedModel, library: NativeLibrary | None, like: ModelFacts | None = None
+) -> Sampler:
+    """Return what samples a model's logits on its device; `like` may have other tokens."""
+    tokens = loaded if like is None else like
+    make_choice: MakeChoice | None = None
+    if uses_triton(loaded.device):
+        from worker_proc.cuda.choice import TritonChoice
+
+        make_choice = TritonChoice
+    return Sampler(tokens.vocab_size, tokens.eos_token_ids, loaded.device, library, make_choice)
+
+
+def make_device_sampler(
+    loaded: LoadedModel, backend: AttentionBackend, config: EngineConfig
+) -> "DeviceSampler | None":
+    """Return what samples without the host, where Triton attends; None: the host takes part."""
+    if not uses_triton(loaded.device):
+        return None
+    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.device_sampler import DeviceSampler
+    from worker_proc.cuda.graphs import MAX_SIZE
+
+    if not isinstance(backend, TritonBackend):
+        return None
+    max_num_rows = max(config.scheduler.max_num_seqs, MAX_SIZE)
+    return DeviceSampler(backend, loaded.vocab_size, max_num_rows)
+
+
+def make_graphs(
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    sampler: "DeviceSampler | None",
+    facts: ModelFacts,
+    config: EngineConfig,
+) -> "DecodeGraphs | None":
+    """Return the captured decodes, where Triton attends; None: every step is launched anew."""
+    if sampler is None or config.worker.enforce_eager:
+        return None
+    from worker_proc.cuda.backend import TritonBackend
+    from worker_proc.cuda.graphs import DecodeGraphs
+
+    assert isinstance(backend, TritonBackend)
+    graphs = DecodeGraphs(
+        loaded.model,
+        backend,
+        sampler,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=facts.max_model_len,
+        block_size=facts.block_size,
+        vocab_size=facts.vocab_size,
+    )
+    graphs.capture()
+    return graphs
