@@ -15,8 +15,8 @@ from tests.system.test_standby import pid_of, wait_for
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from worker_proc.native.build import build, compiler
 
-MAX_TOKENS = 1200
-"""A second of steps, so that both deaths come long before the end."""
+MAX_TOKENS = 500
+"""Half a second of steps at least, so that both deaths come before the end."""
 PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
 

@@ -45,9 +45,9 @@ def run(numbers: list[int], **settings: Any) -> tuple[dict[int, list[int]], int]
     [
         {"dtype": "float32"},
         {"dtype": "bfloat16"},
-        {"dtype": "bfloat16", "quantization": "w8a16"},
         {"dtype": "bfloat16", "quantization": "w4a16"},
-        {"dtype": "bfloat16", "quantization": "w8a8"},
+        pytest.param({"dtype": "bfloat16", "quantization": "w8a16"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "quantization": "w8a8"}, marks=pytest.mark.slow),
     ],
     ids=lambda computed: "-".join(computed.values()),
 )

@@ -313,7 +313,8 @@ print(json.dumps({"forked": forked, "cold": tokens(make_runner(config, quiet))})
     ("dtype", "quantization"),
     [
         *(("float32", "none"), ("bfloat16", "none")),
-        *(("bfloat16", "w8a16"), ("bfloat16", "w4a16"), ("bfloat16", "w8a8")),
+        *(("bfloat16", "w4a16"), ("bfloat16", "w8a8")),
+        pytest.param("bfloat16", "w8a16", marks=pytest.mark.slow),
     ],
 )
 def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(

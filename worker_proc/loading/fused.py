@@ -32,7 +32,7 @@ NUM_TRIAL_ROWS = 5
 NUM_MIXTURE_ROWS = 64
 MIXTURE_QUANTILE = 0.9
 """Share of the rows of a mixture of experts that must agree: where two experts' logits are equal
-within their rounding, a row may go to the other one, or weigh them otherwise."""
+within their rounding, a row may go to the other one, or weight them differently."""
 NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 """Relative to the largest value: another order of a sum, and one rounding."""

@@ -131,8 +131,10 @@ def can_pack(dtype: torch.dtype, device: torch.device, library: NativeLibrary | 
         return False
     if library is not None:
         return True
+    if not torch.backends.mkldnn.is_available():
+        return False
     has_bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.backends.mkldnn.is_available() and (dtype != torch.bfloat16 or has_bf16)
+    return dtype != torch.bfloat16 or has_bf16
 
 
 def pack_linears(

@@ -125,7 +125,7 @@ void score(Tile& tile, int first, const Span<T>& span) {
   float highest = kNegInf;
   for (const Part& part : scores)
     for (int lane = 0; lane < kPartLanes; lane++) highest = std::max(highest, part[lane]);
-  if (!(highest > tile.top[r])) return;  // a score is not a number, nor is any weight then
+  if (!(highest > tile.top[r])) return;  // some score is NaN, and none is higher than the top
   if (tile.top[r] != kNegInf) {
     const float factor = Exponential()(tile.top[r] - highest);
     float* out = tile.out + r * tile.padded_vdim;
@@ -138,14 +138,15 @@ void score(Tile& tile, int first, const Span<T>& span) {
 // Turns a row's scores into weights; false where it sees none of the keys.
 inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   float* const weights = tile.weight[r];
+  const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - first_position;
+  const int end = std::min(tile.position[r] - first_position + 1, num_slots);
+  if (end <= 0 || low >= kLanes) return false;
   if (tile.softcap > 0) {
     const Vec capped = tanh_of(load(weights) * (1.0f / tile.softcap)) * tile.softcap;
     save(capped, weights, kLanes);
   }
   Part s[kParts];
   for (int p = 0; p < kParts; p++) s[p] = part_at(weights + p * kPartLanes);
-  const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - first_position;
-  const int end = std::min(tile.position[r] - first_position + 1, num_slots);
   if (low > 0 || end < kLanes)
     for (int p = 0; p < kParts; p++)
       for (int i = 0; i < kPartLanes; i++) {
@@ -221,16 +222,17 @@ void attend_span(Tile& tile, const Span<T>& span) {
   attend_last_rows<T, kRowsAtOnce - 1>(tile, first, span);
 }
 
-// Room for the floats of a span: of one that is not in whole vectors, or that several passes read.
-struct Padding {
+// A float32 copy of a span, for one that is not in whole vectors or that several passes read.
+struct SpanCopy {
   alignas(64) float keys[kMaxDim * kLanes];
   alignas(64) float values[kMaxDim * kLanes];
 
   template <typename T>
-  Span<float> copy(const Span<T>& span, const Tile& tile) {
+  Span<float> take(const Span<T>& span, const Tile& tile) {
     copy_rows(span.keys, span.key_stride, tile.dim, span.num_slots, keys, kLanes);
     copy_rows(span.values, span.value_stride, span.count, tile.vdim, values, tile.padded_vdim);
-    return {keys, values, kLanes, tile.padded_vdim, span.first_position, span.num_slots, span.count};
+    return {keys,           values,     kLanes, tile.padded_vdim, span.first_position,
+            span.num_slots, span.count};
   }
 
  private:
@@ -249,13 +251,13 @@ struct Padding {
 };
 
 template <typename T>
-void attend_any_span(Tile& tile, const Span<T>& span, Padding& padding) {
+void attend_span_or_copy(Tile& tile, const Span<T>& span, SpanCopy& copy) {
   const bool is_whole = span.num_slots == kLanes && tile.vdim == tile.padded_vdim;
-  const bool is_read_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRowsAtOnce;
-  if (is_whole && is_read_once)
+  const bool widens_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRowsAtOnce;
+  if (is_whole && widens_once)
     attend_span(tile, span);
   else
-    attend_span(tile, padding.copy(span, tile));
+    attend_span(tile, copy.take(span, tile));
 }
 
 // Blocks lie anywhere, so the hardware does not foresee the next one.
@@ -270,7 +272,7 @@ template <typename T>
 // Spans begin with a block or a section, and every 16 positions from there on.
 template <typename T>
 void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
-                    Positions positions, Padding& padding) {
+                    Positions positions, SpanCopy& copy) {
   const int size = layer.block_size;
   const int last = std::min(tile.position[tile.num_rows - 1], positions.end - 1);
   const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
@@ -289,9 +291,9 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
     if (offset == 0 && block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
     const int count = std::min(last - base + 1, num_slots);
     const Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
-                 static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
-                 size, tile.vdim, base, num_slots, count};
-    attend_any_span(tile, span, padding);
+                       static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
+                       size, tile.vdim, base, num_slots, count};
+    attend_span_or_copy(tile, span, copy);
     if ((base + count) % kSectionSlots == 0) tile.end_section();
   }
 }
@@ -300,10 +302,10 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
 template <typename T>
 class Head {
  public:
-  Head(Tile& tile, Padding& padding, const Layer& layer, const Step& step, int kv_head,
+  Head(Tile& tile, SpanCopy& copy, const Layer& layer, const Step& step, int kv_head,
        const Rows& query, const Rows& value, float scale)
       : tile_(tile),
-        padding_(padding),
+        copy_(copy),
         layer_(layer),
         step_(step),
         kv_head_(kv_head),
@@ -355,7 +357,7 @@ class Head {
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
-    attend_context<T>(tile_, layer_, step_, segment, kv_head_, piece.positions(), padding_);
+    attend_context<T>(tile_, layer_, step_, segment, kv_head_, piece.positions(), copy_);
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
       const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
@@ -367,7 +369,7 @@ class Head {
   }
 
   Tile& tile_;
-  Padding& padding_;
+  SpanCopy& copy_;
   const Layer& layer_;
   const Step& step_;
   const int kv_head_, per_kv_;
@@ -382,7 +384,7 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   store<T>(team, layer, step, key, value);
   team.barrier();
   static thread_local Tile tile;
-  static thread_local Padding padding;
+  static thread_local SpanCopy copy;
   tile.dim = layer.head_dim;
   tile.vdim = layer.value_head_dim;
   tile.padded_vdim = padded_dim(layer);
@@ -396,7 +398,7 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   attend_pieces<Exponential>(
       team, layer, step,
       [&](const Piece& piece, int kv_head) {
-        Head<T>(tile, padding, layer, step, kv_head, query, value, scale).attend_piece(piece, write);
+        Head<T>(tile, copy, layer, step, kv_head, query, value, scale).attend_piece(piece, write);
       },
       write);
 }

@@ -255,46 +255,49 @@ Unit* space_for(int64_t num_units) {
 
 #ifndef __AVX512F__
 
-// From as many rows on, widened weights pay.
-template <class W>
-constexpr int kManyRows = W::kAreCodes ? 1 : 6;
+constexpr int kManyRows = 6;                    // from which on widened weights pay
 constexpr int64_t kBlockUnits = 4 * kUnitStep;  // a block of a pair stays in the first cache
 
-// The inputs of units as float32, the lower half of a unit first.
+struct WideRows;
+struct SavedSums;
+
+// Rows as float32, the lower half of a unit first.
 template <typename T>
-inline void widen_units(const Unit* units, int64_t count, Unit* to) {
-  if constexpr (std::is_same<T, float>::value)
-    std::memcpy(to, units, count * sizeof(Unit));
-  else
-    for (int64_t i = 0; i < count; i++) {
-      to[2 * i] = units[i] << 16;
-      to[2 * i + 1] = units[i] & 0xffff0000u;
+UnitRows widened(UnitRows rows, int64_t num_rows, int64_t num_units) {
+  if constexpr (std::is_same<T, float>::value) return rows;
+  const int64_t stride = 2 * num_units;
+  Unit* const wide = space_for<WideRows>(num_rows * stride);
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int64_t i = 0; i < num_units; i++) {
+      const Unit unit = rows.data[r * rows.stride + i];
+      wide[r * stride + 2 * i] = unit << 16;
+      wide[r * stride + 2 * i + 1] = unit & 0xffff0000u;
     }
+  return {wide, stride};
 }
 
 // Units of a pair as float32, [inputs][32].
 template <typename T, class W>
 void widen_block(const W& w, int64_t pair, int64_t first, int64_t count, Unit* to) {
-  alignas(64) Unit space[kTile];
   constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
   for (int64_t unit = 0; unit < count; unit += kUnitStep)
     for (int half = 0; half < 2; half++) {
       Unit* at = to + unit * kInputs * kPairOutputs + half * kLanes;
       if constexpr (W::kAreCodes) {
         w.widen_tile(pair, half, first + unit, at);
-        continue;
-      }
-      const Unit* tile = w.tile(pair, half, first + unit, space);
-      for (int64_t u = 0; u < kUnitStep; u++, tile += kLanes, at += kInputs * kPairOutputs)
-        for (int p = 0; p < kLanes; p += kPartLanes) {
-          const PartBits bits = *reinterpret_cast<const PartBits*>(tile + p);
-          if constexpr (std::is_same<T, float>::value) {
-            *reinterpret_cast<PartBits*>(at + p) = bits;
-          } else {
-            *reinterpret_cast<PartBits*>(at + p) = bits << 16;
-            *reinterpret_cast<PartBits*>(at + kPairOutputs + p) = bits & 0xffff0000u;
+      } else {
+        const Unit* tile = w.tile(pair, half, first + unit, nullptr);
+        for (int64_t u = 0; u < kUnitStep; u++, tile += kLanes, at += kInputs * kPairOutputs)
+          for (int p = 0; p < kLanes; p += kPartLanes) {
+            const PartBits bits = *reinterpret_cast<const PartBits*>(tile + p);
+            if constexpr (std::is_same<T, float>::value) {
+              *reinterpret_cast<PartBits*>(at + p) = bits;
+            } else {
+              *reinterpret_cast<PartBits*>(at + p) = bits << 16;
+              *reinterpret_cast<PartBits*>(at + kPairOutputs + p) = bits & 0xffff0000u;
+            }
           }
-        }
+      }
     }
 }
 
@@ -328,14 +331,12 @@ template <typename T, class W, class Out>
 void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                         int64_t last_pair, const Out& out) {
   constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
-  const int64_t num_rows = last_row - row, num_inputs = w.num_units * kInputs;
-  struct WideRows;
-  struct Sums;
-  Unit* const wide = space_for<WideRows>(num_rows * num_inputs);
-  for (int64_t r = 0; r < num_rows; r++)
-    widen_units<T>(rows.data + (row + r) * rows.stride, w.num_units, wide + r * num_inputs);
-  const float* const inputs = reinterpret_cast<const float*>(wide);
-  float* const sums = reinterpret_cast<float*>(space_for<Sums>(num_rows * kPairOutputs));
+  if (pair == last_pair) return;
+  const int64_t num_rows = last_row - row;
+  const UnitRows given{rows.data + row * rows.stride, rows.stride};
+  const UnitRows wide = widened<T>(given, num_rows, w.num_units);
+  const float* const inputs = reinterpret_cast<const float*>(wide.data);
+  float* const sums = reinterpret_cast<float*>(space_for<SavedSums>(num_rows * kPairOutputs));
   alignas(64) Unit block[kBlockUnits * kInputs * kPairOutputs];
   for (; pair < last_pair; pair++) {
     std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
@@ -347,7 +348,7 @@ void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row
                          : num_rows - r == 2 ? add_block<2>
                                              : add_block<kMostRows>;
         add(reinterpret_cast<const float*>(block), count * kInputs,
-            inputs + r * num_inputs + first * kInputs, num_inputs, sums + r * kPairOutputs);
+            inputs + r * wide.stride + first * kInputs, wide.stride, sums + r * kPairOutputs);
       }
     }
     for (int64_t r = 0; r < num_rows; r++) {
@@ -653,8 +654,10 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
       return multiply_with_tiles<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
 #ifndef __AVX512F__
+  if constexpr (W::kAreCodes)
+    return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
   if constexpr (!std::is_same<T, int8_t>::value)
-    if (last_row - row >= kManyRows<W>)
+    if (last_row - row >= kManyRows)
       return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
   multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out);
@@ -688,9 +691,10 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t num_rows, int64_t pair
 template <typename T, class W, class Out>
 void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
-  const bool unpacks = kHasManyRegisters && W::kAreCodes && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
+  constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
+  const bool unpacks = kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
   const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair) {
-    if constexpr (W::kAreCodes)
+    if constexpr (kCanUnpack)
       if (unpacks) return multiply_unpacked<T>(w, rows, num_rows, pair, last_pair, out);
     multiply_part<T>(w, rows, row, last_row, pair, last_pair, out);
   };

@@ -136,9 +136,10 @@ void for_tokens(const Step& step, int first_item, int num_items, const F& f) {
   }
 }
 
-// Counts the tokens from row `first` on, at most `most`, that one tile may hold. Each value of a
-// tile's last token counts for all of its rows, at a weight of zero for those before it; so a token
-// whose values are not all finite shares no tile with a token before it.
+// Counts the tokens from row `first` on, at most `most`, that one tile may hold. Every row of a tile
+// multiplies the values of all its tokens, by zero for later ones, and zero times NaN is NaN. So a
+// token whose values are not all finite shares no tile with a token before it. Rows whose window has
+// passed such a token may still be NaN, as others of their request are.
 template <typename T>
 int num_tile_tokens(const Layer& layer, const Rows& values, int kv_head, int64_t first, int most) {
   constexpr uint32_t kExponent = 0x7f800000;

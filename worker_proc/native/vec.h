@@ -23,7 +23,7 @@ typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4), may_alias))
 typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
 
 // What a register holds of a Vec. The compiler keeps larger vectors in memory where a loop changes
-// them, so that sums are made of parts.
+// them, so sums are kept in parts.
 #if defined(__AVX512F__)
 constexpr int kPartLanes = 16;
 #elif defined(__AVX2__)
@@ -65,7 +65,7 @@ inline Part part_at(const float* p) { return *reinterpret_cast<const Part*>(p); 
 inline Part part_at(const Bf16* p) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return (Part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);  // the compiler takes two steps
+  return (Part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);  // GCC would widen in two steps
 #else
   const PartHalf half = *reinterpret_cast<const PartHalf*>(p);
   return (Part)(__builtin_convertvector(half, PartBits) << 16);
@@ -137,10 +137,10 @@ inline Vec by_parts(Vec v, const F& f) {
   return v;
 }
 
-// For x <= 0; as for -87 where x is less.
+// For x <= 0. Values below -87 count as -87.
 inline Part exp_of_part(Part x) {
   x = x < -87.0f ? Part{} - 87.0f : x;
-  // Truncates, which rounds to the nearest whole number below zero.
+  // The operand is negative, so truncating after subtracting 0.5 rounds to nearest.
   const PartInt n = __builtin_convertvector(x * 1.44269504f - 0.5f, PartInt);
   const Part whole = __builtin_convertvector(n, Part);
   Part r = x - whole * 0.693359375f;

@@ -190,7 +190,7 @@ struct CodedTile {
       const Part code = (Part)((words & mask) | bits_of(size_of(k)));
 #if defined(__AVX512F__)
       return (Part)_mm512_fmadd_ps((__m512)code, (__m512)scales_, (__m512)offsets_[k]);
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
       return (Part)_mm256_fmadd_ps((__m256)code, (__m256)scales_, (__m256)offsets_[k]);
 #else
       return (code - (size_of(k) + kZero)) * scales_;

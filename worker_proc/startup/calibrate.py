@@ -58,11 +58,11 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         exactness = check_exactness(loaded, backend, layout, stepwise)
         can_swap = config.cache.swap_space_bytes >= block_bytes_of(loaded, layout)
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    draft_settings = calibrate_draft(prepared, config)
+    draft_settings = _calibrate_draft(prepared, config)
     return Calibration(exactness, cost, hidden.size, tuple(settings), tuple(draft_settings))
 
 
-def calibrate_draft(prepared: PreparedModel, config: EngineConfig) -> list[LayerSettings]:
+def _calibrate_draft(prepared: PreparedModel, config: EngineConfig) -> list[LayerSettings]:
     """Check the draft model, if there is one; returns how the native decoder computes it."""
     if prepared.draft is None:
         return []

@@ -1,7 +1,6 @@
 """Makes a runner of a configured checkpoint."""
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,9 +31,6 @@ from worker_proc.startup.parts import (
     make_sampler,
 )
 from worker_proc.startup.prepare import prepare_model
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +74,7 @@ def build_runner(
         sampler,
         swap_cost_tokens=calibration.swap_cost_tokens,
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
-        draft_model=build_draft_model(prepared, config, calibration, facts),
+        draft_model=_build_draft_model(prepared, config, calibration, facts),
         grammars=prepared.grammars,
         device_sampler=device_sampler,
         graphs=graphs,
@@ -105,7 +101,7 @@ def _size_cache(
         )
         draft_block_bytes = block_bytes_of(draft, draft_layout)
         available_bytes = min(available_bytes, draft_bytes)
-        available_bytes -= num_all_spare_blocks(config) * draft_block_bytes
+        available_bytes -= _num_all_spare_blocks(config) * draft_block_bytes
         block_bytes += draft_block_bytes
     size = kv_tensors.size_cache(
         available_bytes=available_bytes,
@@ -153,7 +149,7 @@ def _facts_of(
     )
 
 
-def build_draft_model(
+def _build_draft_model(
     prepared: PreparedModel, config: EngineConfig, calibration: Calibration, facts: ModelFacts
 ) -> DraftModel | None:
     """Allocate the draft model's KV cache, for the blocks of the model and some spare ones."""
@@ -163,7 +159,7 @@ def build_draft_model(
     loaded = own.loaded
     layout = make_draft_layout(loaded, config)
     backend = make_backend(loaded, layout, own.kernels)
-    num_blocks = facts.num_gpu_blocks + num_all_spare_blocks(config)
+    num_blocks = facts.num_gpu_blocks + _num_all_spare_blocks(config)
     pool = attach_cache(loaded, backend, layout, num_blocks)
     install(own, calibration.draft_decoder)
     return DraftModel(
@@ -173,12 +169,12 @@ def build_draft_model(
         make_sampler(loaded, own.kernels, facts),
         facts,
         group=group_without_window(facts.kv_groups),
-        num_spare=num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
+        num_spare=_num_all_spare_blocks(config) // config.scheduler.max_num_seqs,
         max_tokens=config.scheduler.max_num_batched_tokens,
     )
 
 
-def num_all_spare_blocks(config: EngineConfig) -> int:
+def _num_all_spare_blocks(config: EngineConfig) -> int:
     """Return the draft model's blocks beyond those of the model, for all requests."""
     scheduler = config.scheduler
     per_request = num_spare_blocks(config.cache.block_size, scheduler.num_speculative_tokens)

@@ -81,7 +81,7 @@ def make_backend(
 def make_sampler(
     loaded: LoadedModel, library: NativeLibrary | None, like: ModelFacts | None = None
 ) -> Sampler:
-    """Return what samples a model's logits on its device; `like` may have other tokens."""
+    """Return what samples a model's logits on its device; `like`, if given, has the tokens."""
     tokens = loaded if like is None else like
     make_choice: MakeChoice | None = None
     if uses_triton(loaded.device):

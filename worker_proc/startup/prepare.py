@@ -66,7 +66,7 @@ def prepare_model(
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library)
-    return PreparedModel(loaded, library, load_grammars(vocabulary), executor, proofs, draft)
+    return PreparedModel(loaded, library, _load_grammars(vocabulary), executor, proofs, draft)
 
 
 def _make_executor(
@@ -103,7 +103,7 @@ def _fuse(
         proofs.put(name, fused)
 
 
-def load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
+def _load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
     """Return a compiler of grammars with its tokens loaded; what it lacks is logged."""
     grammars = GrammarCompiler(vocabulary)
     try:
