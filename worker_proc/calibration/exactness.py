@@ -15,7 +15,7 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend
-from worker_proc.calibration.self_check import check_texts, compute_whole
+from worker_proc.calibration.self_check import check_texts, compute_whole, have_same_bits
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PACKED_DTYPES, PackedLinear
@@ -78,7 +78,7 @@ def _difference(
         for num_rows in ROW_COUNTS:
             if num_rows * weights <= MAX_PRODUCTS and not _is_rowwise(module, args, num_rows):
                 return f"{name} ({type(module).__name__}) gives rows other bits among {num_rows}"
-    if not all(map(_same, whole, stepwise)):
+    if not all(map(have_same_bits, whole, stepwise)):
         return "a text's logits have other bits computed at once than computed step by step"
     return ""
 
@@ -134,10 +134,6 @@ def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))
     wanted, found = (out if isinstance(out, tuple) else (out,) for out in (want, got))
     return all(
-        _same(one.index_select(1, index), other) for one, other in zip(wanted, found, strict=True)
+        have_same_bits(one.index_select(1, index), other)
+        for one, other in zip(wanted, found, strict=True)
     )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether all values are equal; NaN equals NaN."""
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())

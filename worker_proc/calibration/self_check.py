@@ -68,6 +68,11 @@ def median_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> flo
     )
 
 
+def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether all values are equal; NaN equals NaN."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def compute_whole(
     loaded: LoadedModel,
     backend: AttentionBackend,

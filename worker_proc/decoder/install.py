@@ -18,11 +18,18 @@ from worker_proc.calibration.self_check import (
     check_texts,
     compute_stepwise,
     compute_whole,
+    have_same_bits,
     max_error,
     median_error,
 )
 from worker_proc.decoder.layers import LayerSettings
-from worker_proc.decoder.stack import replace_forwards, restore_forwards
+from worker_proc.decoder.stack import (
+    DecoderStack,
+    NativeExecutor,
+    replace_forwards,
+    restore_forwards,
+)
+from worker_proc.decoder.whole import WholeModel, install_whole, read_ends, uninstall_whole
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.experts import FusedExperts
@@ -38,29 +45,38 @@ ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0
 TRIAL_SCALES = (0.1, 1.0, 30.0)
 
 
-def install(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> Stack | None:
+def install(
+    prepared: PreparedModel, settings: Sequence[LayerSettings], *, is_whole: bool = False
+) -> Stack | None:
     """Let the native decoder compute the layers, as `find_settings` has proven; else the modules.
 
-    The attention modules are attached to a KV cache. Returns what computes the layers.
+    With `is_whole` it computes what surrounds them, too, as `is_whole_exact` has proven. The
+    attention modules are attached to a KV cache. Returns what computes the layers.
     """
     uninstall(prepared)
     executor, loaded = prepared.executor, prepared.loaded
     if not settings or executor is None or (layers := read_layers(executor, loaded)) is None:
         return None
     stack = executor.stack(layers, settings, loaded.dtype)
-    replace_forwards(layer_modules(prepared.loaded), stack)
+    ends = read_ends(loaded, layer_modules(loaded)) if is_whole else None
+    replace_forwards(layer_modules(loaded), stack)
+    if ends is not None and isinstance(stack, DecoderStack):
+        install_whole(loaded, WholeModel(stack, ends))
     return stack
 
 
 def uninstall(prepared: PreparedModel) -> None:
-    """Let the modules compute the layers."""
+    """Let the modules compute everything."""
+    uninstall_whole(prepared.loaded)
     restore_forwards(layer_modules(prepared.loaded))
 
 
 @contextmanager
-def decoding(prepared: PreparedModel, settings: Sequence[LayerSettings]) -> Iterator[None]:
+def decoding(
+    prepared: PreparedModel, settings: Sequence[LayerSettings], *, is_whole: bool = False
+) -> Iterator[None]:
     """Install the native decoder for a while."""
-    install(prepared, settings)
+    install(prepared, settings, is_whole=is_whole)
     try:
         yield
     finally:
@@ -135,6 +151,32 @@ def find_settings(
     with decoding(prepared, settings):
         logits = compute_stepwise(loaded, backend, layout)
     return settings if median_error(logits, expected) <= max_error(loaded.dtype) else []
+
+
+def is_whole_exact(
+    prepared: PreparedModel,
+    backend: AttentionBackend,
+    layout: KVLayout,
+    settings: Sequence[LayerSettings],
+) -> bool:
+    """Return whether one call computes the logits' bits that the modules around the layers do.
+
+    `settings` are those of `find_settings`.
+    """
+    loaded = prepared.loaded
+    if not settings or not isinstance(prepared.executor, NativeExecutor):
+        return False
+    texts = check_texts(loaded.vocab_size)
+
+    def logits(*, is_whole: bool) -> list[torch.Tensor]:
+        with decoding(prepared, settings, is_whole=is_whole):
+            found = compute_stepwise(loaded, backend, layout)
+            for first_position in (loaded.model_len - max(TEXT_LENGTHS), 0):
+                found += compute_whole(loaded, backend, layout, texts, first_position)
+            return found
+
+    expected = logits(is_whole=False)
+    return all(map(have_same_bits, logits(is_whole=True), expected))
 
 
 def _record(

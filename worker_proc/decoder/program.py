@@ -7,6 +7,7 @@ hook that changes nothing changes no bit.
 
 import ctypes
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
 """Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
 CODES = 11
 """The rows that a projection takes, where its weight needs codes of them."""
+OUTPUT = 12
+"""Logits, of a program that ends with them."""
 GATES = (Projection.GATE, Projection.UP)
 _NOWHERE = Columns(HIDDEN, 0, 0)
 """Of outputs that are fused with what follows, and no hook asks for."""
@@ -67,6 +70,11 @@ class Program:
         self._boundaries = [*writer.boundaries, len(writer.instructions)]
         self._cuts = writer.cuts
         self._segments: dict[range, list[Segment]] = {}
+
+    @cached_property
+    def all_instructions(self) -> ProgramArgs:
+        """The call of a program without hooks."""
+        return self._args(0, len(self._array))
 
     def segments(self, layers: range) -> list[Segment]:
         """Return the calls for some consecutive layers; one, if they have no hooks."""
@@ -146,6 +154,27 @@ class ProgramWriter:
         assert layer.down is not None
         inputs = Columns(INNER, 0, layer.mlp.size)
         self._residual(layer, Projection.DOWN, layer.down, inputs, norms.after_mlp)
+
+    def add_embedding(self, table: torch.Tensor, factor: float) -> None:
+        """Write what makes the residual of the step's tokens: rows of a table times a factor."""
+        num_tokens, size = table.shape
+        self.instructions.append(
+            Instruction(
+                kind=Kind.EMBED,
+                target=HIDDEN,
+                weight=table.data_ptr(),
+                num_units=num_tokens,
+                size=size,
+                factor=factor,
+            )
+        )
+
+    def add_logits(self, norm: FusedRMSNorm, weight: PackedWeight) -> None:
+        """Write the last norm and the output layer, for the rows that are kept."""
+        normalize = _norm(norm, HIDDEN, NORMED)
+        normalize.kind = Kind.NORMALIZE_KEPT
+        self.instructions.append(normalize)
+        self.instructions.append(projection(weight, source=NORMED, target=OUTPUT, of_kept=True))
 
     def _normed(self, norm: FusedRMSNorm | None) -> int:
         """Write a norm of the residual, if there is one; returns the buffer of the result."""

@@ -1,9 +1,8 @@
 """All decoder layers of a model, computed by one native call.
 
 The layers' modules stay in transformers' model. While a stack is installed they pass the hidden
-states on unchanged and note their angles; the last one computes all of them. Everything else stays
-transformers' code over packed modules: the embedding, the angles, the last norm and the output
-layer.
+states on unchanged and note their angles; the last one computes all of them. Everything else is
+transformers' code over packed modules, unless whole.py computes it, too.
 """
 
 import ctypes
@@ -15,38 +14,12 @@ from torch import nn
 
 from worker_proc.attention.interface import AttentionBackend, PagedLayer
 from worker_proc.attention.native import NativeBackend
-from worker_proc.decoder.hooks import Columns, Hook, HookPoint
+from worker_proc.decoder.buffers import Buffers
+from worker_proc.decoder.hooks import Hook, HookPoint
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
-from worker_proc.decoder.program import (
-    ATTENDED,
-    CHOICES,
-    EXPERT_INNER,
-    GATES,
-    GATHERED,
-    HIDDEN,
-    INNER,
-    LOGITS,
-    NORMED,
-    PROJECTED,
-    QKV,
-    SPLIT,
-    Program,
-    ProgramWriter,
-    codes_stride,
-    hooked_projections,
-    split_width,
-)
-from worker_proc.loading.experts import FusedExperts
-from worker_proc.loading.fused import FusedMLP
+from worker_proc.decoder.program import GATES, Program, ProgramWriter, hooked_projections
 from worker_proc.loading.layer_executor import Angles, Stack
-from worker_proc.native.kernels import (
-    BufferArgs,
-    NativeLibrary,
-    RunArgs,
-    row_stride,
-)
-
-_ROW_BYTES = 64
+from worker_proc.native.kernels import NativeLibrary, RunArgs
 
 
 class NativeExecutor:
@@ -85,17 +58,26 @@ class DecoderStack:
         dtype: torch.dtype,
     ) -> None:
         """Take layers of one hidden size, and what their modules do not show."""
-        self._library = library
-        self._layers = layers
-        self._settings = settings
-        self._dtype = dtype
+        self.library = library
+        self.layers = layers
+        self.settings = settings
+        self.dtype = dtype
         self._hidden_size = layers[0].hidden_size
         self._hooks: Mapping[HookPoint, Hook] = {}
         self._clear()
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
+
+    @property
+    def has_hooks(self) -> bool:
+        return bool(self._hooks)
+
+    def step_addresses(self) -> Any:
+        """Return the addresses of the present step, for each KV group."""
+        steps = _backend_of(self.layers[0].paged).steps
+        return pointers([ctypes.addressof(step) for step in steps])
 
     def set_hooks(self, hooks: Mapping[HookPoint, Hook]) -> None:
         """Call these hooks at their points, and no others, in all later steps.
@@ -104,16 +86,16 @@ class DecoderStack:
         projection is not there.
         """
         for layer, name, _ in hooks:
-            if not 0 <= layer < len(self._layers):
-                raise ValueError(f"layer {layer} is not among the {len(self._layers)} layers")
-            if name not in hooked_projections(self._layers[layer]):
+            if not 0 <= layer < len(self.layers):
+                raise ValueError(f"layer {layer} is not among the {len(self.layers)} layers")
+            if name not in hooked_projections(self.layers[layer]):
                 raise ValueError(f"layer {layer} has experts, and no hooks around {name}")
         self._hooks = dict(hooks)
         self._clear()
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
-        return self.forward_layers(range(len(self._layers)), hidden_states, angles)
+        return self.forward_layers(range(len(self.layers)), hidden_states, angles)
 
     def forward_layers(
         self, layers: range, hidden_states: torch.Tensor, angles: Sequence[Angles]
@@ -123,110 +105,52 @@ class DecoderStack:
         `hidden_states` are those before the first of them: the residual, which is all that passes
         from a layer to the next one.
         """
-        if not (layers.step == 1 and 0 <= layers.start < layers.stop <= len(self._layers)):
-            raise ValueError(f"{layers} are not consecutive layers of {len(self._layers)}")
+        if not (layers.step == 1 and 0 <= layers.start < layers.stop <= len(self.layers)):
+            raise ValueError(f"{layers} are not consecutive layers of {len(self.layers)}")
         rows = hidden_states[0]
         program = self._program_for(angles)
-        hidden = self._reserve(len(rows))
+        hidden = self.buffers.reserve(len(rows))
         hidden[:, : self._hidden_size] = rows
         hidden[:, self._hidden_size :] = 0  # an earlier request's may not be finite
         kinds = [angles[layer] for layer in program.first_layers]
         cosines = [cosine[0].contiguous() for cosine, _ in kinds]
         sines = [sine[0].contiguous() for _, sine in kinds]
         arrays = (
-            _pointers([tensor.data_ptr() for tensor in cosines]),
-            _pointers([tensor.data_ptr() for tensor in sines]),
-            _pointers(
-                [ctypes.addressof(step) for step in _backend_of(self._layers[0].paged).steps]
-            ),
+            self.step_addresses(),
+            pointers([tensor.data_ptr() for tensor in cosines]),
+            pointers([tensor.data_ptr() for tensor in sines]),
         )
-        run = RunArgs(
-            ctypes.addressof(self._buffers),
-            ctypes.addressof(arrays[2]),
-            ctypes.addressof(arrays[0]),
-            ctypes.addressof(arrays[1]),
-            len(rows),
-        )
+        run = RunArgs(self.buffers.address, *map(ctypes.addressof, arrays), num_rows=len(rows))
         for segment in program.segments(layers):
-            self._library.execute(segment.args, run)
+            self.library.execute(segment.args, run)
             for cut in segment.cuts:
-                inputs = self._view(cut.inputs, len(rows))
-                self._hooks[cut.point](inputs, self._view(cut.outputs, len(rows)))
+                inputs = self.buffers.view(cut.inputs, len(rows))
+                self._hooks[cut.point](inputs, self.buffers.view(cut.outputs, len(rows)))
         return hidden[:, : self._hidden_size].clone().unsqueeze(0)
 
     def _clear(self) -> None:
         """Forget the program, and the memory of its buffers."""
-        widths = self._widths()
-        mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, FusedExperts)]
-        num_chosen = max((mixture.routing.num_chosen for mixture in mixtures), default=0)
-        self._strides = [row_stride(widths[i], self._dtype.itemsize) for i in range(len(widths))]
-        self._strides.append(max(map(codes_stride, self._layers)))
-        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1]
-        self._max_rows = 0
-        self._memory: list[torch.Tensor] = []
-        """The rows of each buffer."""
-        self._buffers = (BufferArgs * len(self._strides))()
+        self.buffers = Buffers(self.layers, self.dtype, splits=self._splits())
         self._program: Program | None = None
 
-    def _widths(self) -> dict[int, int]:
-        """Return the values in a row of each buffer."""
-        layers = self._layers
-        mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
-        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedMLP)]
-        splits = any(name in GATES for _, name, _ in self._hooks)
-        return {
-            HIDDEN: self._hidden_size,
-            NORMED: self._hidden_size,
-            QKV: max(sum(part.num_outputs for part in layer.qkv) for layer in layers),
-            ATTENDED: max(layer.out.num_inputs for layer in layers),
-            INNER: max((mlp.size for mlp in mlps), default=0),
-            PROJECTED: self._hidden_size,
-            SPLIT: max(map(split_width, mlps)) if splits else 0,
-            LOGITS: max((mixture.num_experts for mixture in mixtures), default=0),
-            CHOICES: max((mixture.choice_width for mixture in mixtures), default=0),
-            GATHERED: self._hidden_size if mixtures else 0,
-            EXPERT_INNER: max((mixture.size for mixture in mixtures), default=0),
-        }
-
-    def _view(self, columns: Columns, num_rows: int) -> torch.Tensor:
-        end = columns.first + columns.width
-        return self._memory[columns.buffer][:num_rows, columns.first : end]
-
-    def _reserve(self, num_rows: int) -> torch.Tensor:
-        """Make room for this many rows; returns those of the hidden states, and what fills them up.
-
-        Other rows are zero past their values, and stay so: the buffers move only when they grow.
-        """
-        if num_rows > self._max_rows:
-            self._max_rows = num_rows + num_rows // 4
-            sizes = [
-                self._max_rows * num_rows * stride
-                for num_rows, stride in zip(self._rows_of_token, self._strides, strict=True)
-            ]
-            memory = torch.zeros(sum(sizes) + _ROW_BYTES, dtype=torch.uint8)
-            start = -memory.data_ptr() % _ROW_BYTES
-            self._memory = []
-            for index, (size, stride) in enumerate(zip(sizes, self._strides, strict=True)):
-                part = memory[start : start + size].view(self._dtype)
-                self._memory.append(part.view(-1, stride // self._dtype.itemsize))
-                self._buffers[index] = BufferArgs(memory.data_ptr() + start, stride)
-                start += size
-        return self._memory[HIDDEN][:num_rows]
+    def _splits(self) -> bool:
+        """Return whether gates and factors are stored apart from their product."""
+        return any(name in GATES for _, name, _ in self._hooks)
 
     def _program_for(self, angles: Sequence[Angles]) -> Program:
         """Return the program for the present pool and for which layers share angles."""
-        paged = [layer.paged for layer in self._layers]
+        paged = [layer.paged for layer in self.layers]
         first_of: dict[int, int] = {}
         kinds = [first_of.setdefault(id(cosine), len(first_of)) for cosine, _ in angles]
         key = (*map(id, paged), *kinds)
         if self._program is None or self._program.key != key:
             writer = ProgramWriter(self._hooks.keys())
             for layer, settings, kind, (cosine, _) in zip(
-                self._layers, self._settings, kinds, angles, strict=True
+                self.layers, self.settings, kinds, angles, strict=True
             ):
                 writer.add_layer(layer, settings, kind, cosine)
             first_layers = [kinds.index(kind) for kind in range(len(first_of))]
-            is_bf16 = self._dtype == torch.bfloat16
+            is_bf16 = self.dtype == torch.bfloat16
             self._program = Program(key, paged, first_layers, writer, is_bf16)
         return self._program
 
@@ -236,7 +160,8 @@ def _backend_of(layer: PagedLayer) -> NativeBackend:
     return layer.backend
 
 
-def _pointers(addresses: list[int]) -> Any:
+def pointers(addresses: list[int]) -> Any:
+    """Return an array of addresses."""
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 

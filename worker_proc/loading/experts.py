@@ -141,7 +141,7 @@ class FusedExperts(nn.Module):
         )
         array = self._instructions
         program = ProgramArgs(ctypes.addressof(array), len(array), self.dtype == torch.bfloat16)
-        run = RunArgs(ctypes.addressof(buffers), None, None, None, len(rows))
+        run = RunArgs(ctypes.addressof(buffers), num_rows=len(rows))
         self._library.execute(program, run)
         return made[-1][:, : self.hidden_size].reshape(hidden.shape)
 

@@ -26,6 +26,8 @@ enum Kind : int32_t {
   kCombine,
   kGate,
   kCode,
+  kEmbed,
+  kNormalizeKept,
 };
 
 enum Epilogue : int32_t {
@@ -59,6 +61,7 @@ struct Instruction {
   int32_t num_experts, num_chosen;  // experts, and those of one row
   int32_t choices;                  // index of the buffer with the choices of each row
   int32_t normalizes, rounds_weights;
+  int32_t of_kept;                  // a projection is one of the rows that are kept
   float factor, epsilon, scale, softcap;
   int32_t format;  // of a packed weight
   int64_t num_units, num_pairs;
@@ -76,9 +79,12 @@ struct Program {
 struct Run {
   const Buffer* buffers;
   const Step* const* steps;     // one for each KV group
-  const void* const* cosines;   // one for each kind of angles: [num_rows, num_rotated]
+  const void* const* cosines;   // one for each kind of angles: [num_rows, num_rotated], or tables
   const void* const* sines;
-  int32_t num_rows;
+  // Of a program that begins with the embedding: the tokens, their positions, which are rows of the
+  // tables of angles, and the rows that get logits. Else they are null.
+  const int64_t *tokens, *positions, *kept;
+  int32_t num_rows, num_kept;
 };
 }
 
@@ -102,6 +108,8 @@ class Executor {
       case kCombine: return combine(i);
       case kGate: return gate(i);
       case kCode: return code(i);
+      case kEmbed: return embed(i);
+      case kNormalizeKept: return normalize_kept(i);
     }
   }
 
@@ -130,16 +138,41 @@ class Executor {
                     row(i.target, r) + i.column, i.size, i.epsilon, i.rounds_first);
   }
 
+  // target = norm(source) * weight, for the rows that are kept, which lie one after another then
+  void normalize_kept(const Instruction& i) {
+    for (int64_t r = team_.first(run_.num_kept); r < team_.last(run_.num_kept); r++)
+      normalize_row(row(i.source, run_.kept[r]), static_cast<const float*>(i.weight),
+                    row(i.target, r), i.size, i.epsilon, i.rounds_first);
+  }
+
+  // target = factor * the row of the token in the table `weight`, which has num_units rows. What is
+  // no token gets a row that is not a number.
+  void embed(const Instruction& i) {
+    const int64_t width = run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T));
+    for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++) {
+      const int64_t token = run_.tokens[r];
+      const bool is_token = token >= 0 && token < i.num_units;
+      const float factor = is_token ? i.factor : std::numeric_limits<float>::quiet_NaN();
+      const T* from = static_cast<const T*>(i.weight) + (is_token ? token : 0) * i.size;
+      T* out = row(i.target, r);
+      for (int d = 0; d < i.size; d += kLanes)
+        save(load_any(from + d, lanes_at(d, i.size)) * factor, out + d, lanes_at(d, i.size));
+      std::memset(static_cast<void*>(out + i.size), 0, (width - i.size) * sizeof(T));
+    }
+  }
+
+  int32_t num_rows(const Instruction& i) const { return i.of_kept ? run_.num_kept : run_.num_rows; }
+
   // Calls multiply with a weight in its format.
   template <class Out>
   void multiply_by(const Instruction& i, const Out& out) {
     const UnitRows rows = unit_rows(i.source);
-    const auto multiply_as = [&](const auto& w) { multiply<T>(team_, w, rows, run_.num_rows, out); };
+    const auto multiply_as = [&](const auto& w) { multiply<T>(team_, w, rows, num_rows(i), out); };
     const Panels panels{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     if constexpr (std::is_same<T, Bf16>::value) {
       if (i.format == kInt8ForCodes) {
         const UnitRows codes{rows.data + sizeof(CodedRow) / sizeof(Unit), rows.stride};
-        return multiply<int8_t>(team_, panels, codes, run_.num_rows, out);
+        return multiply<int8_t>(team_, panels, codes, num_rows(i), out);
       }
       if (i.format == kInt8) return multiply_as(coded<CodedPanels<Int8>, Int8>(i));
 #ifdef __AMX_BF16__
@@ -219,8 +252,9 @@ class Executor {
   template <typename A>
   void rotate_by(const Instruction& i) {
     for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++) {
-      const A* cosines = static_cast<const A*>(run_.cosines[i.angles]) + r * i.num_rotated;
-      const A* sines = static_cast<const A*>(run_.sines[i.angles]) + r * i.num_rotated;
+      const int64_t at = (run_.positions ? run_.positions[r] : r) * i.num_rotated;
+      const A* cosines = static_cast<const A*>(run_.cosines[i.angles]) + at;
+      const A* sines = static_cast<const A*>(run_.sines[i.angles]) + at;
       T* x = row(i.source, r);
       for (int head = 0; head < i.num_heads + i.num_kv_heads; head++, x += i.head_dim) {
         const float* norm = head < i.num_heads ? i.query_norm : i.key_norm;
@@ -394,7 +428,7 @@ extern "C" void troika_project(const Instruction* instruction, const Buffer* row
                                const Buffer* out, const Buffer* codes, int32_t num_rows,
                                int32_t is_bf16) {
   const Buffer buffers[] = {*rows, *out, *codes};
-  const Run run{buffers, nullptr, nullptr, nullptr, num_rows};
+  const Run run{buffers, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, num_rows, 0};
   Instruction instructions[2] = {{}, *instruction};
   Instruction &code = instructions[0], &project = instructions[1];
   const bool has_codes = project.format == kInt8ForCodes;

@@ -94,6 +94,8 @@ class Kind(enum.IntEnum):
     COMBINE = 8
     GATE = 9
     CODE = 10
+    EMBED = 11
+    NORMALIZE_KEPT = 12
 
 
 class Rotation(enum.IntEnum):
@@ -157,7 +159,7 @@ class Instruction(ctypes.Structure):
         *_fields("kind source target size column epilogue activation rounds_first", _INT),
         *_fields(
             "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
-            " num_experts num_chosen choices normalizes rounds_weights",
+            " num_experts num_chosen choices normalizes rounds_weights of_kept",
             _INT,
         ),
         *_fields("factor epsilon scale softcap", _FLOAT),
@@ -177,8 +179,8 @@ class RunArgs(ctypes.Structure):
     """`Run` of decoder.cpp."""
 
     _fields_ = (
-        *_fields("buffers steps cosines sines", _POINTER),
-        *_fields("num_rows", _INT),
+        *_fields("buffers steps cosines sines tokens positions kept", _POINTER),
+        *_fields("num_rows num_kept", _INT),
     )
 
 

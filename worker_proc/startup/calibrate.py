@@ -8,7 +8,7 @@ from protocol.config import EngineConfig, NativeDecoder
 from worker_proc.calibration.exactness import Exactness, check_exactness
 from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
-from worker_proc.decoder.install import decoding, find_settings, uninstall
+from worker_proc.decoder.install import decoding, find_settings, is_whole_exact, uninstall
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.forward import attach_cache
 from worker_proc.loading.prepared import PreparedModel
@@ -26,8 +26,11 @@ class Calibration(NamedTuple):
     embedding_size: int = 0
     decoder: tuple[LayerSettings, ...] = ()
     """For each layer, as the native decoder computes it; empty: the modules compute them."""
+    is_whole: bool = False
+    """Whether the native decoder computes what surrounds the layers, too."""
     draft_decoder: tuple[LayerSettings, ...] = ()
-    """The same for the draft model."""
+    """The layers of the draft model."""
+    draft_is_whole: bool = False
 
 
 def calibrate(
@@ -52,20 +55,34 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     settings: list[LayerSettings] = []
     if config.worker.native_decoder is NativeDecoder.AUTO:
         settings = find_settings(prepared, backend, layout, stepwise)
+    is_whole = is_whole_exact(prepared, backend, layout, settings)
     with decoding(prepared, settings):
         if settings:
             stepwise = compute_stepwise(loaded, backend, layout)
         exactness = check_exactness(loaded, backend, layout, stepwise)
         can_swap = config.cache.swap_space_bytes >= block_bytes_of(loaded, layout)
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
-    draft_settings = _calibrate_draft(prepared, config)
-    return Calibration(exactness, cost, hidden.size, tuple(settings), tuple(draft_settings))
+    draft_settings, draft_is_whole = _calibrate_draft(prepared, config)
+    return Calibration(
+        exactness,
+        cost,
+        hidden.size,
+        tuple(settings),
+        is_whole,
+        tuple(draft_settings),
+        draft_is_whole,
+    )
 
 
-def _calibrate_draft(prepared: PreparedModel, config: EngineConfig) -> list[LayerSettings]:
-    """Check the draft model, if there is one; returns how the native decoder computes it."""
+def _calibrate_draft(
+    prepared: PreparedModel, config: EngineConfig
+) -> tuple[list[LayerSettings], bool]:
+    """Check the draft model, if there is one; returns how the native decoder computes it.
+
+    The second value is that of `Calibration.draft_is_whole`.
+    """
     if prepared.draft is None:
-        return []
+        return [], False
     own = prepared.of_draft(prepared.draft)
     layout = make_draft_layout(own.loaded, config)
     backend = make_backend(own.loaded, layout, own.kernels)
@@ -73,5 +90,6 @@ def _calibrate_draft(prepared: PreparedModel, config: EngineConfig) -> list[Laye
     uninstall(own)
     stepwise = check_forward(own.loaded, backend, layout)
     if config.worker.native_decoder is not NativeDecoder.AUTO:
-        return []
-    return find_settings(own, backend, layout, stepwise)
+        return [], False
+    settings = find_settings(own, backend, layout, stepwise)
+    return settings, is_whole_exact(own, backend, layout, settings)

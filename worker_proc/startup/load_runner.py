@@ -62,7 +62,7 @@ def build_runner(
     size = _size_cache(prepared, layout, backend, sampler, config)
     facts = _facts_of(prepared, config, calibration, layout, size)
     pool = attach_cache(loaded, backend, layout, facts.num_gpu_blocks, facts.num_host_blocks)
-    install(prepared, calibration.decoder)
+    install(prepared, calibration.decoder, is_whole=calibration.is_whole)
     device_sampler = make_device_sampler(loaded, backend, config)
     graphs = make_graphs(loaded, backend, device_sampler, facts, config)
     progress("allocate_cache", 1, 1)
@@ -161,7 +161,7 @@ def _build_draft_model(
     backend = make_backend(loaded, layout, own.kernels)
     num_blocks = facts.num_gpu_blocks + _num_all_spare_blocks(config)
     pool = attach_cache(loaded, backend, layout, num_blocks)
-    install(own, calibration.draft_decoder)
+    install(own, calibration.draft_decoder, is_whole=calibration.draft_is_whole)
     return DraftModel(
         loaded,
         backend,

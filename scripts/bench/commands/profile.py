@@ -37,6 +37,7 @@ _NAMES = {
     "normalize": "forward: norms",
     "rotate": "forward: rotation",
     "add": "forward: additions",
+    "embed": "forward: embedding",
     "forward": "forward: all else",
     "sample": "sample",
     "worker": "rest of the worker",
@@ -145,7 +146,8 @@ def _by_kind(
         for index in range(program.num_instructions):
             address = program.instructions + index * ctypes.sizeof(Instruction)
             kind = Kind(Instruction.from_address(address).kind)
-            yield kind.name.lower(), ProgramArgs(address, 1, program.is_bf16)
+            name = "normalize" if kind is Kind.NORMALIZE_KEPT else kind.name.lower()
+            yield name, ProgramArgs(address, 1, program.is_bf16)
 
     def run(library: "NativeLibrary", program: ProgramArgs, run: "RunArgs") -> None:
         single = programs.get(program.instructions)

@@ -1,0 +1,105 @@
+"""The memory of a program: what its instructions read and write, a row for each token of a step."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from worker_proc.decoder.hooks import Columns
+from worker_proc.decoder.layers import DecoderLayer
+from worker_proc.decoder.program import (
+    ATTENDED,
+    CHOICES,
+    EXPERT_INNER,
+    GATHERED,
+    HIDDEN,
+    INNER,
+    LOGITS,
+    NORMED,
+    OUTPUT,
+    PROJECTED,
+    QKV,
+    SPLIT,
+    codes_stride,
+    split_width,
+)
+from worker_proc.loading.experts import FusedExperts
+from worker_proc.loading.fused import FusedMLP
+from worker_proc.native.kernels import BufferArgs, row_stride
+
+_ROW_BYTES = 64
+
+
+class Buffers:
+    """The buffers of program.py, but for OUTPUT, whose rows each step brings."""
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], dtype: torch.dtype, *, splits: bool = False
+    ) -> None:
+        """Take the layers of a program; `splits`: whether it uses SPLIT."""
+        self._dtype = dtype
+        widths = _widths(layers, splits=splits)
+        mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
+        num_chosen = max((mixture.routing.num_chosen for mixture in mixtures), default=0)
+        self._strides = [row_stride(widths[i], dtype.itemsize) for i in range(len(widths))]
+        self._strides.append(max(map(codes_stride, layers)))
+        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1]
+        self._max_rows = 0
+        self._memory: list[torch.Tensor] = []
+        """The rows of each buffer."""
+        self._args = (BufferArgs * (OUTPUT + 1))()
+
+    @property
+    def address(self) -> int:
+        """The address of all buffers, as RunArgs takes it."""
+        return ctypes.addressof(self._args)
+
+    def reserve(self, num_rows: int) -> torch.Tensor:
+        """Make room for this many rows; returns those of the hidden states, and what fills them up.
+
+        Other rows are zero past their values, and stay so: the buffers move only when they grow.
+        """
+        if num_rows > self._max_rows:
+            self._max_rows = num_rows + num_rows // 4
+            sizes = [
+                self._max_rows * num_rows * stride
+                for num_rows, stride in zip(self._rows_of_token, self._strides, strict=True)
+            ]
+            memory = torch.zeros(sum(sizes) + _ROW_BYTES, dtype=torch.uint8)
+            start = -memory.data_ptr() % _ROW_BYTES
+            self._memory = []
+            for index, (size, stride) in enumerate(zip(sizes, self._strides, strict=True)):
+                part = memory[start : start + size].view(self._dtype)
+                self._memory.append(part.view(-1, stride // self._dtype.itemsize))
+                self._args[index] = BufferArgs(memory.data_ptr() + start, stride)
+                start += size
+        return self._memory[HIDDEN][:num_rows]
+
+    def write_to(self, output: torch.Tensor) -> None:
+        """Let OUTPUT be the rows of a tensor, which must exist during the step."""
+        self._args[OUTPUT] = BufferArgs(output.data_ptr(), output.stride(0) * output.itemsize)
+
+    def view(self, columns: Columns, num_rows: int) -> torch.Tensor:
+        """Return a part of the first rows of a buffer."""
+        end = columns.first + columns.width
+        return self._memory[columns.buffer][:num_rows, columns.first : end]
+
+
+def _widths(layers: Sequence[DecoderLayer], *, splits: bool) -> dict[int, int]:
+    """Return the values in a row of each buffer that has values."""
+    hidden_size = layers[0].hidden_size
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedExperts)]
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, FusedMLP)]
+    return {
+        HIDDEN: hidden_size,
+        NORMED: hidden_size,
+        QKV: max(sum(part.num_outputs for part in layer.qkv) for layer in layers),
+        ATTENDED: max(layer.out.num_inputs for layer in layers),
+        INNER: max((mlp.size for mlp in mlps), default=0),
+        PROJECTED: hidden_size,
+        SPLIT: max(map(split_width, mlps)) if splits else 0,
+        LOGITS: max((mixture.num_experts for mixture in mixtures), default=0),
+        CHOICES: max((mixture.choice_width for mixture in mixtures), default=0),
+        GATHERED: hidden_size if mixtures else 0,
+        EXPERT_INNER: max((mixture.size for mixture in mixtures), default=0),
+    }

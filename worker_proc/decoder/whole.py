@@ -1,0 +1,299 @@
+"""A model's whole forward as one native call: from the tokens of a step to its logits.
+
+The layers are those of a `DecoderStack`. Before them is the embedding, and behind them the last
+norm and the output layer, for the rows that get logits; the angles come from tables. Transformers'
+code still computes the steps in which somebody looks between the parts: hooks of the decoder, and
+hidden states that are pooled. So the logits must have the same bits both ways.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from worker_proc.decoder.angles import AngleCall, AngleTable
+from worker_proc.decoder.program import Program, ProgramWriter
+from worker_proc.decoder.stack import DecoderStack, pointers, restore_forwards
+from worker_proc.loading.fused import FusedRMSNorm
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.packed_linear import NativeLinear, output_layer
+from worker_proc.native.kernels import Format, RunArgs
+
+_NUM_TOKENS = 5
+"""Of the text with which a decoder is read."""
+
+
+class LogitEdit(NamedTuple):
+    """What a model does to its logits, in its dtype."""
+
+    divisor: float | None
+    cap: float | None
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change logits in place."""
+        if self.divisor is not None:
+            logits.div_(self.divisor)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+
+
+class Ends(NamedTuple):
+    """What a model computes before and behind its layers."""
+
+    table: torch.Tensor
+    """Of the embedding."""
+    factor: float
+    """On what the embedding gives."""
+    angles: list[AngleTable]
+    """One for each kind of angles."""
+    kinds: list[int]
+    """The kind of each layer."""
+    norm: FusedRMSNorm
+    head: NativeLinear
+    edit: LogitEdit
+
+
+class Logits(NamedTuple):
+    """What the forward returns, like that of transformers."""
+
+    logits: torch.Tensor
+
+
+class _Calls(NamedTuple):
+    """What the parts of a model were given in one forward, and what they returned."""
+
+    tokens: list[torch.Tensor]
+    hidden: list[torch.Tensor]
+    """What each layer was given."""
+    used: list[Any]
+    """The angles that each layer was given."""
+    made: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]
+    """Calls of the other modules of the decoder, with what they returned."""
+
+
+class WholeModel:
+    """Computes the logits of a packed step."""
+
+    def __init__(self, stack: DecoderStack, ends: Ends) -> None:
+        """Take layers whose attention modules are attached to a pool, and what surrounds them."""
+        self._stack = stack
+        self._ends = ends
+        self._program: Program | None = None
+        self._num_positions = 0
+        self._point_to_angles()
+
+    @property
+    def has_hooks(self) -> bool:
+        return self._stack.has_hooks
+
+    def compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the logits of the rows `kept`, given tokens and positions, int64 `[T]` each."""
+        stack, ends = self._stack, self._ends
+        num_positions = int(positions.max()) + 1
+        if num_positions > self._num_positions:
+            for table in ends.angles:
+                table.reach(num_positions)
+            self._point_to_angles()
+        packed = ends.head.packed
+        logits = torch.empty(len(kept), packed.num_outputs, dtype=stack.dtype)
+        stack.buffers.reserve(len(token_ids))
+        stack.buffers.write_to(logits)
+        steps = stack.step_addresses()
+        run = RunArgs(
+            stack.buffers.address,
+            ctypes.addressof(steps),
+            self._cosines_at,
+            self._sines_at,
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            kept.data_ptr(),
+            len(token_ids),
+            len(kept),
+        )
+        stack.library.execute(self._present_program().all_instructions, run)
+        logits = logits[:, : ends.head.out_features]
+        ends.edit.apply(logits)
+        return logits
+
+    def _point_to_angles(self) -> None:
+        angles = self._ends.angles
+        self._num_positions = min(table.num_positions for table in angles)
+        self._arrays = (
+            pointers([table.cosines.data_ptr() for table in angles]),
+            pointers([table.sines.data_ptr() for table in angles]),
+        )
+        self._cosines_at, self._sines_at = map(ctypes.addressof, self._arrays)
+
+    def _present_program(self) -> Program:
+        """Return the program for the pool that the layers are attached to."""
+        stack, ends = self._stack, self._ends
+        paged = [layer.paged for layer in stack.layers]
+        key = tuple(map(id, paged))
+        if self._program is None or self._program.key != key:
+            writer = ProgramWriter(())
+            writer.add_embedding(ends.table, ends.factor)
+            for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
+                writer.add_layer(layer, settings, kind, ends.angles[kind].cosines)
+            writer.add_logits(ends.norm, ends.head.packed)
+            is_bf16 = stack.dtype == torch.bfloat16
+            self._program = Program(key, paged, [], writer, is_bf16)
+        return self._program
+
+
+def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
+    """Let a model's forward over a packed step be one call."""
+    model: Any = loaded.model
+    by_modules = type(model).forward.__get__(model)
+    observed = [part for part in (model.base_model, model.get_decoder()) if part is not model]
+
+    def forward(
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        logits_to_keep: torch.Tensor | int = 0,
+        **options: object,
+    ) -> Any:
+        is_observed = whole.has_hooks or any(part._forward_hooks for part in observed)
+        if is_observed or position_ids is None or isinstance(logits_to_keep, int):
+            given = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
+            return by_modules(input_ids=input_ids, **given, **options)
+        logits = whole.compute(input_ids[0], position_ids[0], logits_to_keep)
+        return Logits(logits.unsqueeze(0))
+
+    model.__dict__["forward"] = forward
+
+
+def uninstall_whole(loaded: LoadedModel) -> None:
+    """Let a model's own forward compute its steps again."""
+    loaded.model.__dict__.pop("forward", None)
+
+
+def read_ends(loaded: LoadedModel, layers: Sequence[nn.Module]) -> Ends | None:
+    """Return what surrounds the layers; None: there are no instructions for a part of it."""
+    model: Any = loaded.model
+    decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+    norm, head = getattr(decoder, "norm", None), output_layer(model)
+    if not isinstance(embedding, nn.Embedding) or not isinstance(norm, FusedRMSNorm):
+        return None
+    if not isinstance(head, NativeLinear) or not _fits(embedding, norm, head, loaded.dtype):
+        return None
+    tokens = torch.arange(_NUM_TOKENS).unsqueeze(0) * 7919 % loaded.vocab_size
+    positions = torch.arange(_NUM_TOKENS).unsqueeze(0)
+    with torch.inference_mode(), _recorded(decoder, embedding, layers) as calls:
+        decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+    if len(calls.tokens) != 1 or len(calls.used) != len(layers):
+        return None
+    found = _angles(calls, loaded.model_len)
+    factor = _factor(loaded, embedding, calls)
+    if found is None or factor is None:
+        return None
+    config = model.config.get_text_config()
+    edit = LogitEdit(
+        getattr(config, "logits_scaling", None), getattr(config, "final_logit_softcapping", None)
+    )
+    tables, kinds = found
+    return Ends(embedding.weight.detach(), factor, tables, kinds, norm, head, edit)
+
+
+def _fits(
+    embedding: nn.Embedding, norm: FusedRMSNorm, head: NativeLinear, dtype: torch.dtype
+) -> bool:
+    size = embedding.weight.shape[1]
+    return (
+        embedding.weight.dtype == head.weight.dtype == dtype
+        and embedding.weight.is_contiguous()
+        and len(norm.weight) == head.in_features == size
+        and head.packed.format is not Format.INT8_FOR_CODES
+    )
+
+
+@contextmanager
+def _recorded(
+    decoder: nn.Module, embedding: nn.Module, layers: Sequence[nn.Module]
+) -> Iterator[_Calls]:
+    """Record what the parts of a decoder are given and return; the layers compute nothing."""
+    calls = _Calls([], [], [], [])
+
+    def record_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) == 1 and "position_embeddings" in kwargs:
+            calls.hidden.append(args[0])
+            calls.used.append(kwargs["position_embeddings"])
+
+    def record_made(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        calls.made.append((module, args, kwargs, output))
+
+    for layer in layers:
+        layer.__dict__["forward"] = lambda hidden_states, *_, **__: hidden_states
+    handles = [layer.register_forward_pre_hook(record_layer, with_kwargs=True) for layer in layers]
+    handles += [
+        part.register_forward_hook(record_made, with_kwargs=True)
+        for part in decoder.children()
+        if part is not embedding and not isinstance(part, nn.ModuleList)
+    ]
+    handles.append(
+        embedding.register_forward_pre_hook(lambda _, args: calls.tokens.append(args[0]))
+    )
+    try:
+        yield calls
+    finally:
+        restore_forwards(layers)
+        for handle in handles:
+            handle.remove()
+
+
+def _angles(calls: _Calls, model_len: int) -> tuple[list[AngleTable], list[int]] | None:
+    """Return a table for each kind of angles, and the kind of each layer.
+
+    None: the module that makes them was not found, or they depend on more than the position.
+    """
+    makers: list[AngleCall] = []
+    kinds: list[int] = []
+    seen: list[Any] = []
+    for used in calls.used:
+        kind = next((kind for kind, one in enumerate(seen) if one is used), None)
+        if kind is None:
+            call = next((call for call in calls.made if call[3] is used), None)
+            positions = None if call is None else _positions_of(call, calls.tokens[0].shape)
+            if call is None or positions is None:
+                return None
+            maker = AngleCall(*call[:3], positions)
+            if not maker.depends_on_positions_alone(model_len):
+                return None
+            kind = len(seen)
+            seen.append(used)
+            makers.append(maker)
+        kinds.append(kind)
+    return [AngleTable(maker, model_len) for maker in makers], kinds
+
+
+def _positions_of(
+    call: tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any], shape: torch.Size
+) -> torch.Tensor | None:
+    """Return the positions that a call was given."""
+    _, args, kwargs, _ = call
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dtype == torch.long and value.shape == shape:
+            return value
+    return None
+
+
+@torch.inference_mode()
+def _factor(loaded: LoadedModel, embedding: nn.Embedding, calls: _Calls) -> float | None:
+    """Return the factor with which the embedding becomes what the first layer is given."""
+    rows = functional.embedding(calls.tokens[0], embedding.weight)
+    size, config = rows.shape[-1], loaded.model.config.get_text_config()
+    root = math.sqrt(size)
+    factors = [1.0, float(torch.tensor(root, dtype=loaded.dtype)), root]
+    factors.append(float(getattr(config, "embedding_multiplier", None) or 1.0))
+    for factor in factors:
+        if torch.equal((rows.float() * factor).to(rows.dtype), calls.hidden[0]):
+            return factor
+    return None
