@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.mirror import MirroredRequest, ScheduledRequest
 
 NULL_SLOT = 0  # of the null block, for KV that is not kept
 
@@ -18,6 +18,15 @@ class PromptRows(NamedTuple):
     part: ScheduledRequest
     first_row: int
     num_rows: int
+
+
+class BegunBlock(NamedTuple):
+    """A row whose token is the first one in a block."""
+
+    row: int
+    number: int
+    """Of the block in its text."""
+    request: MirroredRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +40,12 @@ class StepInputs:
     logits_indices: torch.Tensor
     """`[N]`: first the rows to sample, then those of prompts. A part that samples has a row for its
     last known token, and one for each draft."""
-    sampling: list[ScheduledRequest]
+    sampling: Sequence[ScheduledRequest]
     """The parts that sample, in mirror order."""
     prompt_rows: list[PromptRows]
+    begun_blocks: Sequence[BegunBlock] | None = None
+    """Of a step whose parts are those of the step before, each one token further. None: of any
+    other step."""
 
 
 def to_device(values: list[int], device: torch.device) -> torch.Tensor:

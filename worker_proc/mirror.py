@@ -167,6 +167,36 @@ class Mirror:
             self.requests[req_id].draft_limit = limit
         return self._schedule(step)
 
+    def move_on(self, step: SchedulerOutput) -> bool:
+        """Apply a step that computes one token of each request and brings nothing but new blocks.
+
+        False: the step is another one, or wrong, and was not applied.
+        """
+        others = (
+            step.scheduled_new_reqs,
+            step.preempted_req_ids,
+            step.finished_req_ids,
+            step.num_scheduled_tokens,
+            step.draft_limits,
+            step.swap_out.device_block_ids or step.swap_out.host_block_ids,
+            step.swap_in.device_block_ids or step.swap_in.host_block_ids,
+        )
+        if any(others) or step.step_id != self._next_step_id:
+            return False
+        if step.total_num_scheduled_tokens != len(self.requests):
+            return False
+        self._next_step_id += 1
+        self._grow_tables(step)
+        return True
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Count one computed token of each request, which sampled one of these tokens."""
+        for request, token_id in zip(self.requests.values(), token_ids, strict=True):
+            request.num_computed_tokens += 1
+            request.token_ids.append(token_id)
+            if request.edits is not None:
+                request.edits.add((token_id,))
+
     def advance(
         self,
         scheduled: list[ScheduledRequest],

@@ -27,11 +27,12 @@ from worker_proc.inputs import StepInputs, pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.sampling.verification import count_valid, rows_to_sample
+from worker_proc.sampling.verification import DraftedRow, count_valid, rows_to_sample
+from worker_proc.steady_decode import SteadyDecode
 
 if TYPE_CHECKING:
     from worker_proc.cuda.device_sampler import DeviceSampler, TokenCopy
@@ -154,13 +155,17 @@ class ModelRunner:
         self._graphs = graphs
         self._launched: _SampledStep | None = None
         """The step before, if its tokens may not be known yet."""
+        self._steady: SteadyDecode | None = None
+        """What the step before may be followed by."""
 
     def reset(self) -> None:
         self._mirror.reset()
         self._launched = None
+        self._steady = None
 
     def sleep(self) -> None:
         self._mirror.check_empty()
+        self._steady = None
         if self._graphs is not None:  # first: the pool also releases what the allocator caches
             self._graphs.forget()
         self._pool.sleep()
@@ -173,6 +178,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         arrival = _Arrival(time.perf_counter_ns(), bool(self._mirror.requests))
+        steady, self._steady = self._steady, None
+        if steady is not None and self._mirror.move_on(step):
+            return ComputedStep(self._compute_steady(step.step_id, steady, arrival))
         scheduled = self._mirror.apply(step)
         before, self._launched = self._launched, None
         if not self._runs_ahead(scheduled):
@@ -233,6 +241,8 @@ class ModelRunner:
             errors |= follow(scheduled)
         sampled_ns = time.perf_counter_ns()
         drafts = self._draft(scheduled) if self._is_drafting else []
+        if self._can_go_on(inputs):
+            self._steady = SteadyDecode(inputs, self.facts.block_size)
         draft_ns = time.perf_counter_ns() - sampled_ns if self._is_drafting else 0
         forward_ns, wait_ns = self._times.end(arrival)
         return ModelRunnerOutput(
@@ -247,6 +257,34 @@ class ModelRunner:
             pooled,
             draft_ns,
             wait_ns,
+        )
+
+    def _can_go_on(self, inputs: StepInputs) -> bool:
+        """Return whether the next step may be made from this one."""
+        if self._device.type != "cpu" or self._is_drafting:
+            return False
+        if self._mirror.num_constrained or self._mirror.pooling:
+            return False
+        return SteadyDecode.can_follow(inputs, len(self._mirror.requests))
+
+    def _compute_steady(
+        self, step_id: int, steady: SteadyDecode, arrival: _Arrival
+    ) -> ModelRunnerOutput:
+        """Compute a step that only goes on with the one before."""
+        inputs = steady.move_on()
+        logits = self._compute_logits(inputs)
+        failpoint("worker.mid_step")
+        sampled = self._sample_rows(steady.requests, logits, None)
+        self._mirror.append(sampled.token_ids)
+        self._steady = steady
+        forward_ns, wait_ns = self._times.end(arrival)
+        return ModelRunnerOutput(
+            step_id,
+            sampled.token_ids,
+            logprobs=sampled.logprobs,
+            forward_ns=forward_ns,
+            request_errors=sampled.errors,
+            wait_ns=wait_ns,
         )
 
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -281,14 +319,26 @@ class ModelRunner:
         if not inputs.sampling:
             return _Sampled([], [], {}, {})
         rows = rows_to_sample(inputs.sampling)
+        if len(rows) == len(inputs.sampling):
+            return self._sample_rows(rows, logits, masks)
+        return self._sample_rows(rows, logits, masks, inputs.sampling)
+
+    def _sample_rows(
+        self,
+        rows: Sequence[MirroredRequest | DraftedRow],
+        logits: torch.Tensor,
+        masks: RowMasks | None,
+        drafted: Sequence[ScheduledRequest] = (),
+    ) -> _Sampled:
+        """Sample a token of each row, and drop those behind a wrong draft of some parts."""
         sampled = self._sampler.sample(logits[: len(rows)], rows, masks)
         token_ids, counts = sampled.token_ids, list[int]()
         valid: Sequence[int] = range(len(rows))
-        if len(rows) != len(inputs.sampling):
-            counts, valid = count_valid(inputs.sampling, token_ids)
+        if drafted:
+            counts, valid = count_valid(drafted, token_ids)
             token_ids = [token_ids[row] for row in valid]
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        for row in valid:
+        for row in valid if any(sampled.logprobs) else ():
             if (entry := sampled.logprobs[row]) is not None:
                 logprobs.setdefault(rows[row].req_id, []).append(entry)
         lost = set(sampled.not_finite).intersection(valid)

@@ -219,7 +219,7 @@ def test_a_table_has_the_angles_of_every_position_up_to_its_limit(small_chunks: 
         table.reach(2 * CHUNK + 6)
 
 
-def test_what_is_no_token_gets_logits_that_are_not_finite(tmp_path: Path) -> None:
+def test_an_id_past_the_vocabulary_gets_logits_that_are_not_finite(tmp_path: Path) -> None:
     """Its row is not read from outside of the table; the other rows keep their bits."""
     build_checkpoint(tmp_path, BY_NAME["llama"].config())
     model = Model(tmp_path, "float32")

@@ -4,15 +4,14 @@ A token's results depend on its own text alone, so they have the same bits in ev
 step.
 """
 
-import struct
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
 from worker_proc.attention.shared_prefixes import group_by_prefix
+from worker_proc.attention.step_memory import StepMemory
 from worker_proc.attention.work import Shares, Team, Texts, share_work
 from worker_proc.inputs import StepInputs, slot_mappings
 from worker_proc.kv.kv_groups import LayerSpec
@@ -75,7 +74,7 @@ class NativeBackend:
         self._layers: dict[PagedLayer, LayerArgs] = {}
         self.steps: list[StepArgs] = []
         """The present step, for each KV group."""
-        self._kept: list[torch.Tensor | array[int]] = []
+        self._memory: StepMemory | None = None
         """What the present step's addresses point to."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
@@ -87,24 +86,26 @@ class NativeBackend:
         return (*heads, spec.head_dim, size), (*heads, size, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
+        begun, before = inputs.begun_blocks, self._memory
+        if begun is not None and before is not None and before.move_on(begun):
+            return
         parts = inputs.parts
-        self._kept = []
-        rows = self._pointer(inputs.first_rows)
-        counts = self._pointer([part.num_tokens for part in parts])
-        starts = self._pointer([part.start for part in parts])
+        starts = [part.start for part in parts]
+        memory = StepMemory(starts, self._block_size, self._windows)
+        rows = memory.pointer(inputs.first_rows)
+        counts = memory.pointer([part.num_tokens for part in parts])
         shared = [self._share(parts, group) for group in range(len(self._windows))]
         self._reserve_sums(max(shares.num_sums for shares in shared))
         self.steps = []
         mappings = slot_mappings(parts, self._block_size, _CPU)
         for group, (slots, shares) in enumerate(zip(mappings, shared, strict=True)):
             work = shares.work
-            offsets, tables = self._tables(parts, group)
-            self._kept.append(slots)
+            slots_at, *tables_at = memory.add_group(slots, *self._tables(parts, group))
             sizes = (len(slots), shares.item_size, len(work.piece_groups), len(work.split_pieces))
-            tables_at = self._pointer(offsets), self._address(tables)
-            columns = (slots.data_ptr(), rows, counts, starts, *tables_at)
-            sums = self._sums.data_ptr()
-            self.steps.append(StepArgs(*sizes, *columns, *map(self._pointer, work), sums))
+            columns = (slots_at, rows, counts, memory.starts_at, *tables_at)
+            pieces = map(memory.pointer, work)
+            self.steps.append(StepArgs(*sizes, *columns, *pieces, self._sums.data_ptr()))
+        self._memory = memory
 
     def _share(self, parts: Sequence[ScheduledRequest], group: int) -> Shares:
         """Cut the step into pieces of work for the threads."""
@@ -150,29 +151,19 @@ class NativeBackend:
                 alone += members
         return shared, alone
 
-    def _pointer(self, column: list[int]) -> int:
-        """Return the address of the values as int32, valid until the next step begins."""
-        return self._address(struct.pack(f"{len(column)}i", *column))  # faster than a tensor
+    def _tables(
+        self, parts: Sequence[ScheduledRequest], group: int
+    ) -> tuple[list["array[int]"], list[int]]:
+        """Return the blocks of each part, from the first one that its first token attends to.
 
-    def _address(self, values: bytes) -> int:
-        kept = array("i", values)
-        self._kept.append(kept)
-        return kept.buffer_info()[0]
-
-    def _tables(self, parts: Sequence[ScheduledRequest], group: int) -> tuple[list[int], bytes]:
-        """Return the offset of each part's block 0 in the tables, and the tables as int32.
-
-        A part's table begins with the first block that its first token attends to.
+        The second value is the number of this block in its text.
         """
         window, size = self._windows[group], self._block_size
         tables = [part.request.block_tables[group] for part in parts]
-        firsts = [0] * len(parts)
-        if window is not None:
-            firsts = [first_visible(window, part.start) // size for part in parts]
-            tables = [table[first:] for table, first in zip(tables, firsts, strict=True)]
-        ends = accumulate(map(len, tables), initial=0)
-        offsets = [end - first for end, first in zip(ends, firsts, strict=False)]
-        return offsets, b"".join(tables)
+        if window is None:
+            return tables, [0] * len(parts)
+        firsts = [first_visible(window, part.start) // size for part in parts]
+        return [table[first:] for table, first in zip(tables, firsts, strict=True)], firsts
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         spec, step = layer.spec, self.steps[layer.group]

@@ -22,7 +22,7 @@ class AngleTable:
     """The angles of all positions up to the last one that was asked for, and some more."""
 
     def __init__(self, make: MakeAngles, limit: int) -> None:
-        """Take what makes angles that depend on the position alone, for so many positions."""
+        """Take what makes angles by position, and the number of positions that the model has."""
         self._make = make
         self._limit = limit
         self.num_positions = 0
@@ -32,7 +32,7 @@ class AngleTable:
 
     @torch.inference_mode()
     def reach(self, num_positions: int) -> None:
-        """Have the angles of at least so many positions; they may move in memory."""
+        """Have at least the angles of the first `num_positions`; they may move in memory."""
         if num_positions > self._limit:
             raise ValueError(f"{num_positions} positions, and the model has {self._limit}")
         while self.num_positions < num_positions:

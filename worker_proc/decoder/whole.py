@@ -2,8 +2,8 @@
 
 The layers are those of a `DecoderStack`. Before them is the embedding, and behind them the last
 norm and the output layer, for the rows that get logits; the angles come from tables. Transformers'
-code still computes the steps in which somebody looks between the parts: hooks of the decoder, and
-hidden states that are pooled. So the logits must have the same bits both ways.
+code still computes the steps in which something is read between the parts: those with hooks, and
+those whose hidden states are pooled. So the logits must have the same bits both ways.
 """
 
 import ctypes

@@ -424,7 +424,7 @@ class NativeLibrary:
             tokens,
             states,
         )
-        return list(tokens), list(states)
+        return tokens[:], states[:]
 
 
 def projection(weight: PackedWeight, **fields: Any) -> Instruction:

@@ -48,7 +48,7 @@ class NativeChoice:
         packed = b"".join(edits.packed)
         token_ids, states = self._library.sample(logits, orders, packed, bits)
         lost = []
-        if _NOT_FINITE in states:
+        if any(states):
             lost = [place for place, state in enumerate(states) if state == _NOT_FINITE]
         return token_ids, lost
 

@@ -113,8 +113,11 @@ class Sampler:
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
     ) -> list[TokenLogprobs | None]:
         entries: list[TokenLogprobs | None] = [None] * len(rows)
-        wanted = [row.sampling_params.logprobs for row in rows]
-        asking = [(i, num_top) for i, num_top in enumerate(wanted) if num_top is not None]
+        asking = [
+            (i, num_top)
+            for i, row in enumerate(rows)
+            if (num_top := row.sampling_params.logprobs) is not None
+        ]
         for start in range(0, len(asking), self._chunk_rows):
             part, num_tops = zip(*asking[start : start + self._chunk_rows], strict=True)
             chosen = [token_ids[i] for i in part]

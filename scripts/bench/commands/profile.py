@@ -99,6 +99,8 @@ class _Profiler:
         yield runner_class(self._engine.model), "execute", self._over_the_wire
         yield Mirror, "apply", timed("mirror")
         yield Mirror, "advance", timed("mirror")
+        yield Mirror, "move_on", timed("mirror")
+        yield Mirror, "append", timed("mirror")
         if self._engine.model == "null":
             return
         from worker_proc import model_runner
@@ -106,8 +108,10 @@ class _Profiler:
         from worker_proc.attention.sdpa import SdpaBackend
         from worker_proc.native.kernels import NativeLibrary
         from worker_proc.sampling.sampler import Sampler
+        from worker_proc.steady_decode import SteadyDecode
 
         yield model_runner, "pack_step", timed("inputs")
+        yield SteadyDecode, "move_on", timed("inputs")
         yield NativeBackend, "begin_step", timed("inputs")
         yield SdpaBackend, "begin_step", timed("inputs")
         yield model_runner, "compute_logits", timed("forward")
