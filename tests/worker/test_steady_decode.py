@@ -32,7 +32,7 @@ from worker_proc.steady_decode import SteadyDecode
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 NUM_REQUESTS = 14
-MODEL_LEN = SECTION + 300
+MODEL_LEN = 2 * SECTION + 100
 _SHAPE = SHAPE | {"max_position_embeddings": MODEL_LEN}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SHAPE),
@@ -229,7 +229,8 @@ def test_contexts_that_reach_another_section_are_shared_anew(
     """By several threads, a long context is split into its sections."""
     runner = load(checkpoints[name])
     vocab_size = runner.facts.vocab_size
-    prompts = [[(7 * i + n) % vocab_size for i in range(n)] for n in (SECTION - 9, SECTION - 3, 5)]
+    lengths = (2 * SECTION - 9, SECTION - 3, 5)
+    prompts = [[(7 * i + n) % vocab_size for i in range(n)] for n in lengths]
     torch.set_num_threads(num_threads)
     scenario = fixed(runner, prompts, 40)
     found = run(runner, monkeypatch, scenario, is_steady=True)
@@ -342,6 +343,14 @@ CHANGES: dict[str, tuple[int, dict[str, Any]]] = {
     "arrival": (
         5,
         {"scheduled_new_reqs": [new_request(3, 3, [7])], "num_scheduled_tokens": {3: 3}},
+    ),
+    "arrival in place of a request that ends": (
+        2,
+        {"scheduled_new_reqs": [new_request(3, 1, [7])], "finished_req_ids": [1]},
+    ),
+    "arrival during a pause": (
+        2,
+        {"scheduled_new_reqs": [new_request(3, 1, [7])], "num_scheduled_tokens": {1: 0}},
     ),
     "finish": (1, {"finished_req_ids": [1]}),
     "preemption": (1, {"preempted_req_ids": [2]}),
