@@ -23,7 +23,7 @@ from worker_proc.forward import compute_logits
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
 from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks
-from worker_proc.inputs import StepInputs, pack_step
+from worker_proc.inputs import SteadyDecode, StepInputs, pack_step
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loader import LoadedModel
@@ -32,7 +32,6 @@ from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import DraftedRow, count_valid, rows_to_sample
-from worker_proc.steady_decode import SteadyDecode
 
 if TYPE_CHECKING:
     from worker_proc.cuda.device_sampler import DeviceSampler, TokenCopy

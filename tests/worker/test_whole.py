@@ -17,7 +17,6 @@ from tests.worker.test_bitwise import DTYPES, engine_config
 from tests.worker.test_decoder import BY_NAME, NATIVE
 from tests.worker.test_quantization import load as load_quantized
 from worker_proc.attention.interface import AttentionBackend
-from worker_proc.calibration.calibrate import calibrate
 from worker_proc.calibration.self_check import num_blocks_needed, trial_requests
 from worker_proc.decoder import angles, whole
 from worker_proc.decoder.angles import AngleTable
@@ -27,12 +26,13 @@ from worker_proc.decoder.stack import DecoderStack
 from worker_proc.decoder.whole import WholeModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
-from worker_proc.kv.model_layout import make_layout
 from worker_proc.loading.packed_linear import PackedLinear
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler
 from worker_proc.sampling.pooling import captured_hidden_states
+from worker_proc.startup.calibrate import calibrate
 from worker_proc.startup.load_runner import build_runner
+from worker_proc.startup.parts import make_layout
 from worker_proc.startup.prepare import prepare_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

@@ -106,9 +106,9 @@ class _Profiler:
         from worker_proc import model_runner
         from worker_proc.attention.native import NativeBackend
         from worker_proc.attention.sdpa import SdpaBackend
+        from worker_proc.inputs import SteadyDecode
         from worker_proc.native.kernels import NativeLibrary
         from worker_proc.sampling.sampler import Sampler
-        from worker_proc.steady_decode import SteadyDecode
 
         yield model_runner, "pack_step", timed("inputs")
         yield SteadyDecode, "move_on", timed("inputs")
