@@ -30,7 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
 def engine() -> Iterator[Engine]:
     with EngineFactory() as factory:
         tokenizer = str(ROOT / "scripts" / "demo_model")
-        yield factory("--tokenizer", tokenizer, "--max-model-len", "16384")
+        pace = ("--null-step-ms", "10")  # the second stream opens long before the first one ends
+        yield factory("--tokenizer", tokenizer, "--max-model-len", "16384", *pace)
 
 
 def helpers(engine: Engine) -> list[int]:
