@@ -1,10 +1,11 @@
 """Builds small checkpoints with random weights, one per architecture, for the worker's tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     DeepseekV3Config,
@@ -209,3 +210,14 @@ def build_checkpoint(
     model = model.to(dtype)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def build_checkpoints(
+    factory: pytest.TempPathFactory, configs: Mapping[str, PretrainedConfig]
+) -> dict[str, Path]:
+    """Write a checkpoint for each configuration; returns their directories by name."""
+    made = {}
+    for name, config in configs.items():
+        made[name] = factory.mktemp(name)
+        build_checkpoint(made[name], config)
+    return made

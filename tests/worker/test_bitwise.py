@@ -37,7 +37,7 @@ from protocol.config import (
 from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.worker.checkpoints import build_checkpoint
+from tests.worker.checkpoints import build_checkpoint, build_checkpoints
 from worker_proc import model_runner
 from worker_proc.attention.work import SECTION
 from worker_proc.inputs import StepInputs
@@ -248,11 +248,7 @@ def make_texts(vocab_size: int, lengths: Sequence[int] = TEXT_LENGTHS) -> list[l
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for name, config in CONFIGS.items():
-        made[name] = tmp_path_factory.mktemp(name)
-        build_checkpoint(made[name], config)
-    return made
+    return build_checkpoints(tmp_path_factory, CONFIGS)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

@@ -215,6 +215,7 @@ def test_an_mlp_is_compared_with_a_module_that_computes_with_codes(
     with computing_codes(parts):
         want = mlp(rows.bfloat16()).float()
     assert torch.equal(mlp(rows.bfloat16()).float(), plain)
+    # Two steps of bfloat16: processors sum in other orders, and each may round to another step.
     monkeypatch.setattr(fused, "MAX_ERROR", {torch.bfloat16: 0.008, torch.float32: 1e-5})
     model = nn.Sequential(mlp)
     assert len(fuse_modules(model, library, torch.bfloat16, format=Format.INT8_FOR_CODES)) == 1

@@ -16,7 +16,7 @@ from core_proc.scheduler import Scheduler
 from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.worker.checkpoints import SHAPE, build_checkpoint
+from tests.worker.checkpoints import SHAPE, build_checkpoints
 from tests.worker.driving import across_the_wire, make_scheduler
 from tests.worker.test_bitwise import DTYPES, engine_config
 from worker_proc import model_runner
@@ -56,11 +56,7 @@ def library() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for name, config in CONFIGS.items():
-        made[name] = tmp_path_factory.mktemp(name)
-        build_checkpoint(made[name], config)
-    return made
+    return build_checkpoints(tmp_path_factory, CONFIGS)
 
 
 def load(directory: Path, dtype: str = "float32", *, num_blocks: int = 900) -> ModelRunner:

@@ -30,9 +30,11 @@ from worker_proc.native.kernels import (
 
 NUM_TRIAL_ROWS = 5
 NUM_MIXTURE_ROWS = 64
-MIXTURE_QUANTILE = 0.9
-"""Share of the rows of a mixture of experts that must agree: where two experts' logits are equal
-within their rounding, a row may go to the other one, or weight them differently."""
+MIXTURE_QUANTILE = {torch.float32: 0.98, torch.bfloat16: 0.9}
+"""Share of the rows of a mixture of experts that must agree: in float32 all but one of 64.
+
+Where the logits of two experts are equal within their rounding, a row may go to the other one, or
+weight them differently."""
 NUM_TRIAL_VALUES = 492  # with the large ones, a multiple of the rows
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
 """Relative to the largest value: another order of a sum, and one rounding."""
@@ -258,7 +260,7 @@ def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None
         {number: make},
         proven,
         num_rows=NUM_MIXTURE_ROWS,
-        quantile=MIXTURE_QUANTILE,
+        quantile=MIXTURE_QUANTILE[down.dtype],
     )
 
 
