@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "vec.h"
 
 namespace {
@@ -26,23 +28,31 @@ inline Vec load_any(const T* p, int count) { return count == kLanes ? load(p) : 
 
 inline int lanes_at(int i, int size) { return size - i < kLanes ? size - i : kLanes; }
 
+// Calls f(first, count) for the vectors of `size` values. The count is a constant in all but the last
+// one, so that whole vectors are loaded and saved by single instructions.
+template <class F>
+[[gnu::always_inline]] inline void for_vectors(int size, const F& f) {
+  int i = 0;
+  for (; i + kLanes <= size; i += kLanes) f(i, std::integral_constant<int, kLanes>{});
+  if (i < size) f(i, size - i);
+}
+
 // y = x / sqrt(mean(x²) + epsilon) · weight
 template <typename T>
 inline void normalize_row(const T* x, const float* weight, T* y, int size, float epsilon,
                           bool round_before_weight) {
   Vec squares = splat(0.0f);
-  for (int i = 0; i < size; i += kLanes) {
-    const Vec v = load_any(x + i, lanes_at(i, size));
+  for_vectors(size, [&](int i, int count) {
+    const Vec v = load_any(x + i, count);
     squares += v * v;
-  }
+  });
   const float mean = fold(squares, [](Vec a, Vec b) { return a + b; }) / size;
   const float factor = 1.0f / std::sqrt(mean + epsilon);
-  for (int i = 0; i < size; i += kLanes) {
-    const int count = lanes_at(i, size);
+  for_vectors(size, [&](int i, int count) {
     Vec v = load_any(x + i, count) * factor;
     if (round_before_weight) v = rounded(v, T{});
     save(v * load_any(weight + i, count), y + i, count);
-  }
+  });
 }
 
 // Numbers that kernels.py knows.

@@ -36,6 +36,31 @@ struct SumsFor<int8_t> {
 template <typename T>
 using SumsOf = typename SumsFor<T>::Type;
 
+// Caches, as prefetches name them.
+constexpr int kFirstCache = 3, kSecondCache = 2;
+
+// Weights that a thread reads after the present pair of panels, fetched while it multiplies.
+struct WeightsAhead {
+  const Unit *next = nullptr, *end = nullptr;
+  int64_t vectors_per_step = 0;  // fetched at each step of kUnitStep units
+
+  template <int Locality>
+  [[gnu::always_inline]] void fetch() {
+    const Unit* const last = std::min(next + vectors_per_step * kLanes, end);
+    for (; next < last; next += kLanes) __builtin_prefetch(next, 0, Locality);
+  }
+};
+
+// The weights of a pair, if it comes before the last one. The tiles of rows that are computed until
+// then share in fetching them, so that memory is never idle. Tiles of codes fetch their own weights.
+template <class W>
+WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t num_tiles) {
+  if constexpr (!W::kAreCodes)
+    if (pair < last_pair)
+      return {w.panel(pair), w.panel(pair + 1), (kPairOutputs + num_tiles - 1) / num_tiles};
+  return {};
+}
+
 #ifdef __AVX512F__
 
 constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
@@ -77,9 +102,18 @@ inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
 // The sums of R rows and the panels of some pairs.
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
-                                                SumsOf<T> (&sums)[R][P]) {
+                                                WeightsAhead& ahead, SumsOf<T> (&sums)[R][P]) {
   constexpr bool kFromMemory = R <= 4 && !W::kAreCodes;  // else the weights stay in the cache
   constexpr int64_t kAhead = 4096 / sizeof(Unit);
+  // One pointer and the stride address three rows: so twelve rows need few registers.
+  constexpr int kRowsPerPointer = 3;
+  const Unit* inputs[(R + kRowsPerPointer - 1) / kRowsPerPointer];
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r += kRowsPerPointer) {
+    const Unit*& at = inputs[r / kRowsPerPointer];
+    at = rows.data + r * rows.stride;
+    asm("" : "+r"(at));  // else the compiler would address all rows from the first one
+  }
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
@@ -90,21 +124,24 @@ template <typename T, int R, int P, class W>
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++)
       tiles[p] = w.tile(pair + p / 2, p % 2, first, space[W::kAreCodes ? p : 0]);
+    if (!kFromMemory && !W::kAreCodes) ahead.fetch<kSecondCache>();
 #pragma GCC unroll 1
     for (int64_t unit = 0; unit < kUnitStep; unit++) {
       VecBits weights[P];
 #pragma GCC unroll 32
       for (int p = 0; p < P; p++) {
-        const Unit* at = tiles[p] + unit * kLanes;
-        weights[p] = *reinterpret_cast<const VecBits*>(at);
-        if (kFromMemory) __builtin_prefetch(at + kAhead);
+        weights[p] = *reinterpret_cast<const VecBits*>(tiles[p]);
+        if (kFromMemory) __builtin_prefetch(tiles[p] + kAhead);
+        tiles[p] += kLanes;
       }
 #pragma GCC unroll 32
       for (int r = 0; r < R; r++) {
-        const Unit x = rows.data[r * rows.stride + first + unit];
+        const Unit x = inputs[r / kRowsPerPointer][r % kRowsPerPointer * rows.stride];
 #pragma GCC unroll 32
         for (int p = 0; p < P; p++) sums[r][p] = add_product<T>(sums[r][p], x, weights[p]);
       }
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r += kRowsPerPointer) inputs[r / kRowsPerPointer]++;
     }
   }
 }
@@ -146,7 +183,7 @@ inline Part add_product(Part sum, Unit unit, PartBits weights) {
 // The sums of R rows and the panels of some pairs.
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
-                                                SumsOf<T> (&sums)[R][P]) {
+                                                WeightsAhead&, SumsOf<T> (&sums)[R][P]) {
   alignas(64) Unit space[W::kAreCodes ? P : 1][kTile];
   Part parts[R][P * kParts];
 #pragma GCC unroll 32
@@ -178,9 +215,10 @@ template <typename T, int R, int P, class W>
 
 // Saves the sums of R rows and some pairs, row by row.
 template <typename T, int R, int Pairs, class W>
-[[gnu::noinline]] void save_products(const W& w, UnitRows rows, int64_t pair, SumsOf<T>* saved) {
+[[gnu::noinline]] void save_products(const W& w, UnitRows rows, int64_t pair, WeightsAhead& ahead,
+                                     SumsOf<T>* saved) {
   SumsOf<T> sums[R][2 * Pairs];
-  sum_products<T>(w, rows, pair, sums);
+  sum_products<T>(w, rows, pair, ahead, sums);
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
@@ -188,7 +226,8 @@ template <typename T, int R, int Pairs, class W>
 }
 
 template <typename T, class W>
-using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, SumsOf<T>* saved);
+using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, WeightsAhead& ahead,
+                       SumsOf<T>* saved);
 
 template <typename T, class W>
 Saver<T, W> saver_for(int num_rows, int num_pairs) {
@@ -208,33 +247,39 @@ Saver<T, W> saver_for(int num_rows, int num_pairs) {
 
 template <typename T, class W, class Out>
 void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
-                   int num_pairs, const Out& out) {
+                   int num_pairs, WeightsAhead& ahead, const Out& out) {
   SumsOf<T> sums[2 * kMostRows + 2 * 8];
   const UnitRows first{rows.data + row * rows.stride, rows.stride};
-  saver_for<T, W>(num_rows, num_pairs)(w, first, pair, sums);
+  saver_for<T, W>(num_rows, num_pairs)(w, first, pair, ahead, sums);
   const SumsOf<T>* at = sums;
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
 }
 
-// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions.
+// Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. After a pair, the thread
+// will probably read the one at a distance from it.
 template <typename T, class W, class Out>
 void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                           int64_t last_pair, const Out& out) {
+                           int64_t last_pair, const Out& out, int64_t distance = 1) {
   const int64_t num_rows = last_row - row;
   if (num_rows == 0) return;
   const int few = static_cast<int>(num_rows);
+  WeightsAhead none;
   if (kHasManyRegisters && num_rows <= 2)
-    for (; pair + 4 <= last_pair; pair += 4) multiply_rows<T>(w, rows, row, few, pair, 4, out);
+    for (; pair + 4 <= last_pair; pair += 4)
+      multiply_rows<T>(w, rows, row, few, pair, 4, none, out);
   if (num_rows <= (kHasManyRegisters ? 3 : 1))
-    for (; pair + 2 <= last_pair; pair += 2) multiply_rows<T>(w, rows, row, few, pair, 2, out);
+    for (; pair + 2 <= last_pair; pair += 2)
+      multiply_rows<T>(w, rows, row, few, pair, 2, none, out);
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
-  for (; pair < last_pair; pair++)
+  for (; pair < last_pair; pair++) {
+    WeightsAhead ahead = weights_ahead(w, pair + distance, w.num_pairs, num_tiles);
     for (int64_t tile = 0; tile < num_tiles; tile++) {
       const int64_t first = row + num_rows * tile / num_tiles;
       const int64_t last = row + num_rows * (tile + 1) / num_tiles;
-      multiply_rows<T>(w, rows, first, static_cast<int>(last - first), pair, 1, out);
+      multiply_rows<T>(w, rows, first, static_cast<int>(last - first), pair, 1, ahead, out);
     }
+  }
 }
 
 // Memory of a thread for units, one for each use.
@@ -410,22 +455,11 @@ struct PendingSums {
   }
 };
 
-// Weights that a thread reads after the present pair of panels, fetched while it multiplies.
-struct WeightsAhead {
-  const Unit *next, *end;
-
-  template <_mm_hint Cache>
-  [[gnu::always_inline]] void fetch(int64_t num_vectors) {
-    const Unit* const last = std::min(next + num_vectors * kLanes, end);
-    for (; next < last; next += kLanes) _mm_prefetch(next, Cache);
-  }
-};
-
 // Up to 32 rows of one pair of panels, with tiles configured for this number of rows.
 template <typename T, bool HasLower, class W, class Out>
 void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64_t pair,
-                    WeightsAhead& ahead, int64_t fetched_per_step, PendingSums<T>& sums,
-                    PendingSums<T>& previous, const Out& out) {
+                    WeightsAhead& ahead, PendingSums<T>& sums, PendingSums<T>& previous,
+                    const Out& out) {
   // Tiles that are made from codes are made a step ahead: a load waits for stores just before it.
   alignas(64) Unit space[2][2][W::kAreCodes ? kTile : 1];
   const Unit* upper = rows.data + row * rows.stride;
@@ -456,7 +490,7 @@ void multiply_tiles(const W& w, UnitRows rows, int64_t row, int64_t count, int64
       TROIKA_MULTIPLY_TILES(3, 5, 7);
     }
     // The first cache has room for them only beside few rows.
-    if (!W::kAreCodes) ahead.fetch<HasLower ? _MM_HINT_T1 : _MM_HINT_T0>(fetched_per_step);
+    if (!W::kAreCodes) ahead.fetch<HasLower ? kSecondCache : kFirstCache>();
     previous.pass_on(passed_per_step, out);
     low = next_low;
     high = next_high;
@@ -591,32 +625,26 @@ void multiply_with_tiles(const W& w, UnitRows rows, int64_t row, int64_t last_ro
   const TileConfig whole(kBothRows), rest(last_row - last_whole);
   PendingSums<T> sums[2];
   int turn = 0;
-  // All rows of a pair share in fetching the next one, so that memory is never idle.
-  const auto ahead_of = [&](int64_t pair) {
-    if constexpr (W::kAreCodes) return WeightsAhead{};  // a tile fetches its own
-    else return WeightsAhead{w.panel(pair + 1), w.panel(std::min(pair + 2, last_pair))};
-  };
   finish_stores();
   if (last_whole > row) {
     const int64_t num_blocks = (last_whole - row) / kBothRows;
-    const int64_t fetched_per_step = (kPairOutputs + num_blocks - 1) / num_blocks;
     _tile_loadconfig(&whole);
     for (int64_t pair = first_pair; pair < last_pair; pair++) {
-      WeightsAhead ahead = ahead_of(pair);
+      WeightsAhead ahead = weights_ahead(w, pair + 1, last_pair, num_blocks);
       for (int64_t at = row; at < last_whole; at += kBothRows, turn ^= 1)
-        multiply_tiles<T, true>(w, rows, at, kBothRows, pair, ahead, fetched_per_step, sums[turn],
-                             sums[turn ^ 1], out);
+        multiply_tiles<T, true>(w, rows, at, kBothRows, pair, ahead, sums[turn], sums[turn ^ 1],
+                                out);
     }
   }
   if (const int64_t count = last_row - last_whole; count > 0) {
     const auto multiply_rest =
         count > kAmxRows ? multiply_tiles<T, true, W, Out> : multiply_tiles<T, false, W, Out>;
-    const int64_t fetched_per_step = last_whole > row ? 0 : kPairOutputs;  // they are cached, then
+    const bool are_cached = last_whole > row;
     _tile_loadconfig(&rest);
     for (int64_t pair = first_pair; pair < last_pair; pair++, turn ^= 1) {
-      WeightsAhead ahead = ahead_of(pair);
-      multiply_rest(w, rows, last_whole, count, pair, ahead, fetched_per_step, sums[turn],
-                    sums[turn ^ 1], out);
+      WeightsAhead ahead;
+      if (!are_cached) ahead = weights_ahead(w, pair + 1, last_pair, 1);
+      multiply_rest(w, rows, last_whole, count, pair, ahead, sums[turn], sums[turn ^ 1], out);
     }
   }
   _tile_release();
@@ -647,7 +675,7 @@ int64_t rows_at_once() {
 
 template <typename T, class W, class Out>
 void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                   int64_t last_pair, const Out& out) {
+                   int64_t last_pair, const Out& out, int64_t distance = 1) {
 #ifdef __AMX_BF16__
   if constexpr (!std::is_same<T, float>::value)
     if (uses_tiles<T>())
@@ -660,7 +688,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     if (last_row - row >= kManyRows)
       return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
 #endif
-  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out);
+  multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, distance);
 }
 
 // Rows that stay in a core's cache; vectors read them again for each pair.
@@ -693,23 +721,28 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
   constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
   const bool unpacks = kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
-  const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair) {
+  const bool takes_pairs = kHasManyRegisters && !uses_tiles<T>() && !unpacks;
+  const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair,
+                                int64_t distance) {
     if constexpr (kCanUnpack)
       if (unpacks) return multiply_unpacked<T>(w, rows, num_rows, pair, last_pair, out);
-    multiply_part<T>(w, rows, row, last_row, pair, last_pair, out);
+    multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, distance);
   };
   if (num_rows <= std::max(kFewRows, W::kTurnedRows))
-    return multiply_all(0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs));
+    return multiply_all(0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), 1);
   const int64_t most = rows_in_cache<T>();
   const int64_t num_groups = unpacks ? 1 : (num_rows + most - 1) / most;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
-  // Few and long pieces: within one, the next weights are fetched while the present ones are used.
-  const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
+  // Single pairs, so that threads end together; or few and long pieces, within which the next weights
+  // are fetched while the present ones are used.
+  const int64_t num_pieces =
+      takes_pairs ? w.num_pairs : std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {
     const int64_t row = task / num_pieces * group, piece = task % num_pieces;
     multiply_all(std::min(row, num_rows), std::min(row + group, num_rows),
-                 w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces);
+                 w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces,
+                 takes_pairs ? team.size : 1);
   }
 }
 
