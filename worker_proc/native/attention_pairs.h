@@ -472,6 +472,11 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
   };
   int turn = 0;
   PairSpan span = context.span(earliest / kSpanSlots * kSpanSlots, earliest, last);
+  if (waits_for_memory) {
+    context.prefetch_span(span);
+    if (span.base + kSpanSlots <= last)
+      context.prefetch_span(context.span(span.base + kSpanSlots, earliest, last));
+  }
   score(span, tile.scores[turn]);
   for (bool has_next = true; has_next; turn ^= 1) {
     // The next span is scored first, so that its products run while this one's rows are weighed.
