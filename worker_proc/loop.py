@@ -32,6 +32,8 @@ from worker_proc.step_timer import StepTimer
 HELLO_INTERVAL_S = 1.0
 SILENCE_S = 5.0
 """A core sends a frame every second; after this silence it does not know the worker any more."""
+QUIET_S = 0.1
+"""Without a step, after which the runner prepares memory."""
 _LONGEST_SLEEP_S = 1.0
 """Most that one turn adds to the silence: a process that was stopped could not receive."""
 _FLUSH_MS = 1000
@@ -58,8 +60,10 @@ class WorkerLoop:
         self._begun: deque[tuple[int, float]] = deque()
         """Tokens and time of each step that is not answered yet."""
         self._step_ended_at = 0.0
+        self._may_prepare = False  # since a step; until the runner has prepared all
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         self._grammars_fd = None if grammars is None else grammars.wake_fd
+        self._runner = runner
         self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch, grammars)
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
@@ -101,6 +105,8 @@ class WorkerLoop:
             for reply in self._shim.take_compiled():
                 self._send(reply)
         self._check_silence()
+        if not ready:
+            self._prepare_memory()
         return True
 
     @property
@@ -110,10 +116,24 @@ class WorkerLoop:
     def _poll_ms(self) -> int | None:
         if self._shim.num_launched:
             return 0  # wait as CUDA does for its device, without sleeping
-        if not self._wants_adoption:
+        deadlines = []
+        if self._wants_adoption:
+            deadlines.append(self._next_hello)
+        if self._may_prepare:
+            deadlines.append(self._quiet_at)
+        if not deadlines:
             return self._reporter.tick_ms
-        until_hello_ms = max(0, int((self._next_hello - self._clock.monotonic()) * 1000) + 1)
-        return min(until_hello_ms, self._reporter.tick_ms or until_hello_ms)
+        wait_ms = max(0, int((min(deadlines) - self._clock.monotonic()) * 1000) + 1)
+        return min(wait_ms, self._reporter.tick_ms or wait_ms)
+
+    @property
+    def _quiet_at(self) -> float:
+        return self._step_ended_at + QUIET_S
+
+    def _prepare_memory(self) -> None:
+        """Let the runner allocate memory when no step has come for a while: few milliseconds."""
+        if self._may_prepare and self._clock.monotonic() >= self._quiet_at:
+            self._may_prepare = not self._shim.num_launched and self._runner.prepare_memory()
 
     def _handle_link_events(self) -> None:
         for event in self._core.link_events():
@@ -163,6 +183,7 @@ class WorkerLoop:
             now = self._clock.monotonic()
             self._step_timer.observe(num_tokens, now - max(began, self._step_ended_at))
             self._step_ended_at = now
+            self._may_prepare = True
             self._reporter.step_completed()  # also on ranks that do not reply
 
     def _send(self, reply: WorkerToCore) -> None:

@@ -129,6 +129,8 @@ class Mirror:
         """Requests with a grammar."""
         self.pooling: set[int] = set()
         """The requests that return a vector."""
+        self.highest_block = NULL_BLOCK
+        """Of all that requests have had."""
         self._next_step_id: int | None = None
 
     def reset(self) -> None:
@@ -311,6 +313,7 @@ class Mirror:
             if not lowest <= block_id < num_blocks:
                 bounds = f"{lowest} to {num_blocks - 1}"
                 raise MirrorError(f"{name} got block {block_id}, outside {bounds}")
+        self.highest_block = max(self.highest_block, max(block_ids, default=NULL_BLOCK))
 
     def _check_copies(self, copies: BlockCopies, field: str) -> None:
         if len(copies.device_block_ids) != len(copies.host_block_ids):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from protocol.core_worker import (
+    NULL_BLOCK,
     ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
@@ -168,8 +169,12 @@ class ModelRunner:
         if self._graphs is not None:  # first: the pool also releases what the allocator caches
             self._graphs.forget()
         self._pool.sleep()
+        self._mirror.highest_block = NULL_BLOCK
         if self._draft_model is not None:
             self._draft_model.sleep()
+
+    def prepare_memory(self) -> bool:
+        return self._pool.allocate_ahead(self._mirror.highest_block)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(step).finish()

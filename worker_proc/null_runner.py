@@ -135,6 +135,9 @@ class NullRunner:
         self._mirror.reset()
         self.sleep()
 
+    def prepare_memory(self) -> bool:
+        return False
+
     def sleep(self) -> None:
         self._mirror.check_empty()
         self._writers.clear()

@@ -58,6 +58,9 @@ class Runner(Protocol):
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Begin what `execute` does. The step before it may be unfinished, but no other one."""
 
+    def prepare_memory(self) -> bool:
+        """Allocate some memory that later steps will need; return whether more is missing."""
+
     def sleep(self) -> None:
         """Release the KV cache until the next step; raises a MirrorError if requests remain."""
 

@@ -30,7 +30,7 @@ from protocol.transport.channel import HighWaterMark, Received, RouterChannel
 from tests.unsupervised_child import UnsupervisedChild
 from worker_proc import loop
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
-from worker_proc.loop import WorkerLoop
+from worker_proc.loop import QUIET_S, WorkerLoop
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.shim import WorkerShim
 
@@ -50,10 +50,17 @@ class FakeRunner:
     def __init__(self) -> None:
         self.num_resets = 0
         self.num_sleeps = 0
+        self.missing_pieces = 1
+        self.executed_at = self.prepared_at = 0.0
         self.error: Exception | None = None
 
     def reset(self) -> None:
         self.num_resets += 1
+
+    def prepare_memory(self) -> bool:
+        self.prepared_at = self.prepared_at or time.monotonic()
+        self.missing_pieces -= 1
+        return self.missing_pieces > 0
 
     def sleep(self) -> None:
         if self.error is not None:
@@ -63,6 +70,7 @@ class FakeRunner:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if self.error is not None:
             raise self.error
+        self.executed_at = time.monotonic()
         return ModelRunnerOutput(step.step_id, [7])
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
@@ -314,11 +322,24 @@ def test_no_hello_is_sent_to_a_core_that_has_adopted(bench: Bench) -> None:
     bench.send(9, Adopt(0))
     bench.send(9, step(0))
     bench.until(lambda: bench.replies)
-    assert bench.loop._poll_ms() is None
+    bench.until(lambda: bench.loop._poll_ms() is None)
     num_hellos = len(bench.hellos)
     deadline = time.monotonic() + 0.12
     bench.until(lambda: time.monotonic() > deadline)
     assert len(bench.hellos) == num_hellos
+
+
+def test_memory_is_prepared_in_pieces_when_no_step_comes(bench: Bench, runner: FakeRunner) -> None:
+    runner.missing_pieces = 3
+    bench.until(lambda: bench.hellos)
+    bench.send(9, Adopt(0))
+    bench.send(9, step(0))
+    bench.until(lambda: bench.replies)
+    bench.until(lambda: runner.missing_pieces == 0)
+    assert runner.prepared_at - runner.executed_at >= QUIET_S
+    assert bench.loop._poll_ms() is None  # nothing is missing until another step comes
+    bench.send(9, step(1))
+    bench.until(lambda: runner.missing_pieces < 0)
 
 
 def test_a_core_that_is_silent_is_asked_again_and_one_that_beats_is_not(
@@ -384,7 +405,7 @@ def test_a_launched_step_is_answered_when_it_is_done(tmp_path: Path) -> None:
     runner.launched[0].is_done = True
     bench.until(lambda: bench.replies)
     assert bench.replies == [ModelRunnerOutput(0, [7])]
-    assert bench.loop._poll_ms() is None
+    bench.until(lambda: bench.loop._poll_ms() is None)
     bench.close()
 
 

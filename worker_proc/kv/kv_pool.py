@@ -6,6 +6,7 @@ import torch
 
 from protocol.core_worker import BlockCopies
 from worker_proc.kv.kv_tensors import DeviceMemory, HostMemory, KVTensors, Shapes
+from worker_proc.kv.pages_ahead import PagesAhead
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors to copy from and to copy to; their rows are blocks."""
@@ -38,12 +39,14 @@ class KVPool:
         self._copy_blocks = copy_blocks
         self._device = device
         self._memory: list[HostMemory | DeviceMemory] = []
+        self._pageable: list[HostMemory] = []  # has the blocks of the device
         self._is_asleep = False
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device and on the host
         self.tensors: list[KVTensors] = []
         for pair in shapes:
             keys, values = (self._allocate(shape, num_host_blocks, dtype) for shape in pair)
             self.tensors.append(KVTensors(keys, values))
+        self._pages_ahead = PagesAhead(self._pageable, shapes[0][0][0] if shapes else 0)
 
     def _allocate(
         self, shape: tuple[int, ...], num_host_blocks: int, dtype: torch.dtype
@@ -51,6 +54,8 @@ class KVPool:
         on_cpu = self._device.type == "cpu"
         memory = HostMemory(shape, dtype) if on_cpu else DeviceMemory(shape, dtype, self._device)
         self._memory.append(memory)
+        if isinstance(memory, HostMemory):
+            self._pageable.append(memory)
         if num_host_blocks:
             host = HostMemory((num_host_blocks, *shape[1:]), dtype, pinned=not on_cpu)
             self._memory.append(host)
@@ -76,9 +81,14 @@ class KVPool:
             torch.cuda.synchronize(self._device)
         for memory in self._memory:
             memory.release()
+        self._pages_ahead.forget()
         if self._device.type != "cpu":
             torch.cuda.empty_cache()
         self._is_asleep = True
+
+    def allocate_ahead(self, num_used: int) -> bool:
+        """Allocate some pages of blocks after those in use; return whether more are missing."""
+        return not self._is_asleep and self._pages_ahead.allocate(num_used)
 
     def wake(self) -> None:
         """Make the tensors usable again, with zeros after a sleep."""

@@ -32,6 +32,7 @@ class CacheSize(NamedTuple):
 
 
 _MAPPED = 2  # cudaHostRegisterMapped: kernels may access it, too
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 
 
 class HostMemory:
@@ -50,6 +51,12 @@ class HostMemory:
         self.tensor = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape)).view(shape)
         self._pinned = pinned
         self.restore()
+
+    def allocate(self, first: int, end: int) -> None:
+        """Allocate the pages of some rows now; raises an OSError if the kernel cannot."""
+        row_bytes = self.tensor[0].nbytes
+        begin = first * row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._pages.madvise(_POPULATE_WRITE, begin, end * row_bytes - begin)
 
     def release(self) -> None:
         """Return the memory to the system; its content is lost."""

@@ -1,0 +1,57 @@
+"""Allocates pages of the KV cache before a step needs them."""
+
+import logging
+from collections.abc import Sequence
+
+from worker_proc.kv.kv_tensors import HostMemory
+
+MAX_AHEAD_BYTES = 512 * 1024**2
+"""Of pages that are allocated and that no request has used."""
+PIECE_BYTES = 2 * 1024**2
+"""Of one tensor, at a time: a huge page, which takes a virtual machine up to 5 ms."""
+
+_log = logging.getLogger(__name__)
+
+
+class PagesAhead:
+    """The pages of the blocks that requests will use next, in all tensors of a pool.
+
+    The system allocates a page when it is first written. A step that waits for it computes prompts
+    a tenth slower, on a virtual machine whose own memory is allocated late. Blocks that were never
+    used are taken in ascending order, so the next ones are known.
+    """
+
+    def __init__(self, memories: Sequence[HostMemory], num_blocks: int) -> None:
+        """Take tensors whose first dimension is `num_blocks`."""
+        self._memories = memories
+        self._num_blocks = num_blocks
+        block_bytes = [memory.tensor.nbytes // num_blocks for memory in memories]
+        self._max_ahead = MAX_AHEAD_BYTES // max(sum(block_bytes), 1)
+        self._piece = max(PIECE_BYTES // max(block_bytes, default=1), 1)
+        self._num_allocated = 0  # blocks
+        self._next_memory = 0  # that allocates the blocks after those
+
+    def forget(self) -> None:
+        """Begin anew: the memory was returned to the system."""
+        self._num_allocated = self._next_memory = 0
+
+    def allocate(self, num_used: int) -> bool:
+        """Allocate a piece, and return whether another one is missing.
+
+        `num_used` blocks are in use, or were. As many again should have pages.
+        """
+        wanted = min(num_used + min(num_used, self._max_ahead), self._num_blocks)
+        if self._num_allocated >= wanted or not self._memories:
+            return False
+        end = min(self._num_allocated + self._piece, self._num_blocks)
+        try:
+            self._memories[self._next_memory].allocate(self._num_allocated, end)
+        except OSError as error:  # the kernel cannot, or there is no memory
+            _log.debug("pages are allocated when they are written: %s", error)
+            self._memories = ()
+            return False
+        self._next_memory += 1
+        if self._next_memory == len(self._memories):
+            self._next_memory = 0
+            self._num_allocated = end
+        return self._num_allocated < wanted
