@@ -60,7 +60,8 @@ class WorkerLoop:
         self._begun: deque[tuple[int, float]] = deque()
         """Tokens and time of each step that is not answered yet."""
         self._step_ended_at = 0.0
-        self._may_prepare = False  # since a step; until the runner has prepared all
+        self._may_prepare = False
+        """Whether steps may have used memory since the runner had prepared all of it."""
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         self._grammars_fd = None if grammars is None else grammars.wake_fd
         self._runner = runner
@@ -131,7 +132,7 @@ class WorkerLoop:
         return self._step_ended_at + QUIET_S
 
     def _prepare_memory(self) -> None:
-        """Let the runner allocate memory when no step has come for a while: few milliseconds."""
+        """Let the runner allocate memory, for a few milliseconds, if no step comes."""
         if self._may_prepare and self._clock.monotonic() >= self._quiet_at:
             self._may_prepare = not self._shim.num_launched and self._runner.prepare_memory()
 

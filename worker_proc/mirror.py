@@ -140,6 +140,10 @@ class Mirror:
         self.pooling.clear()
         self._next_step_id = None
 
+    def forget_blocks(self) -> None:
+        """Forget which blocks were used: their memory was released."""
+        self.highest_block = NULL_BLOCK
+
     def apply(self, step: SchedulerOutput) -> list[ScheduledRequest]:
         """Apply a step and return what it computes, in mirror order; unusable after an error."""
         expected = self._next_step_id

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from protocol.core_worker import (
-    NULL_BLOCK,
     ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
@@ -169,7 +168,7 @@ class ModelRunner:
         if self._graphs is not None:  # first: the pool also releases what the allocator caches
             self._graphs.forget()
         self._pool.sleep()
-        self._mirror.highest_block = NULL_BLOCK
+        self._mirror.forget_blocks()
         if self._draft_model is not None:
             self._draft_model.sleep()
 

@@ -148,10 +148,13 @@ def test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards(serve: Se
         tensors.values.fill_(torch.nan)
     awake = resident_bytes()
     runner.sleep()
+    assert not runner.prepare_memory()
     assert resident_bytes() < awake - 60 * MIB
     assert not any(tensors.keys.any() for tensors in runner._pool.tensors)
     run = drive(runner, served.prompts, GREEDY)
     assert served.expected == run.output_token_ids
+    while runner.prepare_memory():
+        pass
     mini_scheduler = MiniScheduler(runner, CHUNK, swap_every=2)
     assert mini_scheduler.run(served.prompts, [GREEDY] * NUM_PROMPTS) == served.expected
 
@@ -164,4 +167,6 @@ def test_sleep_is_refused_while_a_request_is_mirrored(serve: Serve) -> None:
     runner.execute(step(1, 0, finished=[1]))
     runner.sleep()
     runner.sleep()
+    runner._pool.wake()
+    assert not runner.prepare_memory()  # no block has been used since
     runner.execute(step(2, 6, [new(1)], counts={1: 6}))

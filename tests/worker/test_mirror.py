@@ -124,6 +124,24 @@ def test_tables_grow_by_deltas() -> None:
     assert list(map(list, parts[0].request.block_tables)) == [[11, 12, 77]]
 
 
+def test_the_highest_block_is_known_however_it_came() -> None:
+    mirror = make_mirror()
+    scheduled = mirror.apply(step(0, 6, [new(0, blocks=[7, 3])], counts={0: 6}))
+    assert mirror.highest_block == 7
+    mirror.advance(scheduled, [50])
+    mirror.apply(step(1, 1, grown={0: [[12]]}))
+    assert mirror.highest_block == 12
+    assert mirror.move_on(step(2, 1, grown={0: [[20]]}))
+    assert mirror.highest_block == 20
+    swapped = step(3, 0, finished=[0])
+    mirror.apply(msgspec.structs.replace(swapped, swap_in=BlockCopies([31], [0])))
+    assert mirror.highest_block == 31
+    mirror.reset()
+    assert mirror.highest_block == 31  # the next core's requests use the same memory
+    mirror.forget_blocks()
+    assert mirror.highest_block == 0
+
+
 def test_reset_forgets_requests_and_steps() -> None:
     mirror = make_mirror()
     mirror.apply(step(5, 6, [new(1)], counts={1: 6}))

@@ -39,7 +39,8 @@ class KVPool:
         self._copy_blocks = copy_blocks
         self._device = device
         self._memory: list[HostMemory | DeviceMemory] = []
-        self._pageable: list[HostMemory] = []  # has the blocks of the device
+        self._pageable: list[HostMemory] = []
+        """The memory of `tensors`, if the device is the CPU."""
         self._is_asleep = False
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device and on the host
         self.tensors: list[KVTensors] = []
@@ -86,9 +87,9 @@ class KVPool:
             torch.cuda.empty_cache()
         self._is_asleep = True
 
-    def allocate_ahead(self, num_used: int) -> bool:
+    def allocate_ahead(self, highest_block: int) -> bool:
         """Allocate some pages of blocks after those in use; return whether more are missing."""
-        return not self._is_asleep and self._pages_ahead.allocate(num_used)
+        return not self._is_asleep and self._pages_ahead.allocate(highest_block)
 
     def wake(self) -> None:
         """Make the tensors usable again, with zeros after a sleep."""

@@ -28,30 +28,33 @@ class PagesAhead:
         block_bytes = [memory.tensor.nbytes // num_blocks for memory in memories]
         self._max_ahead = MAX_AHEAD_BYTES // max(sum(block_bytes), 1)
         self._piece = max(PIECE_BYTES // max(block_bytes, default=1), 1)
-        self._num_allocated = 0  # blocks
-        self._next_memory = 0  # that allocates the blocks after those
+        self._first_missing = 0  # block without pages in all tensors, after those in use
+        self._next_memory = 0  # tensor that is the next one to get its pages
 
     def forget(self) -> None:
         """Begin anew: the memory was returned to the system."""
-        self._num_allocated = self._next_memory = 0
+        self._first_missing = self._next_memory = 0
 
-    def allocate(self, num_used: int) -> bool:
+    def allocate(self, highest_block: int) -> bool:
         """Allocate a piece, and return whether another one is missing.
 
-        `num_used` blocks are in use, or were. As many again should have pages.
+        `highest_block` is that of all blocks in use. As many after it should have pages.
         """
-        wanted = min(num_used + min(num_used, self._max_ahead), self._num_blocks)
-        if self._num_allocated >= wanted or not self._memories:
+        if self._first_missing <= highest_block:
+            self._first_missing, self._next_memory = highest_block + 1, 0
+        num_ahead = min(highest_block, self._max_ahead)
+        wanted = min(highest_block + 1 + num_ahead, self._num_blocks)
+        if self._first_missing >= wanted or not self._memories:
             return False
-        end = min(self._num_allocated + self._piece, self._num_blocks)
+        end = min(self._first_missing + self._piece, wanted)
         try:
-            self._memories[self._next_memory].allocate(self._num_allocated, end)
-        except OSError as error:  # the kernel cannot, or there is no memory
+            self._memories[self._next_memory].allocate(self._first_missing, end)
+        except OSError as error:  # the kernel cannot
             _log.debug("pages are allocated when they are written: %s", error)
             self._memories = ()
             return False
         self._next_memory += 1
         if self._next_memory == len(self._memories):
             self._next_memory = 0
-            self._num_allocated = end
-        return self._num_allocated < wanted
+            self._first_missing = end
+        return self._first_missing < wanted

@@ -117,7 +117,7 @@ void add_with_vectors(PairTile& tile, int first, int column, const PairSpan& spa
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sums[r][c] = load(tile.out(first + r) + column + c * kLanes);
   for (int g = span.first_group; g < span.num_groups; g++)
-#pragma GCC unroll 1
+#pragma GCC unroll 1  // else there are too few registers for the addresses
     for (int pair = 0; pair < kGroupPairs; pair++) {
       const Unit* values = span.values[g] + pair * tile.vdim + column;
       VecBits v[C];

@@ -155,7 +155,7 @@ class Executor {
       const float factor = is_token ? i.factor : std::numeric_limits<float>::quiet_NaN();
       const T* from = static_cast<const T*>(i.weight) + (is_token ? token : 0) * i.size;
       T* out = row(i.target, r);
-      for_vectors(i.size, [&](int d, int count) {
+      for_vectors(i.size, [&](int d, auto count) {
         save(load_any(from + d, count) * factor, out + d, count);
       });
       std::memset(static_cast<void*>(out + i.size), 0, (width - i.size) * sizeof(T));
@@ -269,7 +269,7 @@ class Executor {
   template <typename A>
   static void rotate_halves(T* x, const A* cosines, const A* sines, int half) {
     const auto product = [](Vec a, Vec b) { return rounded(a * b, A{}); };
-    for_vectors(half, [&](int d, int count) {
+    for_vectors(half, [&](int d, auto count) {
       const Vec a = load_any(x + d, count), b = load_any(x + half + d, count);
       const Vec low = product(a, load_any(cosines + d, count)) -
                       product(b, load_any(sines + d, count));

@@ -42,13 +42,13 @@ template <typename T>
 inline void normalize_row(const T* x, const float* weight, T* y, int size, float epsilon,
                           bool round_before_weight) {
   Vec squares = splat(0.0f);
-  for_vectors(size, [&](int i, int count) {
+  for_vectors(size, [&](int i, auto count) {
     const Vec v = load_any(x + i, count);
     squares += v * v;
   });
   const float mean = fold(squares, [](Vec a, Vec b) { return a + b; }) / size;
   const float factor = 1.0f / std::sqrt(mean + epsilon);
-  for_vectors(size, [&](int i, int count) {
+  for_vectors(size, [&](int i, auto count) {
     Vec v = load_any(x + i, count) * factor;
     if (round_before_weight) v = rounded(v, T{});
     save(v * load_any(weight + i, count), y + i, count);

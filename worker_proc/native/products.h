@@ -257,7 +257,7 @@ void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t
 }
 
 // Rows [row, last_row) and pairs [pair, last_pair) with vector instructions. After a pair, the thread
-// will probably read the one at a distance from it.
+// reads the next one; or probably the one at a distance from it, if other threads take those between.
 template <typename T, class W, class Out>
 void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                            int64_t last_pair, const Out& out, int64_t distance = 1) {
@@ -272,8 +272,9 @@ void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_
     for (; pair + 2 <= last_pair; pair += 2)
       multiply_rows<T>(w, rows, row, few, pair, 2, none, out);
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t last_ahead = distance == 1 ? last_pair : w.num_pairs;
   for (; pair < last_pair; pair++) {
-    WeightsAhead ahead = weights_ahead(w, pair + distance, w.num_pairs, num_tiles);
+    WeightsAhead ahead = weights_ahead(w, pair + distance, last_ahead, num_tiles);
     for (int64_t tile = 0; tile < num_tiles; tile++) {
       const int64_t first = row + num_rows * tile / num_tiles;
       const int64_t last = row + num_rows * (tile + 1) / num_tiles;
@@ -721,7 +722,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
   constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
   const bool unpacks = kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
-  const bool takes_pairs = kHasManyRegisters && !uses_tiles<T>() && !unpacks;
+  const bool takes_pairs = kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && !unpacks;
   const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair,
                                 int64_t distance) {
     if constexpr (kCanUnpack)
