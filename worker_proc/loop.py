@@ -64,7 +64,6 @@ class WorkerLoop:
         """Whether steps may have used memory since the runner had prepared all of it."""
         grammars = None if runner.grammars is None else make_grammars(runner.grammars)
         self._grammars_fd = None if grammars is None else grammars.wake_fd
-        self._runner = runner
         self._shim = WorkerShim(runner, child.rank, child.pid, child.epoch, grammars)
         self._core = DealerChannel(
             child.context, child.core_worker_address, HighWaterMark.WORKER_LINK
@@ -132,9 +131,9 @@ class WorkerLoop:
         return self._step_ended_at + QUIET_S
 
     def _prepare_memory(self) -> None:
-        """Let the runner allocate memory, for a few milliseconds, if no step comes."""
+        """Allocate memory of later steps, for a few milliseconds, when no step comes."""
         if self._may_prepare and self._clock.monotonic() >= self._quiet_at:
-            self._may_prepare = not self._shim.num_launched and self._runner.prepare_memory()
+            self._may_prepare = self._shim.prepare_memory()
 
     def _handle_link_events(self) -> None:
         for event in self._core.link_events():

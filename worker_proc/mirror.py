@@ -130,7 +130,7 @@ class Mirror:
         self.pooling: set[int] = set()
         """The requests that return a vector."""
         self.highest_block = NULL_BLOCK
-        """Of all that requests have had."""
+        """The highest that a request has had."""
         self._next_step_id: int | None = None
 
     def reset(self) -> None:
@@ -269,6 +269,7 @@ class Mirror:
         if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
+        self._record_use(new.block_ids)
         params = new.sampling_params
         self.num_constrained += params.grammar is not None
         if params.pooling is not None:
@@ -293,8 +294,14 @@ class Mirror:
             if request is None:
                 raise MirrorError(f"scheduled_cached_reqs names {req_id}, which is not mirrored")
             self._check_tables(req_id, columns, None)
+            self._record_use(columns)
             for table, block_ids in zip(request.block_tables, columns, strict=True):
                 table.extend(block_ids)
+
+    def _record_use(self, tables: list[list[int]]) -> None:
+        for table in tables:
+            if table:
+                self.highest_block = max(self.highest_block, *table)
 
     def _check_tables(self, req_id: int, tables: list[list[int]], start: int | None) -> None:
         """Check the tables of a request that starts at `start`, or blocks added to them."""
@@ -317,7 +324,6 @@ class Mirror:
             if not lowest <= block_id < num_blocks:
                 bounds = f"{lowest} to {num_blocks - 1}"
                 raise MirrorError(f"{name} got block {block_id}, outside {bounds}")
-        self.highest_block = max(self.highest_block, max(block_ids, default=NULL_BLOCK))
 
     def _check_copies(self, copies: BlockCopies, field: str) -> None:
         if len(copies.device_block_ids) != len(copies.host_block_ids):

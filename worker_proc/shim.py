@@ -63,6 +63,13 @@ class WorkerShim:
         self.link_epoch = None
         self._launched = None
 
+    def prepare_memory(self) -> bool:
+        """Allocate some memory of later steps, unless a step is unfinished.
+
+        Returns whether more is missing.
+        """
+        return self._launched is None and self._runner.prepare_memory()
+
     def hello(self) -> WorkerHello:
         """Return the message that is sent repeatedly until a core adopts this worker."""
         runner = self._runner

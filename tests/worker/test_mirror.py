@@ -133,7 +133,7 @@ def test_the_highest_block_is_known_however_it_came() -> None:
     assert mirror.highest_block == 12
     assert mirror.move_on(step(2, 1, grown={0: [[20]]}))
     assert mirror.highest_block == 20
-    swapped = step(3, 0, finished=[0])
+    swapped = step(3, 1, [new(1, blocks=[31, 30], computed=5)], counts={1: 1}, finished=[0])
     mirror.apply(msgspec.structs.replace(swapped, swap_in=BlockCopies([31], [0])))
     assert mirror.highest_block == 31
     mirror.reset()

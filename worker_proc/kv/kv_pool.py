@@ -39,29 +39,27 @@ class KVPool:
         self._copy_blocks = copy_blocks
         self._device = device
         self._memory: list[HostMemory | DeviceMemory] = []
-        self._pageable: list[HostMemory] = []
-        """The memory of `tensors`, if the device is the CPU."""
         self._is_asleep = False
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device and on the host
         self.tensors: list[KVTensors] = []
+        on_host: list[HostMemory] = []
         for pair in shapes:
             keys, values = (self._allocate(shape, num_host_blocks, dtype) for shape in pair)
-            self.tensors.append(KVTensors(keys, values))
-        self._pages_ahead = PagesAhead(self._pageable, shapes[0][0][0] if shapes else 0)
+            self.tensors.append(KVTensors(keys.tensor, values.tensor))
+            on_host += (memory for memory in (keys, values) if isinstance(memory, HostMemory))
+        self._pages_ahead = PagesAhead(on_host)
 
     def _allocate(
         self, shape: tuple[int, ...], num_host_blocks: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+    ) -> HostMemory | DeviceMemory:
         on_cpu = self._device.type == "cpu"
         memory = HostMemory(shape, dtype) if on_cpu else DeviceMemory(shape, dtype, self._device)
         self._memory.append(memory)
-        if isinstance(memory, HostMemory):
-            self._pageable.append(memory)
         if num_host_blocks:
             host = HostMemory((num_host_blocks, *shape[1:]), dtype, pinned=not on_cpu)
             self._memory.append(host)
             self._pairs.append((memory.tensor, host.tensor))
-        return memory.tensor
+        return memory
 
     def swap(self, out: BlockCopies, into: BlockCopies) -> None:
         """Copy blocks to the host, then others from it, on the current stream."""

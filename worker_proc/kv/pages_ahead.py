@@ -16,29 +16,31 @@ _log = logging.getLogger(__name__)
 class PagesAhead:
     """The pages of the blocks that requests will use next, in all tensors of a pool.
 
-    The system allocates a page when it is first written. A step that waits for it computes prompts
-    a tenth slower, on a virtual machine whose own memory is allocated late. Blocks that were never
-    used are taken in ascending order, so the next ones are known.
+    The system allocates a page when it is first written. On a virtual machine whose own memory is
+    allocated late, a step that waits for pages computes prompts a tenth slower. Blocks that were
+    never used are taken in ascending order, so the next ones are known.
     """
 
-    def __init__(self, memories: Sequence[HostMemory], num_blocks: int) -> None:
-        """Take tensors whose first dimension is `num_blocks`."""
+    def __init__(self, memories: Sequence[HostMemory]) -> None:
+        """Take tensors whose rows are blocks, as many in each."""
         self._memories = memories
-        self._num_blocks = num_blocks
-        block_bytes = [memory.tensor.nbytes // num_blocks for memory in memories]
+        self._num_blocks = len(memories[0].tensor) if memories else 0
+        block_bytes = [memory.tensor[0].nbytes for memory in memories]
         self._max_ahead = MAX_AHEAD_BYTES // max(sum(block_bytes), 1)
         self._piece = max(PIECE_BYTES // max(block_bytes, default=1), 1)
-        self._first_missing = 0  # block without pages in all tensors, after those in use
-        self._next_memory = 0  # tensor that is the next one to get its pages
+        self._first_missing = 0
+        """The first block after those in use that lacks pages in some tensor."""
+        self._next_memory = 0
+        """The first tensor in which it lacks them."""
 
     def forget(self) -> None:
-        """Begin anew: the memory was returned to the system."""
+        """Start over: the memory was returned to the system."""
         self._first_missing = self._next_memory = 0
 
     def allocate(self, highest_block: int) -> bool:
         """Allocate a piece, and return whether another one is missing.
 
-        `highest_block` is that of all blocks in use. As many after it should have pages.
+        `highest_block` is the highest in use; as many blocks after it should have pages.
         """
         if self._first_missing <= highest_block:
             self._first_missing, self._next_memory = highest_block + 1, 0
@@ -49,7 +51,7 @@ class PagesAhead:
         end = min(self._first_missing + self._piece, wanted)
         try:
             self._memories[self._next_memory].allocate(self._first_missing, end)
-        except OSError as error:  # the kernel cannot
+        except OSError as error:  # Linux before 5.14, or no memory is left
             _log.debug("pages are allocated when they are written: %s", error)
             self._memories = ()
             return False
