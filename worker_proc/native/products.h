@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "team.h"
 #include "weights.h"
@@ -65,6 +66,8 @@ WeightsAhead weights_ahead(const W& w, int64_t pair, int64_t last_pair, int64_t 
 
 constexpr int kMostRows = 12;  // of which the sums of one pair fit into the registers
 constexpr bool kHasManyRegisters = true;
+// Pairs that one row is multiplied by at once. A thread reads memory fastest in few places.
+constexpr int kPairsOfOneRow = 1;
 
 template <typename T>
 inline SumsOf<T> add_product(SumsOf<T> sum, Unit unit, VecBits weights);
@@ -103,8 +106,6 @@ inline VecInt add_product<int8_t>(VecInt sum, Unit unit, VecBits weights) {
 template <typename T, int R, int P, class W>
 [[gnu::always_inline]] inline void sum_products(const W& w, UnitRows rows, int64_t pair,
                                                 WeightsAhead& ahead, SumsOf<T> (&sums)[R][P]) {
-  constexpr bool kFromMemory = R <= 4 && !W::kAreCodes;  // else the weights stay in the cache
-  constexpr int64_t kAhead = 4096 / sizeof(Unit);
   // One pointer and the stride address three rows: so twelve rows need few registers.
   constexpr int kRowsPerPointer = 3;
   const Unit* inputs[(R + kRowsPerPointer - 1) / kRowsPerPointer];
@@ -124,14 +125,13 @@ template <typename T, int R, int P, class W>
 #pragma GCC unroll 32
     for (int p = 0; p < P; p++)
       tiles[p] = w.tile(pair + p / 2, p % 2, first, space[W::kAreCodes ? p : 0]);
-    if (!kFromMemory && !W::kAreCodes) ahead.fetch<kSecondCache>();
+    ahead.fetch<kSecondCache>();
 #pragma GCC unroll 1
     for (int64_t unit = 0; unit < kUnitStep; unit++) {
       VecBits weights[P];
 #pragma GCC unroll 32
       for (int p = 0; p < P; p++) {
         weights[p] = *reinterpret_cast<const VecBits*>(tiles[p]);
-        if (kFromMemory) __builtin_prefetch(tiles[p] + kAhead);
         tiles[p] += kLanes;
       }
 #pragma GCC unroll 32
@@ -150,6 +150,7 @@ template <typename T, int R, int P, class W>
 
 constexpr int kMostRows = 3;
 constexpr bool kHasManyRegisters = false;
+constexpr int kPairsOfOneRow = 2;  // the sums of one pair would wait for each other
 
 // Codes of weights have no sign, those of rows do.
 inline PartBits add_coded(PartBits sum, Unit unit, PartBits weights) {
@@ -229,28 +230,21 @@ template <typename T, class W>
 using Saver = void (*)(const W& w, UnitRows rows, int64_t pair, WeightsAhead& ahead,
                        SumsOf<T>* saved);
 
-template <typename T, class W>
-Saver<T, W> saver_for(int num_rows, int num_pairs) {
-  switch (num_pairs * 16 + num_rows) {
-#define TROIKA_CASE(pairs, rows) \
-  case pairs * 16 + rows: return save_products<T, rows, pairs>;
-    TROIKA_CASE(1, 1) TROIKA_CASE(1, 2) TROIKA_CASE(1, 3) TROIKA_CASE(2, 1)
-#ifdef __AVX512F__
-    TROIKA_CASE(4, 1) TROIKA_CASE(4, 2) TROIKA_CASE(2, 2) TROIKA_CASE(2, 3)
-    TROIKA_CASE(1, 4) TROIKA_CASE(1, 5) TROIKA_CASE(1, 6) TROIKA_CASE(1, 7) TROIKA_CASE(1, 8)
-    TROIKA_CASE(1, 9) TROIKA_CASE(1, 10) TROIKA_CASE(1, 11) TROIKA_CASE(1, 12)
-#endif
-#undef TROIKA_CASE
-  }
-  return nullptr;
+// The functions for one pair and 1 to kMostRows rows.
+template <typename T, class W, int... Fewer>
+Saver<T, W> saver_for(int num_rows, std::integer_sequence<int, Fewer...>) {
+  static constexpr Saver<T, W> kSavers[] = {save_products<T, Fewer + 1, 1, W>...};
+  return kSavers[num_rows - 1];
 }
 
 template <typename T, class W, class Out>
 void multiply_rows(const W& w, UnitRows rows, int64_t row, int num_rows, int64_t pair,
                    int num_pairs, WeightsAhead& ahead, const Out& out) {
-  SumsOf<T> sums[2 * kMostRows + 2 * 8];
-  const UnitRows first{rows.data + row * rows.stride, rows.stride};
-  saver_for<T, W>(num_rows, num_pairs)(w, first, pair, ahead, sums);
+  SumsOf<T> sums[2 * std::max(kMostRows, kPairsOfOneRow)];
+  const auto save = num_pairs == 1
+                        ? saver_for<T, W>(num_rows, std::make_integer_sequence<int, kMostRows>())
+                        : save_products<T, 1, kPairsOfOneRow, W>;
+  save(w, {rows.data + row * rows.stride, rows.stride}, pair, ahead, sums);
   const SumsOf<T>* at = sums;
   for (int r = 0; r < num_rows; r++)
     for (int p = 0; p < num_pairs; p++, at += 2) out(row + r, pair + p, at[0], at[1]);
@@ -263,14 +257,10 @@ void multiply_with_vectors(const W& w, UnitRows rows, int64_t row, int64_t last_
                            int64_t last_pair, const Out& out, int64_t distance = 1) {
   const int64_t num_rows = last_row - row;
   if (num_rows == 0) return;
-  const int few = static_cast<int>(num_rows);
   WeightsAhead none;
-  if (kHasManyRegisters && num_rows <= 2)
-    for (; pair + 4 <= last_pair; pair += 4)
-      multiply_rows<T>(w, rows, row, few, pair, 4, none, out);
-  if (num_rows <= (kHasManyRegisters ? 3 : 1))
-    for (; pair + 2 <= last_pair; pair += 2)
-      multiply_rows<T>(w, rows, row, few, pair, 2, none, out);
+  if (kPairsOfOneRow > 1 && num_rows == 1)
+    for (; pair + kPairsOfOneRow <= last_pair; pair += kPairsOfOneRow)
+      multiply_rows<T>(w, rows, row, 1, pair, kPairsOfOneRow, none, out);
   const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
   const int64_t last_ahead = distance == 1 ? last_pair : w.num_pairs;
   for (; pair < last_pair; pair++) {
@@ -721,15 +711,17 @@ template <typename T, class W, class Out>
 void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
   constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
+  if (num_rows == 0) return;
   const bool unpacks = kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
-  const bool takes_pairs = kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && !unpacks;
+  // Tiles of codes fetch the weights that lie behind them, not those of the pair taken next.
+  const bool takes_pairs = kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && !W::kAreCodes;
   const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair,
                                 int64_t distance) {
     if constexpr (kCanUnpack)
       if (unpacks) return multiply_unpacked<T>(w, rows, num_rows, pair, last_pair, out);
     multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, distance);
   };
-  if (num_rows <= std::max(kFewRows, W::kTurnedRows))
+  if (!takes_pairs && num_rows <= std::max(kFewRows, W::kTurnedRows))
     return multiply_all(0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), 1);
   const int64_t most = rows_in_cache<T>();
   const int64_t num_groups = unpacks ? 1 : (num_rows + most - 1) / most;
