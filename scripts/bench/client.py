@@ -45,6 +45,8 @@ class Job(msgspec.Struct, frozen=True):
     requests: list[Request]
     timeout_s: float
     """For each request."""
+    return_token_ids: bool = False
+    """Ask an HTTP server for ids, so that tokens without text arrive as pieces, too."""
 
 
 class Outcome(msgspec.Struct):
@@ -191,9 +193,11 @@ class HttpSender:
         self._host, self._port = url.hostname or "", url.port or 80
         key = os.environ.get("OPENAI_API_KEY", "none")
         self._requests = []
+        options = {"return_token_ids": True} if job.return_token_ids else {}
         for request in job.requests:
             body = msgspec.json.encode(
-                {
+                options
+                | {
                     "model": job.model,
                     "prompt": request.prompt,
                     "max_tokens": request.num_tokens,

@@ -123,9 +123,10 @@ class _Process:
 class LoadProcesses:
     """Processes that share the requests of each run evenly."""
 
-    def __init__(self, count: int, timeout_s: float) -> None:
-        """Start them; `timeout_s` bounds every request."""
+    def __init__(self, count: int, timeout_s: float, *, return_token_ids: bool = False) -> None:
+        """Start them; `timeout_s` bounds every request, and ids are asked for if wished."""
         self._timeout_s = timeout_s
+        self._return_token_ids = return_token_ids
         self._processes = [_Process() for _ in range(count)]
 
     def __enter__(self) -> "LoadProcesses":
@@ -142,7 +143,8 @@ class LoadProcesses:
         count = min(len(self._processes), len(requests))
         used = self._processes[:count]
         for index, process in enumerate(used):
-            job = Job(target, model, list(requests[index::count]), self._timeout_s)
+            part = list(requests[index::count])
+            job = Job(target, model, part, self._timeout_s, self._return_token_ids)
             process.write(msgspec.json.encode(job) + b"\n")
         deadline = time.monotonic() + max(_START_TIMEOUT_S, self._timeout_s)
         for process in used:

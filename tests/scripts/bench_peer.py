@@ -34,7 +34,10 @@ class _Handler(BaseHTTPRequestHandler):
         for index in range(num_tokens):
             if self.fault == "event" and index == num_tokens // 2:
                 self._event({"error": {"message": ERROR_TEXT}})
-            self._event({"choices": [{"text": "a"}]})
+            if self.fault != "no text":
+                self._event({"choices": [{"text": "a"}]})
+            elif body.get("return_token_ids"):
+                self._event({"choices": [{"text": "", "token_ids": [index]}]})
         if self.fault != "no usage":
             self._event({"choices": [], "usage": {"completion_tokens": num_tokens}})
         self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
@@ -68,7 +71,7 @@ def peer(fault: str = "") -> Iterator[Peer]:
     """Run a server.
 
     Faults: "status" (503), "event" (an error within a stream), "short" (a token is missing),
-    "no usage" (the stream has no count).
+    "no usage" (the stream has no count), "no text" (tokens have ids alone, sent if asked for).
     """
     prompts: list[tuple[int, ...]] = []
     handler = type("Handler", (_Handler,), {"fault": fault, "prompts": prompts})

@@ -76,6 +76,17 @@ def test_serving_compares_with_a_peer_in_turn_and_every_figure_is_in_the_json(
     assert "base / other" in printed
 
 
+def test_tokens_without_text_arrive_if_their_ids_are_asked_for(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with peer("no text") as other:
+        command = f"serving --base {url} --against o={other.url} --work w2 --repeats 1 --pause-s 0"
+        assert tool.main(command.split()) == 1
+        assert "in 0 pieces" in capsys.readouterr().err
+        assert tool.main([*command.split(), "--return-token-ids"]) == 0
+        assert "Requests ask for the ids of tokens." in capsys.readouterr().out
+
+
 def test_a_peer_without_usage_is_counted_by_its_chunks(url: str) -> None:
     with peer("no usage") as other:
         command = f"serving --base {url} --against o={other.url} --work w2 --repeats 1 --pause-s 0"

@@ -36,7 +36,14 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         record.engine = describe(model, flags, facts)
         peers = [running_server(name, url) for name, url in arguments.against]
         record.peers = [peer.name for peer in peers]
-        load = stack.enter_context(LoadProcesses(arguments.load_processes, arguments.timeout_s))
+        returns_ids = arguments.return_token_ids
+        if returns_ids:
+            record.notes.append("Requests ask for the ids of tokens.")
+        load = stack.enter_context(
+            LoadProcesses(
+                arguments.load_processes, arguments.timeout_s, return_token_ids=returns_ids
+            )
+        )
         default_size = HIGHEST_ID if facts is None else facts.vocab_size
         ids = token_ids(arguments.vocab_size or default_size)
         workloads = _workloads(arguments)
