@@ -402,10 +402,39 @@ class Executor {
   Team& team_;
 };
 
+// Products of vectors of an instruction, by its size; few rows wait for the weights.
+int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
+  constexpr int64_t kLeastRows = 8;
+  const auto products = [&](int64_t num_rows) {
+    return std::max(num_rows, kLeastRows) * i.num_units * i.num_pairs * 2;
+  };
+  switch (i.kind) {
+    case kProject: return products(i.of_kept ? run.num_kept : run.num_rows);
+    case kExperts: return products(int64_t{run.num_rows} * i.num_chosen);
+    case kAttend:
+      return num_visible * i.layer->num_heads * (i.layer->head_dim + i.layer->value_head_dim) / 32;
+  }
+  return 0;
+}
+
+// Whether one thread alone computes a step of a whole model: where all threads would take less than
+// about a millisecond, on processors that they share with the core and the API (cpu_pinning.py).
+// Each instruction would end only after a thread has got its processor back.
+bool is_for_one_thread(const Program& program, const Run& run) {
+  constexpr int kMostSharing = 2;
+  constexpr int64_t kBriefWork = 2'000'000;
+  if (run.positions == nullptr || omp_get_max_threads() > kMostSharing) return false;
+  int64_t num_visible = 0, work = 0;
+  for (int32_t r = 0; r < run.num_rows; r++) num_visible += run.positions[r] + 1;
+  for (int32_t i = 0; i < program.num_instructions && work < kBriefWork; i++)
+    work += work_of(program.instructions[i], run, num_visible);
+  return work < kBriefWork;
+}
+
 template <typename T>
 void execute_all(const Program& program, const Run& run) {
   Crew crew;
-#pragma omp parallel
+#pragma omp parallel if (!is_for_one_thread(program, run))
   {
     Team team(crew, omp_get_thread_num(), omp_get_num_threads());
     Executor<T> executor(run, team);
