@@ -24,7 +24,8 @@ def attach_cache(
     copy_blocks: CopyBlocks = copy_by_index
     if uses_triton(loaded.device):
         from worker_proc.cuda.swap import copy_blocks
-    pool = KVPool(shapes, num_host_blocks, loaded.dtype, loaded.device, copy_blocks)
+    dtype = layout.format.pool_dtype(loaded.dtype)
+    pool = KVPool(shapes, num_host_blocks, dtype, loaded.device, copy_blocks)
     for number, group in enumerate(layout.groups):
         for tensors, index in zip(pool.tensors, group.layers, strict=False):
             layer = loaded.layers[index]

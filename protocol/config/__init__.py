@@ -8,6 +8,7 @@ from protocol.config.engine_config import CpuPinning as CpuPinning
 from protocol.config.engine_config import Device as Device
 from protocol.config.engine_config import Dtype as Dtype
 from protocol.config.engine_config import EngineConfig as EngineConfig
+from protocol.config.engine_config import KVCacheDtype as KVCacheDtype
 from protocol.config.engine_config import LogFormat as LogFormat
 from protocol.config.engine_config import LogLevel as LogLevel
 from protocol.config.engine_config import ModelConfig as ModelConfig

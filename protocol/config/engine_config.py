@@ -41,6 +41,14 @@ class Quantization(enum.StrEnum):
     W8A8 = "w8a8"
 
 
+class KVCacheDtype(enum.StrEnum):
+    AUTO = "auto"
+    INT8 = "int8"
+    FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"
+    """The same as FP8."""
+
+
 class Device(enum.StrEnum):
     AUTO = "auto"
     CPU = "cpu"
@@ -131,6 +139,9 @@ class CacheConfig(Section):
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1, lt=2**50)] | None = None
     """Bytes for the KV cache. Default on the CPU: 4 GiB, at most half of the memory that is free,
     in the host and in the cgroup."""
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    """Type of keys and values in the cache; auto: the model's; int8 and fp8 (also fp8_e4m3): codes
+    of 8 bits with a scale for each token and head, on the CPU."""
     enable_prefix_caching: bool = True
     """Share KV blocks between requests that begin alike."""
     swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
@@ -444,6 +455,19 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     yield (
         is_quantized and config.model.dtype not in (Dtype.AUTO, Dtype.BFLOAT16),
         "quantization needs dtype bfloat16: codes stand for weights in bfloat16",
+    )
+    has_codes = config.cache.kv_cache_dtype is not KVCacheDtype.AUTO
+    yield (
+        has_codes and config.model.model == "null",
+        "kv_cache_dtype needs a model: the null model has no KV cache",
+    )
+    yield (
+        has_codes and config.model.device is Device.CUDA,
+        "kv_cache_dtype needs device cpu: there are no kernels for codes on the GPU",
+    )
+    yield (
+        has_codes and config.model.dtype is Dtype.FLOAT16,
+        "kv_cache_dtype needs dtype float32 or bfloat16: there are no kernels for float16",
     )
     max_model_len = config.model.max_model_len
     if max_model_len is not None:

@@ -5,6 +5,7 @@ import random
 import shutil
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, 
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.inputs import pack_step
+from worker_proc.kv.kv_format import KVFormat, round_rows
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
@@ -35,6 +37,8 @@ SPECS = (
 )
 
 FULL_GROUPS = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=32, value_head_dim=32, window=None)
+CODES = (KVFormat.INT8, KVFormat.FP8)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Texts:
@@ -46,9 +50,11 @@ class Texts:
         block_size: int,
         dtype: torch.dtype,
         lengths: Sequence[int] = LENGTHS,
+        format: KVFormat = KVFormat.PLAIN,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
         self.spec, self.block_size, self.dtype = spec, block_size, dtype
+        self.pool_dtype = format.pool_dtype(dtype)
         self.rows = [
             [
                 torch.randn(length, heads, dim, generator=generator).to(dtype)
@@ -72,7 +78,7 @@ class Texts:
     def layer(self, backend: AttentionBackend) -> PagedLayer:
         """Return a layer with an empty pool."""
         keys, values = (
-            torch.zeros(shape, dtype=self.dtype)
+            torch.zeros(shape, dtype=self.pool_dtype)
             for shape in backend.pool_shapes(self.spec, NUM_BLOCKS)
         )
         return PagedLayer(self.spec, KVTensors(keys, values), backend)
@@ -104,11 +110,19 @@ def native_backend(
     windows: Sequence[int | None] = (None,),
     library: NativeLibrary | None = None,
     specs: Sequence[LayerSpec] = SPECS,
+    *,
+    format: KVFormat = KVFormat.PLAIN,
 ) -> NativeBackend:
     build()
     library = library or load_library()
     assert library is not None
-    return NativeBackend(library, block_size, dtype, specs, windows)
+    return NativeBackend(library, block_size, dtype, specs, windows, format=format)
+
+
+def fill_with_nan(pool: torch.Tensor, blocks: Sequence[int] | None = None) -> None:
+    """Write what no row may read; of codes, at least the scales are NaN."""
+    value = 255 if pool.dtype == torch.uint8 else torch.nan
+    pool[slice(None) if blocks is None else blocks] = value
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +168,44 @@ def test_equals_the_plain_backend(
             torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("block_size", "softcap"), [(1, None), (16, 1.5), (24, None), (48, None)])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_codes_are_attended_to_as_what_they_stand_for(
+    spec: LayerSpec, block_size: int, softcap: float | None, dtype: torch.dtype, format: KVFormat
+) -> None:
+    """The plain backend, in float32, is given the rounded rows."""
+    texts = Texts(spec, block_size, dtype, format=format)
+    for i, rows in enumerate(texts.rows):
+        for kind in (1, 2):  # some tokens much greater or smaller than others
+            rows[kind] *= torch.logspace(-1.5, 1, LENGTHS[i]).view(-1, 1, 1).to(dtype)
+            rows[kind][LENGTHS[i] // 2, 0] = 0.0
+    rounded = Texts(spec, block_size, torch.float32)
+    rounded.rows = [
+        [query.float(), round_rows(key.float(), format), round_rows(value.float(), format)]
+        for query, key, value in texts.rows
+    ]
+    plain = rounded.layer(SdpaBackend({Rule(0, spec.window)}, block_size, torch.float32, CPU))
+    native = texts.layer(native_backend(block_size, dtype, format=format))
+    half = [(i, 0, (length + 1) // 2) for i, length in enumerate(LENGTHS)]
+    rest = [(i, done, LENGTHS[i] - done) for i, _, done in half if LENGTHS[i] > done]
+    for parts in (half, rest):
+        for want, got in zip(
+            rounded.attend(plain, parts, softcap), texts.attend(native, parts, softcap), strict=True
+        ):
+            error = (got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-3)
+            assert float(error.max()) < (1e-4 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("format", KVFormat, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
-    spec: LayerSpec, dtype: torch.dtype
+    spec: LayerSpec, dtype: torch.dtype, format: KVFormat
 ) -> None:
-    texts = Texts(spec, 16, dtype)
-    backend = native_backend(16, dtype)
+    texts = Texts(spec, 16, dtype, format=format)
+    backend = native_backend(16, dtype, format=format)
     together = texts.attend(
         texts.layer(backend), [(i, 0, length) for i, length in enumerate(LENGTHS)]
     )
@@ -174,17 +219,24 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
             assert torch.equal(together[i], torch.cat(rows))
 
 
+@pytest.mark.parametrize("format", KVFormat, ids=str)
 @pytest.mark.parametrize("uses_tiles", [True, False])
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[5], FULL_GROUPS], ids=str)
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(
-    spec: LayerSpec, block_size: int, uses_tiles: bool, without_tiles: NativeLibrary
+    spec: LayerSpec,
+    block_size: int,
+    uses_tiles: bool,
+    format: KVFormat,
+    without_tiles: NativeLibrary,
 ) -> None:
     """Rows of a group have the bits that each has alone, whatever part of their text is shared."""
-    texts = Texts(spec, block_size, torch.bfloat16)
+    texts = Texts(spec, block_size, torch.bfloat16, format=format)
     longest = len(LENGTHS) - 1
     library = None if uses_tiles else without_tiles
-    backend = native_backend(block_size, torch.bfloat16, library=library, specs=[spec])
+    backend = native_backend(
+        block_size, torch.bfloat16, library=library, specs=[spec], format=format
+    )
     layer, length = texts.layer(backend), LENGTHS[longest]
     common = texts.requests[longest].block_tables[0]
     used = {block for request in texts.requests for block in request.block_tables[0]}
@@ -227,17 +279,30 @@ def test_a_score_that_is_not_a_number_reaches_the_result(
 
 @pytest.mark.parametrize("kind", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize(
-    ("dtype", "uses_tiles"),
-    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
-    ids=["float32", "tiles", "vectors"],
+    "kernel",
+    [
+        (dtype, uses_tiles, format)
+        for dtype, uses_tiles in (
+            (torch.float32, True),
+            (torch.bfloat16, True),
+            (torch.bfloat16, False),
+        )
+        for format in KVFormat
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("spec", SPECS[:2], ids=str)
 def test_a_token_changes_no_row_before_it(
-    spec: LayerSpec, dtype: torch.dtype, uses_tiles: bool, kind: int, without_tiles: NativeLibrary
+    spec: LayerSpec,
+    kernel: tuple[torch.dtype, bool, KVFormat],
+    kind: int,
+    without_tiles: NativeLibrary,
 ) -> None:
     """Also where its key or its value is not a number, which a weight of zero does not remove."""
-    texts = Texts(spec, 16, dtype)
-    backend = native_backend(16, dtype, library=None if uses_tiles else without_tiles)
+    dtype, uses_tiles, format = kernel
+    texts = Texts(spec, 16, dtype, format=format)
+    library = None if uses_tiles else without_tiles
+    backend = native_backend(16, dtype, library=library, format=format)
     longest = len(LENGTHS) - 1
     whole = [(longest, 0, LENGTHS[longest])]
     (expected,) = texts.attend(texts.layer(backend), whole)
@@ -284,43 +349,56 @@ def test_nothing_is_loaded_that_was_not_built(
     assert load_library() is None
 
 
-KINDS = [
-    ("plain", torch.float32),
-    ("native", torch.float32),
-    ("native", torch.bfloat16),
-]
+class Kind(NamedTuple):
+    """A backend, and what its pools hold."""
+
+    name: str
+    dtype: torch.dtype
+    format: KVFormat = KVFormat.PLAIN
+
+    def backend(self, spec: LayerSpec, block_size: int) -> AttentionBackend:
+        if self.name == "plain":
+            return SdpaBackend({Rule(0, spec.window)}, block_size, self.dtype, CPU)
+        return native_backend(block_size, self.dtype, [spec.window], format=self.format)
 
 
-def backend_of(kind: str, dtype: torch.dtype, spec: LayerSpec, block_size: int) -> AttentionBackend:
-    if kind == "plain":
-        return SdpaBackend({Rule(0, spec.window)}, block_size, dtype, CPU)
-    return native_backend(block_size, dtype, [spec.window])
+KINDS = (
+    Kind("plain", torch.float32),
+    *(Kind("native", dtype, format) for dtype in DTYPES for format in KVFormat),
+)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 11, 40])
-@pytest.mark.parametrize("block_size", [4, 16, 32])
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "block_size", "chunk"),
+    [
+        (kind, block_size, chunk)
+        for kind in KINDS
+        for block_size in ((16,) if kind.format in CODES else (4, 16, 32))
+        for chunk in ((11,) if kind.format in CODES else (1, 2, 11, 40))
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("spec", [SPECS[1], SPECS[3], SPECS[5]], ids=str)
 def test_blocks_before_the_window_are_never_read(
-    spec: LayerSpec, kind: str, dtype: torch.dtype, block_size: int, chunk: int
+    spec: LayerSpec, kind: Kind, block_size: int, chunk: int
 ) -> None:
     """Neither they, where the table still has them, nor the null block in their place."""
     assert spec.window is not None
-    texts = Texts(spec, block_size, dtype)
+    texts = Texts(spec, block_size, kind.dtype, format=kind.format)
     longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]
     table = texts.requests[longest].block_tables[0]
     outputs = []
     for mode in ("kept", "stale", "null"):
         texts.requests[longest].block_tables = [table[:]]
-        layer, rows = texts.layer(backend_of(kind, dtype, spec, block_size)), []
-        if mode != "kept" and kind == "native":
-            layer.kv.keys.fill_(torch.nan)
-            layer.kv.values.fill_(torch.nan)
+        layer, rows = texts.layer(kind.backend(spec, block_size)), []
+        if mode != "kept" and kind.name == "native":
+            fill_with_nan(layer.kv.keys)
+            fill_with_nan(layer.kv.values)
         for start in range(0, num_tokens, chunk):
             passed = max(start - spec.window + 1, 0) // block_size
             if mode != "kept":
-                layer.kv.keys[[0, *table[:passed]]] = torch.nan
-                layer.kv.values[[0, *table[:passed]]] = torch.nan
+                fill_with_nan(layer.kv.keys, [0, *table[:passed]])
+                fill_with_nan(layer.kv.values, [0, *table[:passed]])
             if mode == "null":
                 texts.requests[longest].block_tables = [array("i", [0] * passed) + table[passed:]]
             rows += texts.attend(layer, [(longest, start, min(chunk, num_tokens - start))])
@@ -329,19 +407,18 @@ def test_blocks_before_the_window_are_never_read(
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_what_an_earlier_owner_left_in_a_block_is_never_read(
-    spec: LayerSpec, kind: str, dtype: torch.dtype
-) -> None:
+def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: Kind) -> None:
     """A NaN beyond a request's context must not reach it."""
-    texts = Texts(spec, 16, dtype)
-    backend = backend_of(kind, dtype, spec, 16)
+    texts = Texts(spec, 16, kind.dtype, format=kind.format)
+    backend = kind.backend(spec, 16)
     outputs = []
-    for leftover in (0.0, torch.nan):
+    for is_nan in (False, True):
         layer = texts.layer(backend)
-        layer.kv.keys.fill_(leftover)
-        layer.kv.values.fill_(leftover)
+        if is_nan:
+            fill_with_nan(layer.kv.keys)
+            fill_with_nan(layer.kv.values)
         longer = [i for i, length in enumerate(LENGTHS) if length > 1]
         texts.attend(layer, [(i, 0, LENGTHS[i] - 1) for i in longer])
         outputs.append(torch.cat(texts.attend(layer, [(i, LENGTHS[i] - 1, 1) for i in longer])))

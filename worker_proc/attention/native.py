@@ -14,6 +14,7 @@ from worker_proc.attention.shared_prefixes import group_by_prefix
 from worker_proc.attention.step_memory import StepMemory
 from worker_proc.attention.work import Shares, Team, Texts, share_work
 from worker_proc.inputs import StepInputs, slot_mappings
+from worker_proc.kv.kv_format import CODE_DTYPE, KVFormat
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.mirror import ScheduledRequest, first_visible
@@ -57,9 +58,12 @@ class NativeBackend:
         dtype: torch.dtype,
         specs: Sequence[LayerSpec],
         windows: Sequence[int | None] = (None,),
+        *,
+        format: KVFormat = KVFormat.PLAIN,
     ) -> None:
-        """Take all layers, and the window of each KV group."""
+        """Take all layers, the window of each KV group, and the format of the pools."""
         self._library = library
+        self._format = format
         self._heads_per_kv_head = max(spec.num_heads // spec.num_kv_heads for spec in specs)
         self._num_heads = max(spec.num_heads for spec in specs)
         self._num_kv_heads = min(spec.num_kv_heads for spec in specs)
@@ -80,9 +84,14 @@ class NativeBackend:
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`.
 
-        The kernels for pairs order a head's keys and values in a block in another way.
+        The kernels for pairs order a head's keys and values in a block in another way. Of codes,
+        each head's block is one row of bytes: the codes in the same order, then the scales.
         """
         heads, size = (num_blocks, spec.num_kv_heads), self._block_size
+        if self._format is not KVFormat.PLAIN:
+            dims = (spec.head_dim, spec.value_head_dim)
+            keys, values = (size * self._format.row_bytes(dim, CODE_DTYPE) for dim in dims)
+            return (*heads, keys), (*heads, values)
         return (*heads, spec.head_dim, size), (*heads, size, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
@@ -193,7 +202,8 @@ class NativeBackend:
         assert kv.values.is_contiguous()
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         settings = (self._block_size, spec.window or 0, self._is_bf16, self._has_pairs(spec))
-        return LayerArgs(kv.keys.data_ptr(), kv.values.data_ptr(), *shape, *settings)
+        pools = (kv.keys.data_ptr(), kv.values.data_ptr())
+        return LayerArgs(*pools, *shape, *settings, self._format)
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

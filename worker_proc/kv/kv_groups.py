@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.core_worker import KVGroup
+from worker_proc.kv.kv_format import KVFormat
 
 MAX_GROUPS = 64  # of the wire format
 MAX_PADDING = 1.25  # kinds of layers whose counts differ by at most this factor fill one group each
@@ -42,6 +43,7 @@ class KVLayout:
     groups: tuple[LayerGroup, ...]
     block_size: int
     max_chunk: int  # most tokens that one request computes in one step
+    format: KVFormat = KVFormat.PLAIN
 
     @property
     def tensor_layers(self) -> tuple[int, ...]:
@@ -69,7 +71,13 @@ class KVLayout:
 
 
 def lay_out(
-    specs: Sequence[LayerSpec], block_size: int, max_chunk: int, max_model_len: int, hybrid: bool
+    specs: Sequence[LayerSpec],
+    block_size: int,
+    max_chunk: int,
+    max_model_len: int,
+    hybrid: bool,
+    *,
+    format: KVFormat = KVFormat.PLAIN,
 ) -> KVLayout:
     """Divide the layers of a model into groups, first those without a window.
 
@@ -84,7 +92,7 @@ def lay_out(
     shapes = {(spec.num_kv_heads, spec.head_dim, spec.value_head_dim) for spec in specs}
     if len(groups) > MAX_GROUPS or (len(kinds) > 1 and len(shapes) > 1):
         groups = [LayerGroup(None, tuple(range(len(specs))))]
-    return KVLayout(tuple(groups), block_size, max_chunk)
+    return KVLayout(tuple(groups), block_size, max_chunk, format)
 
 
 def _cut(kinds: dict[int | None, list[int]]) -> list[LayerGroup]:

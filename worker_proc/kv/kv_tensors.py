@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from worker_proc.errors import InsufficientMemory
+from worker_proc.kv.kv_format import KVFormat
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -89,10 +90,18 @@ class DeviceMemory:
         self.tensor.zero_()
 
 
-def bytes_per_block(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the size of one block over the tensors of `specs`."""
-    values_per_token = sum(s.num_kv_heads * (s.head_dim + s.value_head_dim) for s in specs)
-    return values_per_token * block_size * dtype.itemsize
+def bytes_per_block(
+    specs: Sequence[LayerSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    format: KVFormat = KVFormat.PLAIN,
+) -> int:
+    """Return the size of one block over the tensors of `specs`, for a model of type `dtype`."""
+    return block_size * sum(
+        spec.num_kv_heads * format.row_bytes(dim, dtype)
+        for spec in specs
+        for dim in (spec.head_dim, spec.value_head_dim)
+    )
 
 
 def format_sizes(one: int, other: int) -> tuple[str, str]:

@@ -5,11 +5,12 @@
 // contexts in the order of positions, by sections (sections.h).
 //
 // Pools: keys [block][kv_head][dim][slot], so that 16 keys are scored at once without a horizontal
-// sum; values [block][kv_head][slot][dim]. Block 0 is the null block and is never written.
+// sum; values [block][kv_head][slot][dim]. Block 0 is the null block and is never written. Codes are
+// widened to float32, times their scales, before they are read (coded_kv.h).
 
 #pragma once
 
-#include "sections.h"
+#include "coded_kv.h"
 
 namespace {
 
@@ -82,11 +83,12 @@ struct Tile {
 };
 
 // Up to 16 consecutive keys and their values. Lanes from `num_slots` on hold no key of the text;
-// keys from `count` on are seen by no row of the tile.
+// keys from `count` on are seen by no row of the tile. Codes have scales, at any address.
 template <typename T>
 struct Span {
   const T *keys, *values;
   int key_stride, value_stride, first_position, num_slots, count;
+  const void *key_scales = nullptr, *value_scales = nullptr;
 };
 
 // Rows whose sums fit into the registers, beside the keys or values that they share.
@@ -222,29 +224,46 @@ void attend_span(Tile& tile, const Span<T>& span) {
   attend_last_rows<T, kRowsAtOnce - 1>(tile, first, span);
 }
 
-// A float32 copy of a span, for one that is not in whole vectors or that several passes read.
+// A float32 copy of a span, for one that is not in whole vectors, that several passes read, or that
+// holds codes.
 struct SpanCopy {
   alignas(64) float keys[kMaxDim * kLanes];
   alignas(64) float values[kMaxDim * kLanes];
 
   template <typename T>
   Span<float> take(const Span<T>& span, const Tile& tile) {
-    copy_rows(span.keys, span.key_stride, tile.dim, span.num_slots, keys, kLanes);
-    copy_rows(span.values, span.value_stride, span.count, tile.vdim, values, tile.padded_vdim);
+    float key_scales[kLanes] = {}, value_scales[kLanes] = {};
+    if constexpr (kIsCode<T>) {
+      std::memcpy(key_scales, span.key_scales, span.num_slots * sizeof(float));
+      std::memcpy(value_scales, span.value_scales, span.count * sizeof(float));
+    }
+    copy_rows(span.keys, span.key_stride, tile.dim, span.num_slots, keys, kLanes,
+              [&](auto x, int, int slot) { return x * scales_at(x, key_scales + slot); });
+    copy_rows(span.values, span.value_stride, span.count, tile.vdim, values, tile.padded_vdim,
+              [&](auto x, int slot, int) { return x * value_scales[slot]; });
     return {keys,           values,     kLanes, tile.padded_vdim, span.first_position,
             span.num_slots, span.count};
   }
 
  private:
-  template <typename T>
-  static void copy_rows(const T* from, int stride, int num_rows, int width, float* to, int padded) {
+  static Part scales_at(Part, const float* scales) { return part_at(scales); }
+  static float scales_at(float, const float* scales) { return *scales; }
+
+  // Codes become scaled(code, row, place in the row); others stay as they are.
+  template <typename T, class Scaled>
+  static void copy_rows(const T* from, int stride, int num_rows, int width, float* to, int padded,
+                        const Scaled& scaled) {
     for (int row = 0; row < num_rows; row++, from += stride, to += padded) {
       int i = 0;
       for (; i + kPartLanes <= width; i += kPartLanes) {
-        const Part part = part_at(from + i);
+        Part part = part_at(from + i);
+        if constexpr (kIsCode<T>) part = scaled(part, row, i);
         std::memcpy(to + i, &part, sizeof(part));
       }
-      for (; i < width; i++) to[i] = widen(from[i]);
+      for (; i < width; i++) {
+        to[i] = widen(from[i]);
+        if constexpr (kIsCode<T>) to[i] = scaled(to[i], row, i);
+      }
       for (; i < padded; i++) to[i] = 0.0f;
     }
   }
@@ -252,21 +271,21 @@ struct SpanCopy {
 
 template <typename T>
 void attend_span_or_copy(Tile& tile, const Span<T>& span, SpanCopy& copy) {
-  const bool is_whole = span.num_slots == kLanes && tile.vdim == tile.padded_vdim;
-  const bool widens_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRowsAtOnce;
-  if (is_whole && widens_once)
-    attend_span(tile, span);
-  else
-    attend_span(tile, copy.take(span, tile));
+  if constexpr (!kIsCode<T>) {
+    const bool is_whole = span.num_slots == kLanes && tile.vdim == tile.padded_vdim;
+    const bool widens_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRowsAtOnce;
+    if (is_whole && widens_once) return attend_span(tile, span);
+  }
+  attend_span(tile, copy.take(span, tile));
 }
 
 // Blocks lie anywhere, so the hardware does not foresee the next one.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_block(const Tile& tile, const Layer& layer, int64_t head) {
-  const int64_t size = layer.block_size;
-  prefetch<0>(static_cast<const T*>(layer.keys) + head * tile.dim * size, tile.dim * size * sizeof(T));
-  prefetch<0>(static_cast<const T*>(layer.values) + head * size * tile.vdim,
-           tile.vdim * size * sizeof(T));
+  const int64_t keys = head_size<T>(layer.block_size, tile.dim);
+  const int64_t values = head_size<T>(layer.block_size, tile.vdim);
+  prefetch<0>(static_cast<const T*>(layer.keys) + head * keys, keys * sizeof(T));
+  prefetch<0>(static_cast<const T*>(layer.values) + head * values, values * sizeof(T));
 }
 
 // Spans begin with a block or a section, and every 16 positions from there on.
@@ -290,9 +309,13 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
     const int64_t head = head_in(block);
     if (offset == 0 && block < last / size) prefetch_block<T>(tile, layer, head_in(block + 1));
     const int count = std::min(last - base + 1, num_slots);
-    const Span<T> span{static_cast<const T*>(layer.keys) + head * tile.dim * size + offset,
-                       static_cast<const T*>(layer.values) + (head * size + offset) * tile.vdim,
-                       size, tile.vdim, base, num_slots, count};
+    const T* keys = static_cast<const T*>(layer.keys) + head * head_size<T>(size, tile.dim);
+    const T* values = static_cast<const T*>(layer.values) + head * head_size<T>(size, tile.vdim);
+    Span<T> span{keys + offset, values + offset * tile.vdim, size, tile.vdim, base, num_slots, count};
+    if constexpr (kIsCode<T>) {
+      span.key_scales = keys + size * tile.dim + offset * sizeof(float);
+      span.value_scales = values + size * tile.vdim + offset * sizeof(float);
+    }
     attend_span_or_copy(tile, span, copy);
     if ((base + count) % kSectionSlots == 0) tile.end_section();
   }
@@ -357,7 +380,14 @@ class Head {
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
-    attend_context<T>(tile_, layer_, step_, segment, kv_head_, piece.positions(), copy_);
+    const auto attend_pools = [&](auto element) {
+      attend_context<decltype(element)>(tile_, layer_, step_, segment, kv_head_, piece.positions(),
+                                        copy_);
+    };
+    if (layer_.kv_format == kPlainPools)
+      attend_pools(T{});
+    else
+      with_codes(layer_, attend_pools);
     for (int r = 0; r < tile_.num_rows; r++) {
       const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
       const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
@@ -381,7 +411,10 @@ class Head {
 template <typename T>
 void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
             const Rows& value, T* out, int64_t out_stride, float scale, float softcap) {
-  store<T>(team, layer, step, key, value);
+  if (layer.kv_format == kPlainPools)
+    store<T>(team, layer, step, key, value);
+  else
+    with_codes(layer, [&](auto code) { store_codes<decltype(code), T>(team, layer, step, key, value); });
   team.barrier();
   static thread_local Tile tile;
   static thread_local SpanCopy copy;

@@ -6,7 +6,9 @@
 //
 // Pools, for heads of a multiple of 32 dimensions and blocks of a multiple of 16 slots: keys
 // [block][kv_head][slot / 16][dim / 2][16][2], values [block][kv_head][slot / 2][dim][2]. Both are
-// in units of four bytes; 16 of them, side by side, are a vector and a row of an AMX tile.
+// in units of four bytes; 16 of them, side by side, are a vector and a row of an AMX tile. Codes are
+// widened to bfloat16, which is exact, before they are read: scores are multiplied by the scales of
+// the keys, and weights by those of the values before they are rounded (coded_kv.h).
 
 #pragma once
 
@@ -40,6 +42,30 @@ struct PowerOfTwo {
   float operator()(float x) const { return _mm512_cvtss_f32(power_of_two(_mm512_set1_ps(x))); }
 };
 
+// Codes as values in bfloat16.
+inline __m512i bf16_of(const Int8Code* p) {
+  const auto floats = [](const Int8Code* from) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  };
+  return (__m512i)_mm512_cvtne2ps_pbh(floats(p + kLanes), floats(p));
+}
+
+inline __m512i bf16_of(const Fp8Code* p) {
+  const __m512i below = _mm512_castsi128_si512(  // codes below the normal ones
+      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __m512i codes =
+      _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(Fp8Code::kMagnitude));
+  const __m512i normal =
+      _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  const __mmask32 is_below = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(15 << 3));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, is_below, magnitude, below);
+  const __m512i sign = _mm512_set1_epi16(static_cast<int16_t>(Fp8Code::kSign << 8));
+  // The bits of the code where the sign is, else those of the size.
+  return _mm512_ternarylogic_epi32(sign, _mm512_slli_epi16(codes, 8), size, 0xca);
+}
+
 // Some query rows of one KV head, with the state of their softmax over the present section. Scores
 // are in powers of two.
 struct PairTile {
@@ -51,6 +77,7 @@ struct PairTile {
   alignas(64) float scores[2][kPairRows][kSpanSlots];  // of a span, and of the next one
   alignas(64) Bf16 weights[kPairRows][kSpanSlots];
   alignas(64) Unit copied_values[kSpanGroups * kGroupPairs * kMaxDim];
+  alignas(64) Unit widened_keys[kSpanGroups * kLanes * kMaxDim / 2];
   EndedSections<kPairRows, PowerOfTwo> ended;
 
   void begin_section(int r) {
@@ -87,7 +114,33 @@ struct PairSpan {
   int base, count;
   int first_group, num_groups;  // values of others are not read: no row sees them
   const Unit *keys[kSpanGroups], *values[kSpanGroups];
+  // Of codes; those are what keys and values point to until they are widened.
+  const float *key_scales[kSpanGroups], *value_scales[kSpanGroups];
 };
+
+// Widens the codes of a group, which lie in the order of units.
+template <class Code>
+void widen_group(const Unit*& group, int64_t num_units, Unit* to) {
+  const Code* from = reinterpret_cast<const Code*>(group);
+  for (int64_t i = 0; i < num_units; i += kLanes)
+    _mm512_store_si512(to + i, bf16_of(from + 2 * i));
+  group = to;
+}
+
+template <class Code>
+void widen_keys(PairTile& tile, PairSpan& span) {
+  const int64_t size = kLanes * tile.dim / 2;
+  for (int g = 0; g < kSpanGroups; g++)
+    widen_group<Code>(span.keys[g], size, tile.widened_keys + g * size);
+}
+
+// Each two groups lie side by side, as tiles take them.
+template <class Code>
+void widen_values(PairTile& tile, PairSpan& span) {
+  const int64_t size = kGroupPairs * tile.vdim;
+  for (int g = span.first_group / 2 * 2; g < (span.num_groups + 1) / 2 * 2; g++)
+    widen_group<Code>(span.values[g], size, tile.copied_values + g * size);
+}
 
 template <int R>
 void score_with_vectors(PairTile& tile, int first, const PairSpan& span,
@@ -324,13 +377,17 @@ inline void raise_top(PairTile& tile, int r, float top) {
 }
 
 // Turns a row's scores of a span into weights.
-inline void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores) {
+template <bool kHasScales>
+void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores) {
   constexpr float kLog2E = 1.44269504f;
   const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - span.base;
   const int end = std::min(tile.position[r] - span.base + 1, span.count);
   float factor = tile.scale * kLog2E;
   __m512 s[kSpanGroups];
-  for (int g = 0; g < kSpanGroups; g++) s[g] = _mm512_load_ps(scores + g * kLanes);
+  for (int g = 0; g < kSpanGroups; g++) {
+    s[g] = _mm512_load_ps(scores + g * kLanes);
+    if constexpr (kHasScales) s[g] = _mm512_mul_ps(s[g], _mm512_load_ps(span.key_scales[g]));
+  }
   if (tile.softcap > 0) {
     factor = tile.softcap * kLog2E;
     for (int g = 0; g < kSpanGroups; g++)
@@ -358,17 +415,25 @@ inline void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* 
     if (highest > tile.top[r]) raise_top(tile, r, highest);
     top = _mm512_set1_ps(tile.top[r]);
   }
-  for (int g = 0; g < kSpanGroups; g++)
-    s[g] = power_of_two(_mm512_fmsub_ps(s[g], factors, top));
+  __m512 weights[kSpanGroups];
+  for (int g = 0; g < kSpanGroups; g++) {
+    const __m512 score = s[g];
+    s[g] = weights[g] = power_of_two(_mm512_fmsub_ps(score, factors, top));
+    if constexpr (kHasScales) {  // those of slots that the row does not see may be NaN
+      const __mmask16 is_seen = _mm512_cmp_ps_mask(score, unseen, _CMP_NEQ_UQ);
+      weights[g] = _mm512_maskz_mul_ps(is_seen, s[g], _mm512_load_ps(span.value_scales[g]));
+    }
+  }
   for (int g = 0; g < kSpanGroups; g += 2)
     _mm512_store_si512(tile.weights[r] + g * kLanes,
-                       (__m512i)_mm512_cvtne2ps_pbh(s[g + 1], s[g]));
+                       (__m512i)_mm512_cvtne2ps_pbh(weights[g + 1], weights[g]));
   const __m512 total = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
   _mm512_store_ps(tile.sums[r], _mm512_add_ps(_mm512_load_ps(tile.sums[r]), total));
 }
 
-[[gnu::always_inline]] inline void prefetch_to_second_cache(const Unit* units, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) _mm_prefetch(units + i, _MM_HINT_T1);
+[[gnu::always_inline]] inline void prefetch_to_second_cache(const void* begin, int64_t num_bytes) {
+  const char* p = static_cast<const char*>(begin);
+  for (int64_t i = 0; i < num_bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T1);
 }
 
 // The context of one segment, as one KV head of a layer holds it.
@@ -380,8 +445,10 @@ class PairContext {
         table_(step.table_offset[segment]),
         kv_head_(kv_head),
         groups_per_block_(layer.block_size / kLanes),
-        group_keys_(tile.dim / 2 * kLanes),
-        group_values_(kGroupPairs * tile.vdim) {}
+        keys_(layer, layer.keys, tile.dim),
+        values_(layer, layer.values, tile.vdim) {}
+
+  const Layer& layer() const { return layer_; }
 
   // The span from `base` on, of rows that see positions from `earliest` to `last`.
   PairSpan span(int base, int earliest, int last) const {
@@ -394,9 +461,14 @@ class PairContext {
     // another one are scored, and masked.
     const int first = earliest / layer_.block_size * groups_per_block_;
     for (int g = 0; g < kSpanGroups; g++) {
-      const int64_t place = place_of(std::clamp(base / kLanes + g, first, last / kLanes));
-      span.keys[g] = static_cast<const Unit*>(layer_.keys) + place * group_keys_;
-      span.values[g] = static_cast<const Unit*>(layer_.values) + place * group_values_;
+      const int group = std::clamp(base / kLanes + g, first, last / kLanes);
+      const int64_t block = tables_[table_ + group / groups_per_block_];
+      const int64_t head = block * layer_.num_kv_heads + kv_head_;
+      const int place = group % groups_per_block_;
+      span.keys[g] = keys_.group(head, place);
+      span.values[g] = values_.group(head, place);
+      span.key_scales[g] = keys_.scales(head, place);
+      span.value_scales[g] = values_.scales(head, place);
     }
     return span;
   }
@@ -404,24 +476,41 @@ class PairContext {
   // Blocks lie anywhere, so the hardware does not foresee the next one.
   [[gnu::always_inline]] void prefetch_span(const PairSpan& span) const {
     for (int g = span.first_group; g < span.num_groups; g++) {
-      prefetch_to_second_cache(span.keys[g], group_keys_);
-      prefetch_to_second_cache(span.values[g], group_values_);
+      prefetch_to_second_cache(span.keys[g], keys_.group_bytes);
+      prefetch_to_second_cache(span.values[g], values_.group_bytes);
+      if (layer_.kv_format == kPlainPools) continue;
+      prefetch_to_second_cache(span.key_scales[g], kLanes * sizeof(float));
+      prefetch_to_second_cache(span.value_scales[g], kLanes * sizeof(float));
     }
   }
 
  private:
-  // Where the pools have a group of 16 positions.
-  int64_t place_of(int group) const {
-    const int64_t block = tables_[table_ + group / groups_per_block_];
-    const int64_t head = block * layer_.num_kv_heads + kv_head_;
-    return head * groups_per_block_ + group % groups_per_block_;
-  }
+  // Where a pool has the groups of 16 slots of a block of one head.
+  struct Places {
+    Places(const Layer& layer, const void* pool, int dim)
+        : pool(static_cast<const char*>(pool)),
+          group_bytes(kLanes * dim * (layer.kv_format == kPlainPools ? sizeof(Bf16) : 1)),
+          head_bytes(layer.kv_format == kPlainPools ? layer.block_size / kLanes * group_bytes
+                                                    : head_size<Int8Code>(layer.block_size, dim)),
+          code_bytes(layer.block_size * dim) {}
+
+    const Unit* group(int64_t head, int number) const {
+      return reinterpret_cast<const Unit*>(pool + head * head_bytes + number * group_bytes);
+    }
+
+    const float* scales(int64_t head, int number) const {
+      return reinterpret_cast<const float*>(pool + head * head_bytes + code_bytes) + number * kLanes;
+    }
+
+    const char* const pool;
+    const int64_t group_bytes, head_bytes, code_bytes;
+  };
 
   const Layer& layer_;
   const int32_t* tables_;
   const int64_t table_;  // may be negative
   const int kv_head_, groups_per_block_;
-  const int64_t group_keys_, group_values_;
+  const Places keys_, values_;
 };
 
 // Adds the positions from a multiple of 64 on to the state of some rows, if they see any of them. If
@@ -434,6 +523,8 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
   const int last = std::min(tile.position[rows.first + rows.count - 1], positions.end - 1);
   if (earliest > last) return;
   const bool waits_for_memory = rows.count <= kHalfRows / 2;  // longer than it computes
+  const Layer& layer = context.layer();
+  const bool has_codes = layer.kv_format != kPlainPools;
 #ifdef __AMX_BF16__
   // Where halves differ, the second one computes a row too many, which is never read.
   const bool has_halves = rows.count > kHalfRows;
@@ -442,7 +533,8 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
   finish_stores();
   if (troika_has_tiles) _tile_loadconfig(&config);
 #endif
-  const auto score = [&](const PairSpan& span, float (*scores)[kSpanSlots]) {
+  const auto score = [&](PairSpan& span, float (*scores)[kSpanSlots]) {
+    if (has_codes) with_codes(layer, [&](auto code) { widen_keys<decltype(code)>(tile, span); });
 #ifdef __AMX_BF16__
     if (troika_has_tiles) {
       if (has_halves) return score_halves_with_tiles(tile, half, span, scores);
@@ -454,6 +546,8 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
     });
   };
   const auto prepare_values = [&](PairSpan& span) {
+    if (has_codes)
+      return with_codes(layer, [&](auto code) { widen_values<decltype(code)>(tile, span); });
 #ifdef __AMX_BF16__
     if (troika_has_tiles) return join_values(tile, span);
 #endif
@@ -489,8 +583,11 @@ inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& c
         context.prefetch_span(context.span(next.base + kSpanSlots, earliest, last));
     }
     prepare_values(span);
-    for (int r = rows.first; r < rows.first + rows.count; r++)
-      weigh_row(tile, r, span, tile.scores[turn][r]);
+    const auto weigh_rows = [&](auto has_scales) {
+      for (int r = rows.first; r < rows.first + rows.count; r++)
+        weigh_row<decltype(has_scales)::value>(tile, r, span, tile.scores[turn][r]);
+    };
+    has_codes ? weigh_rows(std::true_type{}) : weigh_rows(std::false_type{});
     add_values(span);
     if ((span.base + span.count) % kSectionSlots == 0)
       for (int r = rows.first; r < rows.first + rows.count; r++) tile.end_section(r);
@@ -546,6 +643,7 @@ class PairHead {
 
   // Counts the query rows of a segment from `first` on, at most `most`, that one tile may hold.
   int num_tile_rows(int segment, int first, int most) const {
+    if (layer_.kv_format != kPlainPools) return most;  // codes are finite
     const int token = first / per_kv_, last_token = (first + most - 1) / per_kv_;
     const int64_t row = step_.first_row[segment] + token;
     const int num_tokens =
@@ -649,7 +747,11 @@ inline void store_pairs(Team& team, const Layer& layer, const Step& step, const 
 inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const Rows& query,
                          const Rows& key, const Rows& value, Bf16* out, int64_t out_stride,
                          float scale, float softcap) {
-  store_pairs(team, layer, step, key, value);
+  if (layer.kv_format == kPlainPools)
+    store_pairs(team, layer, step, key, value);
+  else
+    with_codes(layer,
+               [&](auto code) { store_codes<decltype(code), Bf16>(team, layer, step, key, value); });
   team.barrier();
   static thread_local PairTile tile;
   tile.dim = layer.head_dim;

@@ -25,16 +25,6 @@ struct alignas(kLine) CodedRow {
   }
 };
 
-typedef uint8_t VecCodes __attribute__((vector_size(16), aligned(1), may_alias));
-
-inline VecCodes low_bytes(VecBits v) {
-#ifdef __AVX512F__
-  return (VecCodes)_mm512_cvtepi32_epi8((__m512i)v);
-#else
-  return __builtin_convertvector(__builtin_convertvector(v, VecHalf), VecCodes);
-#endif
-}
-
 // The greatest magnitude, as bits of a bfloat16; those of infinity and NaN are the greatest.
 inline uint16_t greatest_magnitude(const Bf16* x, int64_t size) {
   constexpr uint16_t kMagnitude = 0x7fff;

@@ -125,7 +125,7 @@ class LayerArgs(ctypes.Structure):
     _fields_ = (
         *_fields("keys values", _POINTER),
         *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
-        *_fields("is_bf16 has_pairs", _INT),
+        *_fields("is_bf16 has_pairs kv_format", _INT),
     )
 
 

@@ -4,6 +4,11 @@
 
 #include <cstdint>
 
+// Numbers that kv_format.py knows.
+constexpr int32_t kPlainPools = 0;  // values of the model's type
+constexpr int32_t kInt8Pools = 1;   // codes, as in coded_kv.h
+constexpr int32_t kFp8Pools = 2;
+
 extern "C" {
 
 // What one layer keeps from step to step.
@@ -15,6 +20,7 @@ struct Layer {
   int32_t window;  // 0: none
   int32_t is_bf16;
   int32_t has_pairs;  // the layout is that of attention_pairs.h
+  int32_t kv_format;
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed

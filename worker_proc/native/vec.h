@@ -21,6 +21,7 @@ typedef float Vec __attribute__((vector_size(64), aligned(4)));
 typedef int32_t VecInt __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t VecBits __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t VecHalf __attribute__((vector_size(32), aligned(2)));
+typedef uint8_t VecCodes __attribute__((vector_size(16), aligned(1), may_alias));
 
 // What a register holds of a Vec. The compiler keeps larger vectors in memory where a loop changes
 // them, so sums are kept in parts.
@@ -54,6 +55,14 @@ inline void narrow(float x, Bf16& out) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   out.bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline VecCodes low_bytes(VecBits v) {
+#ifdef __AVX512F__
+  return (VecCodes)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector(__builtin_convertvector(v, VecHalf), VecCodes);
+#endif
 }
 
 inline Vec widen(VecHalf v) { return (Vec)(__builtin_convertvector(v, VecBits) << 16); }

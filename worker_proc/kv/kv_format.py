@@ -1,0 +1,64 @@
+"""How the pools hold keys and values: in the model's type, or as codes of 8 bits.
+
+A token's key (or value) of one KV head has codes and one float32 scale, which follows from that row
+alone. worker_proc/native/coded_kv.h makes and reads them; `round_rows` is what they stand for.
+"""
+
+import enum
+
+import torch
+
+from protocol.config import KVCacheDtype
+
+CODE_DTYPE = torch.uint8
+_SCALE_BYTES = torch.float32.itemsize
+_NOTHING = 1e-30
+"""Rows without a greater magnitude count as zeros."""
+
+
+class KVFormat(enum.IntEnum):
+    """Formats, by their numbers in step.h."""
+
+    PLAIN = 0
+    """In the model's type."""
+    INT8 = 1
+    """Whole numbers from -127 to 127."""
+    FP8 = 2
+    """e4m3: up to 448, four bits of exponent and three of the significand."""
+
+    @property
+    def config_name(self) -> str:
+        """The value of `kv_cache_dtype`; empty: the model's type."""
+        return "" if self is KVFormat.PLAIN else self.name.lower()
+
+    def pool_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of a pool's elements, for a model of some type."""
+        return dtype if self is KVFormat.PLAIN else CODE_DTYPE
+
+    def row_bytes(self, dim: int, dtype: torch.dtype) -> int:
+        """Return the size of one token's key or value of one head, its scale included."""
+        return dim * dtype.itemsize if self is KVFormat.PLAIN else dim + _SCALE_BYTES
+
+
+FORMATS = {
+    KVCacheDtype.AUTO: KVFormat.PLAIN,
+    KVCacheDtype.INT8: KVFormat.INT8,
+    KVCacheDtype.FP8: KVFormat.FP8,
+    KVCacheDtype.FP8_E4M3: KVFormat.FP8,
+}
+
+
+def round_rows(rows: torch.Tensor, format: KVFormat) -> torch.Tensor:
+    """Return what the codes of keys or values stand for, `[..., dim]`, in the type of `rows`."""
+    if format is KVFormat.PLAIN:
+        return rows
+    most = torch.tensor(127.0 if format is KVFormat.INT8 else 448.0)  # a number would be multiplied
+    values = rows.float()
+    greatest = values.abs().amax(-1, keepdim=True)
+    inverse = most / greatest
+    if format is KVFormat.INT8:
+        codes = (values.double() * inverse).round().float()  # the kernel rounds a product once
+    else:
+        codes = (values * inverse).to(torch.float8_e4m3fn).float()
+    rounded = torch.where(greatest <= _NOTHING, 0.0, codes * (greatest / most))
+    return torch.where(greatest.isfinite(), rounded, torch.nan).to(rows.dtype)
