@@ -81,7 +81,7 @@ _ENGINE_COUNTERS = (
 
 # What the worker reported about its model, as labels of a gauge.
 _INFO_LABELS = (
-    *("dtype", "quantization", "device", "decoder", "exact_resume"),
+    *("dtype", "quantization", "kv_cache_dtype", "device", "decoder", "exact_resume"),
     *("max_model_len", "block_size", "num_gpu_blocks", "num_host_blocks"),
 )
 

@@ -75,6 +75,8 @@ class ModelFacts(Record):
     """What guesses tokens ahead, for people; empty: nothing does."""
     quantization: Text = ""
     """How weights were rounded, "w8a16", "w4a16" or "w8a8"; empty: not at all."""
+    kv_cache_dtype: Text = ""
+    """Codes of keys and values in the cache, "int8" or "fp8"; empty: of type `dtype`."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.

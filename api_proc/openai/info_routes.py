@@ -59,6 +59,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     """What guesses tokens ahead, if anything does."""
     quantization: str | None
     """How weights were rounded when they were loaded: w8a16, w4a16 or w8a8."""
+    kv_cache_dtype: str | None
+    """Codes of keys and values in the KV cache: int8 or fp8."""
     api_servers: int
     """API processes that were to run."""
     api_servers_ready: int
@@ -140,6 +142,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         decoder=(facts and facts.decoder) or None,
         speculation=(facts and facts.speculation) or None,
         quantization=(facts and facts.quantization) or None,
+        kv_cache_dtype=(facts and facts.kv_cache_dtype) or None,
         api_servers=state.ids.count,
         api_servers_ready=state.is_ready() + sum(others.values()),
     )

@@ -72,6 +72,7 @@ def test_unknown_engine_is_not_ready(make_server: MakeServer) -> None:
         "decoder": None,
         "speculation": None,
         "quantization": None,
+        "kv_cache_dtype": None,
         "api_servers": 1,
         "api_servers_ready": 0,
     }
@@ -219,6 +220,7 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     [info] = [line for line in text.splitlines() if line.startswith("troika_engine_info{")]
     assert f'decoder="{FACTS.decoder}"' in info
     assert f'quantization="{FACTS.quantization}"' in info
+    assert f'kv_cache_dtype="{FACTS.kv_cache_dtype}"' in info
     assert f'num_gpu_blocks="{FACTS.num_gpu_blocks}"' in info
     assert info.endswith(" 1.0")
 

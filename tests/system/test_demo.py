@@ -110,20 +110,31 @@ def test_stream_goes_on_after_kill_9(demo: Engine, client: openai.OpenAI, role: 
 
 
 @pytest.mark.parametrize(
-    "quantization", [pytest.param("w8a16", marks=pytest.mark.slow), "w4a16", "w8a8"]
+    "rounding",
+    [
+        pytest.param({"quantization": "w8a16"}, marks=pytest.mark.slow),
+        {"quantization": "w4a16", "kv_cache_dtype": "int8"},
+        {"quantization": "w8a8"},
+        pytest.param({"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda rounding: "-".join(rounding.values()),
 )
-def test_stream_of_rounded_weights_goes_on_after_kill_9(
-    start_engine: EngineFactory, quantization: str
+def test_stream_of_rounded_numbers_goes_on_after_kill_9(
+    start_engine: EngineFactory, rounding: dict[str, str]
 ) -> None:
     """Of the worker and then of the core: the stream equals one without a kill."""
-    engine = start_engine("--quantization", quantization, model="demo")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in rounding.items()]
+    engine = start_engine(*flags, model="demo")
     engine.ready()
     readiness = httpx.get(engine.url() + "/readyz").json()
-    assert (readiness["quantization"], readiness["exact_resume"]) == (quantization, True)
+    assert readiness["exact_resume"] is True
+    assert {name: readiness[name] for name in rounding} == rounding
     with openai.OpenAI(base_url=engine.url() + "/v1", api_key="none", max_retries=0) as client:
         kills = {20: Role.WORKER, 300: Role.CORE}
         options: dict[str, Any] = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
-        fields: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, **options}
+        options |= {"temperature": 0.8, "seed": 5}
+        fields: dict[str, Any] = {"model": "demo", "prompt": PROMPT, **options}
         undisturbed = client.completions.create(**fields)
         parts = []
         for num_chunks, chunk in enumerate(client.completions.create(**fields, stream=True)):

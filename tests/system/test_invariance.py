@@ -48,6 +48,9 @@ def run(numbers: list[int], **settings: Any) -> tuple[dict[int, list[int]], int]
         {"dtype": "bfloat16", "quantization": "w4a16"},
         pytest.param({"dtype": "bfloat16", "quantization": "w8a16"}, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16", "quantization": "w8a8"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "float32", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=lambda computed: "-".join(computed.values()),
 )

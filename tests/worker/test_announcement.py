@@ -46,6 +46,14 @@ def test_rounded_weights_are_named() -> None:
     assert line.endswith("native kernel, bfloat16 with weights w8a16 on the CPU")
 
 
+def test_codes_of_the_cache_are_named() -> None:
+    ends = {"": " with KV int8", "w8a16": " with weights w8a16 and KV int8"}
+    for quantization, parts in ends.items():
+        facts = msgspec.structs.replace(FACTS, quantization=quantization, kv_cache_dtype="int8")
+        (_, line) = announcement(facts, "native kernel")
+        assert line.endswith(f"native kernel, bfloat16{parts} on the CPU")
+
+
 def test_a_window_leaves_room_for_more() -> None:
     groups = [KVGroup(), KVGroup(max_blocks=32)]
     (line, _) = announcement(msgspec.structs.replace(FACTS, kv_groups=groups), "native kernel")

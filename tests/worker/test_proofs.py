@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from protocol.config import EngineConfig, Quantization
+from protocol.config import EngineConfig, KVCacheDtype, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
@@ -99,6 +99,21 @@ def test_a_quantization_is_proven_by_itself(
     tried.clear()
     start(quantized(config, quantization))
     assert set(tried) == set(PROOFS)
+
+
+def test_the_type_of_the_cache_is_proven_by_itself(tmp_path: Path, tried: Counter[str]) -> None:
+    build_checkpoint(tmp_path / "model", CONFIGS["llama"]())
+    config = engine_config(tmp_path / "model", "bfloat16")
+    start(config)
+    for kv_cache_dtype in (KVCacheDtype.INT8, KVCacheDtype.FP8):
+        tried.clear()
+        cache = msgspec.structs.replace(config.cache, kv_cache_dtype=kv_cache_dtype)
+        coded = msgspec.structs.replace(config, cache=cache)
+        first = start(coded)
+        assert tried["_calibrate"] == 1
+        tried.clear()
+        assert start(coded).facts == first.facts
+        assert not tried
 
 
 def change_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,14 @@ FORMATS = {
 """With 4 bits, the output layer would make nearly half of the error (docs/quantization.md)."""
 
 
-def load_rounding_library(quantization: Quantization, device: torch.device) -> NativeLibrary:
-    """Return the kernels, compiled now if they are not yet, or raise why there are none."""
+def load_coding_library(setting: str, device: torch.device) -> NativeLibrary:
+    """Return the kernels, compiled now if they are not yet, or raise why there are none.
+
+    `setting` is what asks for codes, for the error.
+    """
     if device.type != "cpu":
         raise UnsupportedModel(
-            f"quantization {quantization} needs device cpu: there are no kernels for codes on"
-            f" {device.type}"
+            f"{setting} needs device cpu: there are no kernels for codes on {device.type}"
         )
     try:
         build()
@@ -45,7 +47,7 @@ def load_rounding_library(quantization: Quantization, device: torch.device) -> N
         reason = str(error)
     library = load_library()
     if library is None:
-        raise UnsupportedModel(f"quantization {quantization} needs the native kernels: {reason}")
+        raise UnsupportedModel(f"{setting} needs the native kernels: {reason}")
     return library
 
 

@@ -25,6 +25,8 @@ def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
         yield "null model: it computes nothing, and its text is made of numbers"
         return
     types = " with weights ".join(filter(None, (facts.dtype, facts.quantization)))
+    if facts.kv_cache_dtype:
+        types += f"{' and' if facts.quantization else ' with'} KV {facts.kv_cache_dtype}"
     where = " on the ".join(filter(None, (types, facts.device.upper())))
     yield f"layers: {DECODERS[facts.decoder]}; attention: {attention}, {where}"
     if facts.speculation:

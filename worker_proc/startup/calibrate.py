@@ -6,11 +6,13 @@ import torch
 
 from protocol.config import EngineConfig, NativeDecoder
 from worker_proc.calibration.exactness import Exactness, check_exactness
+from worker_proc.calibration.kv_codes import as_plain, check_codes
 from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.install import decoding, find_settings, is_whole_exact, uninstall
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.forward import attach_cache
+from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
 from worker_proc.runner import ReportProgress
@@ -48,13 +50,19 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
     loaded = prepared.loaded
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels)
-    attach_cache(loaded, backend, layout, num_blocks_needed(layout))
+    # Codes round what transformers does not: with them, the modules are not compared with it.
+    plain_layout, plain = as_plain(layout), backend
+    if layout.format is not KVFormat.PLAIN:
+        plain = make_backend(loaded, plain_layout, prepared.kernels)
+    attach_cache(loaded, plain, plain_layout, num_blocks_needed(layout))
     uninstall(prepared)  # a fork of a process that has made a runner begins with the modules
     with captured_hidden_states(loaded.model) as hidden:
-        stepwise = check_forward(loaded, backend, layout)
+        stepwise = check_forward(loaded, plain, plain_layout)
     settings: list[LayerSettings] = []
     if config.worker.native_decoder is NativeDecoder.AUTO:
-        settings = find_settings(prepared, backend, layout, stepwise)
+        settings = find_settings(prepared, plain, plain_layout, stepwise)
+    if layout.format is not KVFormat.PLAIN:
+        stepwise = check_codes(loaded, plain, backend, layout)
     is_whole = is_whole_exact(prepared, backend, layout, settings)
     with decoding(prepared, settings):
         if settings:

@@ -146,6 +146,7 @@ def _facts_of(
         decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
         speculation=describe_speculation(config),
         quantization=config.model.quantization or "",
+        kv_cache_dtype=layout.format.config_name,
     )
 
 

@@ -8,8 +8,9 @@ from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.cuda.device import uses_triton
-from worker_proc.errors import InsufficientMemory
+from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.kv import kv_tensors
+from worker_proc.kv.kv_format import FORMATS, KVFormat
 from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.loader import LoadedModel
@@ -23,28 +24,35 @@ if TYPE_CHECKING:
 
 def make_layout(loaded: LoadedModel, config: EngineConfig) -> KVLayout:
     """Group the layers that share block tables."""
-    return _lay_out(loaded, config, hybrid=config.cache.enable_hybrid_kv_cache)
+    format = FORMATS[config.cache.kv_cache_dtype]
+    return _lay_out(loaded, config, hybrid=config.cache.enable_hybrid_kv_cache, format=format)
 
 
 def make_draft_layout(draft: LoadedModel, config: EngineConfig) -> KVLayout:
-    """Put all layers in one group, which follows the tables of one group of the model."""
-    return _lay_out(draft, config, hybrid=False)
+    """Put all layers in one group, which follows the tables of one group of the model.
+
+    Its keys and values are not coded.
+    """
+    return _lay_out(draft, config, hybrid=False, format=KVFormat.PLAIN)
 
 
-def _lay_out(loaded: LoadedModel, config: EngineConfig, *, hybrid: bool) -> KVLayout:
+def _lay_out(
+    loaded: LoadedModel, config: EngineConfig, *, hybrid: bool, format: KVFormat
+) -> KVLayout:
     return lay_out(
         [layer.spec for layer in loaded.layers],
         config.cache.block_size,
         config.scheduler.max_num_batched_tokens,
         config.model.max_model_len or loaded.model_len,
         hybrid,
+        format=format,
     )
 
 
 def block_bytes_of(loaded: LoadedModel, layout: KVLayout) -> int:
     """Return the bytes of one block in all tensors of a group."""
     specs = [loaded.layers[index].spec for index in layout.tensor_layers]
-    return kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype)
+    return kv_tensors.bytes_per_block(specs, layout.block_size, loaded.dtype, layout.format)
 
 
 def count_host_blocks(swap_space_bytes: int, block_bytes: int) -> int:
@@ -64,7 +72,15 @@ def make_backend(
     specs = [layer.spec for layer in loaded.layers]
     if library is not None and can_attend(specs, loaded.dtype, loaded.device):
         windows = [group.window for group in layout.groups]
-        return NativeBackend(library, layout.block_size, loaded.dtype, specs, windows)
+        return NativeBackend(
+            library, layout.block_size, loaded.dtype, specs, windows, format=layout.format
+        )
+    if layout.format is not KVFormat.PLAIN:
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"kv_cache_dtype {layout.format.config_name} needs the native attention kernel, which"
+            f" does not cover this model's heads in {dtype}"
+        )
     if uses_triton(loaded.device):
         from worker_proc.cuda.backend import TritonBackend, can_attend_by_triton
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from protocol.config import EngineConfig
+from protocol.config import EngineConfig, KVCacheDtype
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import CheckpointError
@@ -17,7 +17,7 @@ from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs
-from worker_proc.loading.quantization import FORMATS, check_weights, load_rounding_library
+from worker_proc.loading.quantization import FORMATS, check_weights, load_coding_library
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import Format, NativeLibrary, load_library
@@ -34,9 +34,9 @@ def prepare_model(
     quantization, library = config.model.quantization, None
     kept = find_proofs(config) if keeps_proofs and device.type == "cpu" else None
     prepare_device(device)
-    if quantization is not None:
+    if (setting := _setting_of_codes(config)) is not None:
         progress("compile_kernels", 0, 0)
-        library = load_rounding_library(quantization, device)
+        library = load_coding_library(setting, device)
     elif device.type == "cpu":
         start_building()
     proofs = None if kept is None else kept.without_kernels()
@@ -67,6 +67,15 @@ def prepare_model(
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library)
     return PreparedModel(loaded, library, _load_grammars(vocabulary), executor, proofs, draft)
+
+
+def _setting_of_codes(config: EngineConfig) -> str | None:
+    """Return a setting that only the kernels can follow, with its value, if there is one."""
+    if config.model.quantization is not None:
+        return f"quantization {config.model.quantization}"
+    if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
+        return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
+    return None
 
 
 def _make_executor(
