@@ -1,25 +1,39 @@
-"""Print the error table of docs/quantization.md: `python -m tests.tools.quantization_error`.
+"""Print the error tables of docs/quantization.md: `python -m tests.tools.quantization_error`.
 
-Compares the next-token distributions of a model with rounded weights with those of the checkpoint,
-on the files of the standard library that were held out from the demo model's training.
+Compares the next-token distributions of a model with rounded weights, or with rounded keys and
+values, with those of the checkpoint, on the files of the standard library that were held out from
+the demo model's training.
 """
 
 import argparse
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
-from protocol.config import Quantization
+from protocol.config import KVCacheDtype, Quantization
 from protocol.config.settings import configure
 from tests.tools.train_demo_model import encode, read_corpus
+from worker_proc.calibration.self_check import trial_requests
+from worker_proc.forward import attach_cache, compute_logits
+from worker_proc.inputs import pack_step
+from worker_proc.mirror import ScheduledRequest
+from worker_proc.startup.parts import make_backend, make_layout
 from worker_proc.startup.prepare import prepare_model
 
 DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
-WINDOW = 512
+WINDOW, BLOCK_SIZE = 512, 16
+
+
+class Rounding(NamedTuple):
+    """Settings that round numbers."""
+
+    quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
 
 
 class Error(NamedTuple):
@@ -35,25 +49,36 @@ class Error(NamedTuple):
 
 @torch.inference_mode()
 def log_probs(
-    model: Path, quantization: Quantization | None, windows: list[torch.Tensor]
+    model: Path, rounding: Rounding, windows: list[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Yield the distributions after each token of a window, `[tokens, vocab_size]`."""
     settings = configure(
-        model=str(model), dtype="bfloat16", device="cpu", quantization=quantization
+        model=str(model),
+        dtype="bfloat16",
+        device="cpu",
+        quantization=rounding.quantization,
+        kv_cache_dtype=rounding.kv_cache_dtype,
+        max_num_batched_tokens=WINDOW,
+        block_size=BLOCK_SIZE,
     )
-    loaded = prepare_model(settings, lambda *_: None).loaded
-    loaded.model.set_attn_implementation("eager")
+    prepared = prepare_model(settings, lambda *_: None)
+    loaded, layout = prepared.loaded, make_layout(prepared.loaded, settings)
+    backend = make_backend(loaded, layout, prepared.kernels)
+    attach_cache(loaded, backend, layout, 2 * WINDOW // BLOCK_SIZE)
     for window in windows:
-        logits = loaded.model(input_ids=window.unsqueeze(0), use_cache=False).logits[0]
-        yield logits[:, : loaded.vocab_size].float().log_softmax(-1)
+        [request] = trial_requests(layout, [window.tolist()])
+        inputs = pack_step([ScheduledRequest(request, 0, len(window), True)], loaded.device)
+        inputs = replace(inputs, logits_indices=torch.arange(len(window)))
+        logits = compute_logits(loaded.model, backend, inputs, loaded.vocab_size)
+        yield logits.float().log_softmax(-1)
 
 
-def measure(model: Path, quantization: Quantization | None, windows: list[torch.Tensor]) -> Error:
+def measure(model: Path, rounding: Rounding, windows: list[torch.Tensor]) -> Error:
     """Compare with the checkpoint as it is."""
     sums = torch.zeros(3, dtype=torch.float64)
     count = 0
     both = zip(
-        windows, log_probs(model, None, windows), log_probs(model, quantization, windows),
+        windows, log_probs(model, Rounding(), windows), log_probs(model, rounding, windows),
         strict=True,
     )  # fmt: skip
     for window, plain, rounded in both:
@@ -65,6 +90,19 @@ def measure(model: Path, quantization: Quantization | None, windows: list[torch.
     return Error(*(sums / count).tolist())
 
 
+def print_table(title: str, rows: dict[str, Rounding], args: argparse.Namespace) -> None:
+    """Measure each row and print it."""
+    windows = held_out_windows(args.model, args.num_tokens)
+    print(f"| {title} | mean divergence, nats | same most likely token | loss, nats per token |")
+    print("|---|---|---|---|")
+    for name, rounding in rows.items():
+        error = measure(args.model, rounding, windows)
+        print(
+            f"| {name} | {error.divergence:.5f} | {error.agreement:.2%} | {error.loss:.4f} |",
+            flush=True,
+        )
+
+
 def held_out_windows(model: Path, num_tokens: int) -> list[torch.Tensor]:
     """Return the first tokens of the held-out files, in windows."""
     _, texts = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
@@ -74,21 +112,16 @@ def held_out_windows(model: Path, num_tokens: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Print one row for each way to round."""
+    """Print one row for each way to round weights, and keys and values."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--num-tokens", type=int, default=40_000)
     args = parser.parse_args()
-    windows = held_out_windows(args.model, args.num_tokens)
-    print("| weights | mean divergence, nats | same most likely token | loss, nats per token |")
-    print("|---|---|---|---|")
-    for quantization in (None, *Quantization):
-        error = measure(args.model, quantization, windows)
-        print(
-            f"| {quantization or 'bf16'} | {error.divergence:.5f} | {error.agreement:.2%}"
-            f" | {error.loss:.4f} |",
-            flush=True,
-        )
+    weights = {str(each): Rounding(quantization=each) for each in Quantization}
+    print_table("weights", {"bf16": Rounding(), **weights}, args)
+    types = (KVCacheDtype.INT8, KVCacheDtype.FP8)
+    caches = {str(each): Rounding(kv_cache_dtype=each) for each in types}
+    print_table("KV cache", {"bf16": Rounding(), **caches}, args)
 
 
 if __name__ == "__main__":
