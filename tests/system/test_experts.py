@@ -22,12 +22,23 @@ PROMPTS = [[7 + 13 * i + j for j in range(3 + 5 * i)] for i in range(6)]
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
-def test_streams_go_on_after_kill_9(tmp_path: Path, start_engine: EngineFactory) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--dtype", "bfloat16", "--quantization", "w4a16"),
+        pytest.param(("--dtype", "bfloat16", "--quantization", "w8a8"), marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: settings[-1] if settings else "float32",
+)
+def test_streams_go_on_after_kill_9(
+    settings: tuple[str, ...], tmp_path: Path, start_engine: EngineFactory
+) -> None:
     """Each request alone gets the tokens that it gets beside others, and after either death."""
     build()
     sizes = SHAPE | {"max_position_embeddings": 2048, "moe_intermediate_size": 48}
     build_checkpoint(tmp_path, Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=3))
-    engine = start_engine("--no-api", "--num-threads", "1", model=str(tmp_path))
+    engine = start_engine("--no-api", "--num-threads", "1", *settings, model=str(tmp_path))
     wait_for(engine, Role.STANDBY, timeout_s=LOAD_TIMEOUT_S)
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, seed=1 + number, ignore_eos=True)

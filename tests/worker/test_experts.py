@@ -1,5 +1,11 @@
-"""Mixtures of experts equal transformers' own, and a row's bits depend on nothing but the row."""
+"""Mixtures of experts equal transformers' own, and a row's bits depend on nothing but the row.
 
+Experts with codes have the bits of the layers that have the same codes.
+"""
+
+import copy
+import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,21 +20,58 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from tests.worker.test_fused import DTYPES
-from worker_proc.loading.experts import FusedExperts
-from worker_proc.loading.fused import fuse_modules
+from worker_proc.loading import fused
+from worker_proc.loading.experts import (
+    ExpertWeights,
+    FusedExperts,
+    Routing,
+    computing_expert_codes,
+    round_experts,
+)
+from worker_proc.loading.fused import FusedMLP, fuse_modules
 from worker_proc.native.build import build, compiler
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import Activation, Format, NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 HIDDEN_SIZE, SIZE = 74, 44
 """Not multiples of a vector."""
 NUM_EXPERTS = 21
+CODED = (Format.INT8, Format.INT4, Format.INT8_FOR_CODES)
 
 
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
     return NativeLibrary(build())
+
+
+@pytest.fixture(scope="module", params=["tiles", "vectors"])
+def kernels(
+    request: pytest.FixtureRequest,
+    library: NativeLibrary,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> NativeLibrary:
+    """The kernels with and without AMX; a copy, since each file is loaded once."""
+    if request.param == "tiles":
+        return library
+    copied = tmp_path_factory.mktemp("native") / "copied.so"
+    shutil.copy(build(), copied)
+    return NativeLibrary(copied, uses_tiles=False)
+
+
+def random_experts(num_experts: int, hidden_size: int, size: int) -> ExpertWeights:
+    """Weights of experts of many sizes, and a router that sends rows to all of them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    scales = torch.logspace(-2, 1, num_experts).view(-1, 1, 1)
+    return ExpertWeights(
+        router=normal(num_experts, hidden_size).bfloat16(),
+        gate_up=(normal(num_experts, 2 * size, hidden_size) * scales).bfloat16(),
+        down=normal(num_experts, hidden_size, size).bfloat16(),
+    )
 
 
 def make_block(kind: str, dtype: torch.dtype, num_chosen: int = 5) -> nn.Sequential:
@@ -88,14 +131,99 @@ def test_blocks_of_each_kind(
         assert_most_rows_close(want, model(rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(74, 44), (300, 160)], ids=str)
+@pytest.mark.parametrize("format", CODED, ids=str)
+@torch.inference_mode()
+def test_a_single_expert_has_the_bits_of_a_layer_with_the_same_codes(
+    format: Format, shape: tuple[int, int], kernels: NativeLibrary
+) -> None:
+    """Whose weight is 1; for few rows of an expert, and for many."""
+    num_experts, hidden_size, size = 3, *shape
+    weights = random_experts(num_experts, hidden_size, size)
+    routing = Routing(num_chosen=1, normalizes=True, rounds_weights=True)
+    mixture = FusedExperts(kernels, Activation.SILU, routing, weights, format)
+    rows = torch.randn(700, hidden_size).bfloat16()
+    rows[5, 3] = 1e4
+    choices = nn.functional.linear(rows, weights.router).float().argmax(dim=-1)
+    assert int(choices.bincount(minlength=num_experts).min()) > 128
+    for count in (1, 3, 20, 100, 700):
+        found = mixture(rows[:count])
+        for expert in range(num_experts):
+            down = nn.Linear(size, hidden_size, bias=False)
+            down.weight.data = weights.down[expert]
+            gates = weights.gate_up[expert], None
+            alone = FusedMLP(kernels, Activation.SILU, gates, down, format)
+            mine = choices[:count] == expert
+            assert torch.equal(alone(rows[:count])[mine], found[mine]), (count, expert)
+
+
+@pytest.mark.parametrize("shape", [(74, 44), (300, 160)], ids=str)
+@pytest.mark.parametrize("format", [Format.INT8, Format.INT4], ids=str)
+@torch.inference_mode()
+def test_codes_give_the_bits_of_the_weights_that_they_stand_for(
+    format: Format, shape: tuple[int, int], kernels: NativeLibrary
+) -> None:
+    weights = random_experts(NUM_EXPERTS, *shape)
+    routing = Routing(num_chosen=5, normalizes=True, rounds_weights=True)
+    coded = FusedExperts(kernels, Activation.SILU, routing, weights, format)
+    kernels.round(weights.gate_up, format)
+    kernels.round(weights.down, format)
+    plain = FusedExperts(kernels, Activation.SILU, routing, weights)
+    rows = torch.randn(300, shape[0]).bfloat16()
+    for count in (0, 1, 2, 40, 300):
+        assert torch.equal(plain(rows[:count]), coded(rows[:count]))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("format", CODED, ids=str)
+@torch.inference_mode()
+def test_blocks_are_compared_with_modules_of_the_same_codes(
+    kind: str, format: Format, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without these codes, the modules compute something else than the kernels.
+
+    What is proven already is not compared, and has the same bits.
+    """
+    model, rows = make_block(kind, torch.bfloat16), torch.randn(40, 1, HIDDEN_SIZE).bfloat16()
+    rows[:, 0, 5] = 60.0  # coded rows lose most of their other values
+    model[0].gate.weight[:, 5] = 0.0
+    model[0].experts.gate_up_proj[:, :, 5] = 0.0
+    plain = model(rows).float()
+    rounded, proven = copy.deepcopy(model), copy.deepcopy(model)
+    experts = rounded.get_submodule("0.experts")
+    round_experts(experts, library, format)
+    has_codes = format is Format.INT8_FOR_CODES
+    with computing_expert_codes(experts) if has_codes else nullcontext():
+        want = rounded(rows).float()
+    # Less than the codes change; processors sum in other orders, and each may round otherwise.
+    monkeypatch.setattr(fused, "MAX_ERROR", {torch.bfloat16: 0.01, torch.float32: 1e-5})
+    numbers = fuse_modules(model, library, torch.bfloat16, format=format)
+    assert len(numbers) == 1
+    assert isinstance(model[0], FusedExperts)
+    found = model(rows).float()
+    fuse_modules(proven, library, torch.bfloat16, numbers, format=format)
+    assert torch.equal(proven(rows).float(), found)
+
+    def typical_error(got: torch.Tensor) -> float:
+        errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        return float(errors.median())
+
+    assert typical_error(found) < 0.005
+    assert typical_error(plain) > 2 * typical_error(found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"),
+    [*((dtype, Format.UNITS) for dtype in DTYPES), *((torch.bfloat16, each) for each in CODED)],
+    ids=str,
+)
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_among_any_others(
-    dtype: torch.dtype, library: NativeLibrary
+    dtype: torch.dtype, format: Format, library: NativeLibrary
 ) -> None:
     """Alone and in any part of a batch, where experts get other numbers of rows; any threads."""
     model = make_block("qwen3_moe", dtype)
-    fuse_modules(model, library, dtype)
+    assert len(fuse_modules(model, library, dtype, format=format)) == 1
     rows = torch.randn(300, HIDDEN_SIZE).to(dtype)
     num_threads = torch.get_num_threads()
     try:

@@ -21,6 +21,7 @@ from worker_proc.decoder.program import (
     QKV,
     SPLIT,
     codes_stride,
+    expert_codes_stride,
     split_width,
 )
 from worker_proc.loading.experts import FusedExperts
@@ -43,7 +44,8 @@ class Buffers:
         num_chosen = max((mixture.routing.num_chosen for mixture in mixtures), default=0)
         self._strides = [row_stride(widths[i], dtype.itemsize) for i in range(len(widths))]
         self._strides.append(max(map(codes_stride, layers)))
-        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1]
+        self._strides.append(max(map(expert_codes_stride, layers)))
+        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1, num_chosen]
         self._max_rows = 0
         self._memory: list[torch.Tensor] = []
         """The rows of each buffer."""

@@ -34,9 +34,10 @@ HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
 """SPLIT has gates and factors side by side, where a hook is to find them."""
 LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
 """Of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each token."""
-CODES = 11
-"""The rows that a projection takes, where its weight needs codes of them."""
-OUTPUT = 12
+CODES, EXPERT_CODES = 11, 12
+"""The rows that projections take, where weights need codes of them. EXPERT_CODES has a row for each
+expert of each token."""
+OUTPUT = 13
 """Logits, of a program that ends with them."""
 GATES = (Projection.GATE, Projection.UP)
 _NOWHERE = Columns(HIDDEN, 0, 0)
@@ -109,10 +110,14 @@ def split_width(mlp: FusedMLP) -> int:
 
 def codes_stride(layer: DecoderLayer) -> int:
     """Return the bytes between rows of codes that a layer's projections take."""
-    gate_up = layer.mlp.gate_up if isinstance(layer.mlp, FusedMLP) else None
-    weights = (*layer.qkv, layer.out, gate_up, layer.down)
+    weights = (*layer.qkv, layer.out, layer.mlp.gate_up, layer.down)
     coded = [w for w in weights if w is not None and w.format is Format.INT8_FOR_CODES]
     return coded_stride(max((weight.num_inputs for weight in coded), default=0))
+
+
+def expert_codes_stride(layer: DecoderLayer) -> int:
+    """Return the bytes between rows of codes that a layer's experts take."""
+    return layer.mlp.codes_stride if isinstance(layer.mlp, FusedExperts) else coded_stride(0)
 
 
 class ProgramWriter:
@@ -146,8 +151,18 @@ class ProgramWriter:
         self._residual(layer, Projection.OUT, layer.out, inputs, norms.after_attention)
         source = self._normed(norms.before_mlp)
         if isinstance(layer.mlp, FusedExperts):
-            buffers = ExpertBuffers(source, LOGITS, CHOICES, GATHERED, EXPERT_INNER, PROJECTED)
-            self.instructions += layer.mlp.instructions(buffers)
+            self.instructions += layer.mlp.instructions(
+                ExpertBuffers(
+                    source,
+                    LOGITS,
+                    CHOICES,
+                    GATHERED,
+                    EXPERT_INNER,
+                    CODES,
+                    EXPERT_CODES,
+                    PROJECTED,
+                )
+            )
             self._add_projected(layer, norms.after_mlp)
             return
         self._gates(layer.mlp, Columns(source, 0, layer.hidden_size))

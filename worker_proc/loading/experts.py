@@ -2,25 +2,34 @@
 
 The router chooses a few experts for each row; the rows are sorted by expert, so that an expert's
 weights are read once, and what the experts of a row compute is added in the order in which they
-were chosen (worker_proc/native/experts.h).
+were chosen (worker_proc/native/experts.h). The weights of experts may be codes; the router's stay
+as they are.
 """
 
 import ctypes
-from typing import NamedTuple
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from worker_proc.loading.packed_linear import coded_rows, coded_weight, rounded_copy
 from worker_proc.native.kernels import (
     CHOICE_BYTES,
     Activation,
     BufferArgs,
     Epilogue,
+    Format,
     Instruction,
     Kind,
     NativeLibrary,
     ProgramArgs,
     RunArgs,
+    coded_stride,
     projection,
     row_stride,
 )
@@ -47,6 +56,33 @@ class ExpertWeights(NamedTuple):
     """`[num_experts, hidden_size, size]`"""
 
 
+def expert_weights(module: nn.Module) -> ExpertWeights | None:
+    """Return the weights of a module with the parts and shapes of a mixture of experts.
+
+    None: it is something else, or text does not reach it.
+    """
+    parts = dict(module.named_children())
+    if set(parts) != {"gate", "experts"}:
+        return None
+    # A buffer may move the choice of a few rows, which the trials would not show.
+    if next(module.buffers(), None) is not None:
+        return None
+    router = dict(parts["gate"].named_parameters())
+    experts = dict(parts["experts"].named_parameters())
+    if set(router) != {"weight"} or set(experts) != {"gate_up_proj", "down_proj"}:
+        return None
+    found = ExpertWeights(router["weight"], experts["gate_up_proj"], experts["down_proj"])
+    down = found.down
+    num_experts, hidden_size, size = down.shape if down.dim() == 3 else (0, 0, 0)
+    if found.gate_up.shape != (num_experts, 2 * size, hidden_size):
+        return None
+    if found.router.shape != (num_experts, hidden_size):
+        return None
+    if len({tensor.dtype for tensor in found}) > 1 or any(tensor.is_meta for tensor in found):
+        return None
+    return found
+
+
 class ExpertBuffers(NamedTuple):
     """The buffers that a mixture of experts works on, by their numbers."""
 
@@ -55,6 +91,8 @@ class ExpertBuffers(NamedTuple):
     choices: int
     gathered: int
     inner: int
+    codes: int
+    expert_codes: int
     target: int
 
 
@@ -70,7 +108,9 @@ class FusedExperts(nn.Module):
         activation: Activation,
         routing: Routing,
         weights: ExpertWeights,
+        format: Format = Format.UNITS,
     ) -> None:
+        """Pack the weights, those of the experts in a format."""
         super().__init__()
         router, gate_up, down = weights
         self.num_experts, self.hidden_size, self.size = down.shape
@@ -78,8 +118,8 @@ class FusedExperts(nn.Module):
         self.activation = activation
         self.dtype = down.dtype
         self._router = library.pack(router.detach(), None)
-        self._gate_up = library.pack_experts(gate_up.detach(), gates=True)
-        self._down = library.pack_experts(down.detach())
+        self.gate_up = library.pack_experts(gate_up.detach(), format, gates=True)
+        self._down = library.pack_experts(down.detach(), format)
         self._library = library
         instructions = self.instructions(ExpertBuffers(*range(_NUM_BUFFERS)))
         self._instructions = (Instruction * len(instructions))(*instructions)
@@ -88,6 +128,16 @@ class FusedExperts(nn.Module):
     def choice_width(self) -> int:
         """The values of a row's choices, if they were of the model's dtype."""
         return self.routing.num_chosen * CHOICE_BYTES // self.dtype.itemsize
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the experts take rows of codes."""
+        return self._down.format is Format.INT8_FOR_CODES
+
+    @property
+    def codes_stride(self) -> int:
+        """The bytes between rows of codes that the experts take."""
+        return coded_stride(max(self.hidden_size, self.size) if self.has_codes else 0)
 
     def instructions(self, buffers: ExpertBuffers) -> list[Instruction]:
         """Return the program over one step; rows of `source` end in zeros."""
@@ -99,21 +149,31 @@ class FusedExperts(nn.Module):
             "normalizes": normalizes,
             "rounds_weights": rounds_weights,
         }
+        rows, gathered, inner = buffers.source, buffers.gathered, buffers.inner
+        code: list[Instruction] = []
+        code_inner: list[Instruction] = []
+        if self.has_codes:
+            # A row is coded once, and its codes are gathered. GATHERED has what the experts return.
+            rows, gathered, inner = buffers.codes, buffers.expert_codes, buffers.expert_codes
+            code = [_code(buffers.source, rows, self.hidden_size)]
+            code_inner = [_code(buffers.inner, inner, self.size, num_chosen=num_chosen)]
         up = projection(
-            self._gate_up,
-            source=buffers.gathered,
+            self.gate_up,
+            source=gathered,
             target=buffers.inner,
             epilogue=Epilogue.ACTIVATE,
             activation=self.activation,
             **shared,
         )
-        down = projection(self._down, source=buffers.inner, target=buffers.gathered, **shared)
+        down = projection(self._down, source=inner, target=buffers.gathered, **shared)
         up.kind = down.kind = Kind.EXPERTS
         return [
             projection(self._router, source=buffers.source, target=buffers.logits),
             Instruction(kind=Kind.CHOOSE, source=buffers.logits, **shared),
-            Instruction(kind=Kind.GATHER, source=buffers.source, target=buffers.gathered, **shared),
+            *code,
+            Instruction(kind=Kind.GATHER, source=rows, target=gathered, **shared),
             up,
+            *code_inner,
             down,
             Instruction(
                 kind=Kind.COMBINE,
@@ -133,6 +193,8 @@ class FusedExperts(nn.Module):
             self._zeros(len(rows), self.choice_width),
             self._zeros(num_sorted, self.hidden_size),
             self._zeros(num_sorted, self.size),
+            self._codes(len(rows), self.hidden_size),
+            self._codes(num_sorted, max(self.hidden_size, self.size)),
             self._zeros(len(rows), self.hidden_size),
         ]
         made[0][:, : self.hidden_size] = rows
@@ -148,3 +210,46 @@ class FusedExperts(nn.Module):
     def _zeros(self, num_rows: int, width: int) -> torch.Tensor:
         stride = row_stride(width, self.dtype.itemsize) // self.dtype.itemsize
         return torch.zeros(num_rows, stride, dtype=self.dtype)
+
+    def _codes(self, num_rows: int, width: int) -> torch.Tensor:
+        """Return memory for rows of codes, if there are any."""
+        return torch.empty(num_rows * self.has_codes, coded_stride(width), dtype=torch.uint8)
+
+
+def _code(source: int, target: int, size: int, num_chosen: int = 0) -> Instruction:
+    return Instruction(
+        kind=Kind.CODE, source=source, target=target, size=size, num_chosen=num_chosen
+    )
+
+
+def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) -> None:
+    """Round all weights of experts to what codes can stand for, freeing each before the next."""
+    for name in [name for name, _ in experts.named_parameters()]:
+        setattr(experts, name, rounded_copy(getattr(experts, name), library, format))
+
+
+@contextmanager
+def computing_expert_codes(experts: nn.Module) -> Iterator[None]:
+    """Let experts compute with codes of rows and weights, in float32, for a while."""
+    # Transformers' own definition multiplies by `linear`; what it chooses for speed does not.
+    forward = inspect.unwrap(type(experts).forward)
+
+    def coded_forward(*args: Any, **kwargs: Any) -> Any:
+        with _CodedProducts():
+            return forward(experts, *args, **kwargs)
+
+    experts.__dict__["forward"] = coded_forward
+    try:
+        yield
+    finally:
+        del experts.__dict__["forward"]
+
+
+class _CodedProducts(TorchFunctionMode):
+    """Lets `linear` compute with codes of rows and weights, in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.linear or len(args) != 2:
+            return func(*args, **(kwargs or {}))
+        rows, weight = args
+        return functional.linear(coded_rows(rows), coded_weight(weight)).to(rows.dtype)

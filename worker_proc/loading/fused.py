@@ -9,6 +9,7 @@ a tensor in another way: there a row's bits can depend on its place.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -17,7 +18,13 @@ import torch
 from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.experts import ExpertWeights, FusedExperts, Routing
+from worker_proc.loading.experts import (
+    FusedExperts,
+    Routing,
+    computing_expert_codes,
+    expert_weights,
+    round_experts,
+)
 from worker_proc.loading.packed_linear import computing_codes, make_linear, round_linears
 from worker_proc.native.kernels import (
     NATIVE_DTYPES,
@@ -169,7 +176,7 @@ def _fused(
     if names - _ACTIVATIONS in _MLP_CHILDREN:
         return _fused_mlp(module, library, number, format)
     if names == {"gate", "experts"}:
-        return _fused_experts(module, library, number)
+        return _fused_experts(module, library, number, format)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
         activation = activation_of(module, library, number=number)
         return None if activation is None else (activation, FusedActivation(library, activation))
@@ -221,47 +228,46 @@ def _fused_mlp(
     return fused
 
 
-def _fused_experts(module: nn.Module, library: NativeLibrary, number: int | None) -> _Fused | None:
-    """Return a mixture of experts; its number has the activation, and how its router weighs."""
-    parts = dict(module.named_children())
-    router, experts = parts["gate"], dict(parts["experts"].named_parameters())
-    weights = dict(router.named_parameters())
-    # A buffer may move the choice of a few rows, which the trials would not show.
-    if next(module.buffers(), None) is not None:
+def _fused_experts(
+    module: nn.Module, library: NativeLibrary, number: int | None, format: Format
+) -> _Fused | None:
+    """Return a mixture of experts; its number has the activation, and how its router weighs.
+
+    With codes, the weights of its experts are rounded in the module, too.
+    """
+    weights = expert_weights(module)
+    if weights is None:
         return None
-    if set(weights) != {"weight"} or set(experts) != {"gate_up_proj", "down_proj"}:
-        return None
-    gate_up, down = experts["gate_up_proj"], experts["down_proj"]
-    num_experts, hidden_size, size = down.shape if down.dim() == 3 else (0, 0, 0)
-    if gate_up.shape != (num_experts, 2 * size, hidden_size):
-        return None
-    if weights["weight"].shape != (num_experts, hidden_size):
-        return None
-    if len({tensor.dtype for tensor in (gate_up, down, weights["weight"])}) > 1:
-        return None
+    router, experts = module.get_submodule("gate"), module.get_submodule("experts")
+    num_experts, hidden_size = weights.router.shape
     known = None if number is None else number // 4
-    function = getattr(parts["experts"], "act_fn", None)
+    function = getattr(experts, "act_fn", None)
     activation = activation_of(function, library, number=known)
     num_chosen = getattr(router, "top_k", None)
     if activation is None or not isinstance(num_chosen, int) or num_chosen > num_experts:
         return None
     if number is None:
-        weighting = _weighting(router, hidden_size, down.dtype)
+        weighting = _weighting(router, hidden_size, weights.router.dtype)
         if weighting is None:
             return None
         number = 4 * activation + weighting
     routing = Routing(num_chosen, bool(number & 2), bool(number & 1))
-    whole = ExpertWeights(weights["weight"], gate_up, down)
-    make = partial(FusedExperts, library, activation, routing, whole)
-    proven = None if known is None else number
-    return _agreeing(
-        module,
-        hidden_size,
-        {number: make},
-        proven,
-        num_rows=NUM_MIXTURE_ROWS,
-        quantile=MIXTURE_QUANTILE[down.dtype],
-    )
+    if format is not Format.UNITS and known is None:
+        del weights  # of which rounded copies take the place, one by one
+        round_experts(experts, library, format)
+        weights = expert_weights(module)
+        assert weights is not None
+    make = partial(FusedExperts, library, activation, routing, weights, format)
+    has_codes = format is Format.INT8_FOR_CODES and known is None
+    with computing_expert_codes(experts) if has_codes else nullcontext():
+        return _agreeing(
+            module,
+            hidden_size,
+            {number: make},
+            None if known is None else number,
+            num_rows=NUM_MIXTURE_ROWS,
+            quantile=MIXTURE_QUANTILE[weights.router.dtype],
+        )
 
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:

@@ -166,16 +166,21 @@ def pack_linears(
 
 
 def round_linears(modules: Iterable[nn.Module], library: NativeLibrary, format: Format) -> None:
-    """Round the weights of those that are linear layers to what codes can stand for.
+    """Round the weights of those that are linear layers to what codes can stand for."""
+    for module in modules:
+        if type(module) is nn.Linear and not module.weight.is_meta:
+            module.weight = rounded_copy(module.weight, library, format)
+
+
+def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -> nn.Parameter:
+    """Return a weight that is rounded to what codes can stand for.
 
     In new memory: a page of a mapped checkpoint, once written, would stay as long as any tensor of
     its file.
     """
-    for module in modules:
-        if type(module) is nn.Linear and not module.weight.is_meta:
-            rounded = module.weight.detach().clone(memory_format=torch.contiguous_format)
-            library.round(rounded, format)
-            module.weight = nn.Parameter(rounded, requires_grad=False)
+    rounded = weight.detach().clone(memory_format=torch.contiguous_format)
+    library.round(rounded, format)
+    return nn.Parameter(rounded, requires_grad=False)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from protocol.config import Quantization
 from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.experts import expert_weights
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.packed_linear import PLAIN, Formats
 from worker_proc.native.build import build
@@ -62,22 +63,44 @@ def check_weights(
             f" {dtype}; add --dtype bfloat16"
         )
     _check_matrices(loaded.model, quantization)
-    found = {
-        name: module.weight.t() if type(module) is Conv1D else module.weight
-        for name, module in loaded.model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and not module.weight.is_meta
-    }
+    found = _rounded_weights(loaded.model)
     for done, (name, weight) in enumerate(found.items(), start=1):
         if not _is_finite(weight):
             raise CheckpointError(
-                f"quantization {quantization}: {name}.weight has values that are not finite"
+                f"quantization {quantization}: {name} has values that are not finite"
             )
-        if quantization is Quantization.W8A8 and weight.shape[1] > MAX_CODED_INPUTS:
+        num_inputs = weight.shape[-1]
+        if quantization is Quantization.W8A8 and num_inputs > MAX_CODED_INPUTS:
             raise UnsupportedModel(
-                f"quantization {quantization}: {name} has {weight.shape[1]} inputs, and its sums of"
-                f" products of codes are exact for at most {MAX_CODED_INPUTS}"
+                f"quantization {quantization}: {name.removesuffix('.weight')} has {num_inputs}"
+                f" inputs, and its sums of products of codes are exact for at most"
+                f" {MAX_CODED_INPUTS}"
             )
         on_checked(done, len(found))
+
+
+def check_experts(loaded: LoadedModel, quantization: Quantization) -> None:
+    """Raise UnsupportedModel if a mixture of experts is left that no kernel computes."""
+    for name, module in loaded.model.named_modules():
+        if expert_weights(module) is not None:
+            raise UnsupportedModel(
+                f"quantization {quantization}: {name} ({type(module).__name__}) does not compute"
+                " what the kernels for mixtures of experts do"
+            )
+
+
+def _rounded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that become codes, `[..., num_outputs, num_inputs]`, by their names."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        mixture = expert_weights(module)
+        if mixture is not None:
+            found[f"{name}.experts.gate_up_proj"] = mixture.gate_up
+            found[f"{name}.experts.down_proj"] = mixture.down
+        elif type(module) in (nn.Linear, Conv1D) and not module.weight.is_meta:
+            transposed = type(module) is Conv1D
+            found[f"{name}.weight"] = module.weight.t() if transposed else module.weight
+    return found
 
 
 def _is_finite(weight: torch.Tensor) -> bool:
@@ -86,12 +109,16 @@ def _is_finite(weight: torch.Tensor) -> bool:
 
 
 def _check_matrices(model: nn.Module, quantization: Quantization) -> None:
-    """Raise UnsupportedModel for matrices that are not those of linear layers or embeddings."""
+    """Raise UnsupportedModel for matrices of other modules than those that are expected."""
+    mixtures = [module for module in model.modules() if expert_weights(module) is not None]
+    known = {part for mixture in mixtures for part in mixture.modules()}
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, Conv1D) or isinstance(module, nn.Embedding):
+        is_linear = type(module) in (nn.Linear, Conv1D)
+        if is_linear or isinstance(module, nn.Embedding) or module in known:
             continue
         if any(p.dim() > 1 and not p.is_meta for p in module.parameters(recurse=False)):
             raise UnsupportedModel(
                 f"quantization {quantization}: {name} ({type(module).__name__}) has weights that"
-                " are not those of a linear layer"
+                " are not those of a linear layer, nor of a mixture of experts for which there are"
+                " kernels"
             )

@@ -164,24 +164,30 @@ class Executor {
 
   int32_t num_rows(const Instruction& i) const { return i.of_kept ? run_.num_kept : run_.num_rows; }
 
-  // Calls multiply with a weight in its format.
-  template <class Out>
-  void multiply_by(const Instruction& i, const Out& out) {
+  // Calls f(a value of the type of the rows, weight, rows) with a weight in its format, and the rows
+  // that it is multiplied with.
+  template <class F>
+  void with_weight(const Instruction& i, const F& f) const {
     const UnitRows rows = unit_rows(i.source);
-    const auto multiply_as = [&](const auto& w) { multiply<T>(team_, w, rows, num_rows(i), out); };
     const Panels panels{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
     if constexpr (std::is_same<T, Bf16>::value) {
-      if (i.format == kInt8ForCodes) {
-        const UnitRows codes{rows.data + sizeof(CodedRow) / sizeof(Unit), rows.stride};
-        return multiply<int8_t>(team_, panels, codes, num_rows(i), out);
-      }
-      if (i.format == kInt8) return multiply_as(coded<CodedPanels<Int8>, Int8>(i));
+      if (i.format == kInt8ForCodes)
+        return f(int8_t{}, panels,
+                 UnitRows{rows.data + sizeof(CodedRow) / sizeof(Unit), rows.stride});
+      if (i.format == kInt8) return f(T{}, coded<CodedPanels<Int8>, Int8>(i), rows);
 #ifdef __AMX_BF16__
-      if (i.format == kInt4 && troika_has_tiles) return multiply_as(coded<CodedGroups, Int4>(i));
+      if (i.format == kInt4 && troika_has_tiles) return f(T{}, coded<CodedGroups, Int4>(i), rows);
 #endif
-      if (i.format == kInt4) return multiply_as(coded<CodedPanels<Int4>, Int4>(i));
+      if (i.format == kInt4) return f(T{}, coded<CodedPanels<Int4>, Int4>(i), rows);
     }
-    multiply_as(panels);
+    f(T{}, panels, rows);
+  }
+
+  template <class Out>
+  void multiply_by(const Instruction& i, const Out& out) {
+    with_weight(i, [&](auto value, const auto& w, UnitRows rows) {
+      multiply<decltype(value)>(team_, w, rows, num_rows(i), out);
+    });
   }
 
   template <class W, class Code>
@@ -193,34 +199,50 @@ class Executor {
   // target = source * weight + bias, combined as the epilogue says. Whole panels are written, with
   // zeros past the last output; a product may be stored from a column on.
   void project(const Instruction& i) {
-    const auto finished = [&](int64_t r, int64_t pair, int half, auto sum) {
-      return round(biased(i, r, pair * kPairOutputs + half * kLanes, sum));
-    };
     switch (i.epilogue) {
       case kStore:
         return multiply_by(i, [&](int64_t r, int64_t pair, auto low, auto high) {
-          T* out = row(i.target, r) + i.column + pair * kPairOutputs;
-          save(finished(r, pair, 0, low), out, kLanes);
-          save(finished(r, pair, 1, high), out + kLanes, kLanes);
+          store(i, r, pair, pair, low, high);
         });
       case kAddTo:
         return multiply_by(i, [&](int64_t r, int64_t pair, auto low, auto high) {
           T* out = row(i.target, r) + pair * kPairOutputs;
-          accumulate(out, finished(r, pair, 0, low), i.factor);
-          accumulate(out + kLanes, finished(r, pair, 1, high), i.factor);
+          accumulate(out, finished(i, r, pair, 0, low), i.factor);
+          accumulate(out + kLanes, finished(i, r, pair, 1, high), i.factor);
         });
       case kActivate:
         return multiply_by(i, [&](int64_t r, int64_t pair, auto gate, auto up) {
-          const Vec opened = activation_of(finished(r, pair, 0, gate), i.activation);
-          save(round(opened) * finished(r, pair, 1, up), row(i.target, r) + pair * kLanes, kLanes);
+          activate(i, r, pair, pair, gate, up);
         });
       case kSplit:
         return multiply_by(i, [&](int64_t r, int64_t pair, auto gate, auto up) {
           T* out = row(i.target, r) + pair * kLanes;
-          save(finished(r, pair, 0, gate), out, kLanes);
-          save(finished(r, pair, 1, up), out + i.column, kLanes);
+          save(finished(i, r, pair, 0, gate), out, kLanes);
+          save(finished(i, r, pair, 1, up), out + i.column, kLanes);
         });
     }
+  }
+
+  // target = the products of a row and a pair of panels. `place` is the place of the pair among those
+  // of all experts, if the weight has any.
+  template <class Sums>
+  void store(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums low, Sums high) {
+    T* out = row(i.target, r) + i.column + pair * kPairOutputs;
+    save(finished(i, r, place, 0, low), out, kLanes);
+    save(finished(i, r, place, 1, high), out + kLanes, kLanes);
+  }
+
+  // target = f(gate) * up, likewise
+  template <class Sums>
+  void activate(const Instruction& i, int64_t r, int64_t pair, int64_t place, Sums gate, Sums up) {
+    const Vec opened = activation_of(finished(i, r, place, 0, gate), i.activation);
+    save(round(opened) * finished(i, r, place, 1, up), row(i.target, r) + pair * kLanes, kLanes);
+  }
+
+  // The products of a row and a panel, rounded.
+  template <class Sums>
+  Vec finished(const Instruction& i, int64_t r, int64_t pair, int half, Sums sums) const {
+    return round(biased(i, r, pair * kPairOutputs + half * kLanes, sums));
   }
 
   // The sums of a row and 16 outputs, plus the bias.
@@ -324,10 +346,11 @@ class Executor {
       }
   }
 
-  // target = codes of source
+  // target = codes of source; with num_chosen, of the rows of each token's experts
   void code(const Instruction& i) {
+    const int64_t count = int64_t{run_.num_rows} * std::max(i.num_chosen, 1);
     if constexpr (std::is_same<T, Bf16>::value)
-      for (int64_t r = team_.first(run_.num_rows); r < team_.last(run_.num_rows); r++)
+      for (int64_t r = team_.first(count); r < team_.last(count); r++)
         code_row(row(i.source, r), i.size, coded_row(i.target, r));
   }
 
@@ -339,7 +362,7 @@ class Executor {
                      {i.normalizes != 0, i.rounds_weights != 0}, choices(i, r), scratch);
   }
 
-  // target = the rows of source, once for each of their experts, sorted by expert
+  // target = the rows of source, or their codes, once for each of their experts, sorted by expert
   void gather(const Instruction& i) {
     const SortedChoices sorted = sort(i);
     const int64_t size = std::min(run_.buffers[i.source].stride, run_.buffers[i.target].stride);
@@ -351,27 +374,16 @@ class Executor {
   // target = source * weight of the expert, for sorted rows. The weights of all experts lie side by
   // side.
   void compute_experts(const Instruction& i) {
-    const int64_t expert_units = i.num_pairs * kPairOutputs * i.num_units;
-    const auto weights = [&](int64_t expert) {
-      const Unit* panels = static_cast<const Unit*>(i.weight) + expert * expert_units;
-      return Panels{panels, i.num_units, i.num_pairs};
-    };
     const SortedChoices sorted = sort(i);
-    const UnitRows rows = unit_rows(i.source);
-    if (i.epilogue == kActivate)
-      multiply_sorted<T>(team_, sorted, i.num_experts, rows, weights,
-                         [&](int64_t place, int64_t pair, Vec gate, Vec up) {
-                           const Vec opened = activation_of(round(gate), i.activation);
-                           save(round(opened) * round(up), row(i.target, place) + pair * kLanes,
-                                kLanes);
-                         });
-    else
-      multiply_sorted<T>(team_, sorted, i.num_experts, rows, weights,
-                         [&](int64_t place, int64_t pair, Vec low, Vec high) {
-                           T* out = row(i.target, place) + pair * kPairOutputs;
-                           save(low, out, kLanes);
-                           save(high, out + kLanes, kLanes);
-                         });
+    with_weight(i, [&](auto value, const auto& w, UnitRows rows) {
+      multiply_sorted<decltype(value)>(
+          team_, sorted, i.num_experts, w, rows,
+          [&](int64_t expert, int64_t r, int64_t pair, auto low, auto high) {
+            const int64_t place = expert * i.num_pairs + pair;
+            if (i.epilogue == kActivate) return activate(i, r, pair, place, low, high);
+            store(i, r, pair, place, low, high);
+          });
+    });
   }
 
   // target = the sum of what the experts of a row have computed in source, each times its weight

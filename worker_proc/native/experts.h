@@ -89,11 +89,12 @@ class SortedChoices {
   std::vector<int64_t> first_, place_;
 };
 
-// Calls out(place, pair, low, high) with the sums of sorted rows and the weights of their experts;
-// the threads of a team share them. `weights(expert)` are an expert's.
-template <typename T, class ExpertWeights, class Out>
-void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, UnitRows rows,
-                     const ExpertWeights& weights, const Out& out) {
+// Calls out(expert, place, pair, low, high) with the sums of sorted rows and the weights of their
+// experts; the threads of a team share them. `w` is the weight of expert 0, and the others lie behind
+// it.
+template <typename T, class W, class Out>
+void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, const W& w,
+                     UnitRows rows, const Out& out) {
   constexpr int64_t kExpertRows = 128;  // rows that stay in a core's cache
   struct Group {
     int32_t expert;
@@ -105,14 +106,16 @@ void multiply_sorted(Team& team, const SortedChoices& sorted, int num_experts, U
       groups.push_back({e, at, std::min(at + kExpertRows, sorted.last(e))});
   if (groups.empty()) return;
   const int64_t num_groups = static_cast<int64_t>(groups.size());
-  const int64_t num_pairs = weights(0).num_pairs;
   const int64_t wanted = (8 * team.size + num_groups - 1) / num_groups;
-  const int64_t num_pieces = std::max<int64_t>(1, std::min(num_pairs, wanted));
+  const int64_t num_pieces = std::max<int64_t>(1, std::min(w.num_pairs, wanted));
   for (int64_t task; (task = team.take(num_groups * num_pieces)) < num_groups * num_pieces;) {
     const Group& group = groups[task / num_pieces];
     const int64_t piece = task % num_pieces;
-    multiply_part<T>(weights(group.expert), rows, group.first, group.last,
-                     num_pairs * piece / num_pieces, num_pairs * (piece + 1) / num_pieces, out);
+    multiply_block<T>(w.expert(group.expert), rows, group.first, group.last,
+                      w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces,
+                      [&](int64_t place, int64_t pair, auto low, auto high) {
+                        out(group.expert, place, pair, low, high);
+                      });
   }
 }
 

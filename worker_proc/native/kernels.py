@@ -365,18 +365,33 @@ class NativeLibrary:
         return PackedWeight(panels, scales, bias, num_inputs, num_units, num_pairs, format)
 
     def round(self, weight: torch.Tensor, format: Format) -> None:
-        """Round `[num_outputs, num_inputs]`, bfloat16, in place to what codes can stand for."""
+        """Round a weight in place to what codes can stand for.
+
+        It is `[..., num_outputs, num_inputs]`, and in bfloat16.
+        """
         assert weight.dtype == torch.bfloat16
         assert weight.is_contiguous()
-        self._library.troika_round(weight.data_ptr(), format, *weight.shape)
+        rows = weight.view(-1, weight.shape[-1])
+        self._library.troika_round(rows.data_ptr(), format, *rows.shape)
 
-    def pack_experts(self, weights: torch.Tensor, *, gates: bool = False) -> PackedWeight:
+    def pack_experts(
+        self, weights: torch.Tensor, format: Format = Format.UNITS, *, gates: bool = False
+    ) -> PackedWeight:
         """Pack `[num_experts, num_outputs, num_inputs]`, one expert after the other.
 
-        All but the panels is that of one expert.
+        Panels and scales are those of all experts, and the sizes those of one.
         """
-        packed = [self.pack(weight, None, gates=gates) for weight in weights]
-        return packed[0]._replace(panels=torch.cat([one.panels for one in packed]))
+        one = self.pack(weights[0], None, format, gates=gates)
+        panels = one.panels.new_empty(len(weights), len(one.panels))
+        scales = None if one.scales is None else one.scales.new_empty(len(weights), len(one.scales))
+        for number, weight in enumerate(weights):
+            one = self.pack(weight, None, format, gates=gates)
+            panels[number] = one.panels
+            if scales is not None and one.scales is not None:
+                scales[number] = one.scales
+        return one._replace(
+            panels=panels.view(-1), scales=None if scales is None else scales.view(-1)
+        )
 
     def project(self, instruction: Instruction, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""

@@ -688,10 +688,11 @@ int64_t rows_in_cache() {
   return uses_tiles<T>() ? 256 : 128;
 }
 
-// All rows and pairs [pair, last_pair): makes the units of some pairs, then computes all rows.
+// Rows [row, last_row) and pairs [pair, last_pair): makes the units of some pairs, then computes all
+// rows with them.
 template <typename T, class W, class Out>
-void multiply_unpacked(const W& w, UnitRows rows, int64_t num_rows, int64_t pair, int64_t last_pair,
-                       const Out& out) {
+void multiply_unpacked(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                       int64_t last_pair, const Out& out) {
   constexpr int64_t kMostBytes = 512 * 1024;  // that stay in a core's cache, beside the rows
   const int64_t pair_units = 2 * kLanes * w.num_units;
   const int64_t most = std::max<int64_t>(1, kMostBytes / (pair_units * sizeof(Unit)));
@@ -699,10 +700,27 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t num_rows, int64_t pair
     end = std::min(pair + most, last_pair);
     const Panels panels = unpacked(w, pair, end, space_for<W>((end - pair) * pair_units));
     const int64_t group = rows_in_cache<T>();
-    for (int64_t row = 0; row < num_rows; row += group)
-      multiply_part<T>(panels, rows, row, std::min(row + group, num_rows), 0, end - pair,
+    for (int64_t first = row; first < last_row; first += group)
+      multiply_part<T>(panels, rows, first, std::min(first + group, last_row), 0, end - pair,
                        [&](int64_t r, int64_t p, Vec low, Vec high) { out(r, pair + p, low, high); });
   }
+}
+
+// Whether this many rows share units that are made of codes before.
+template <typename T, class W>
+bool unpacks(int64_t num_rows) {
+  constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
+  return kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
+}
+
+// Rows [row, last_row) and pairs [pair, last_pair), in the way that suits their number.
+template <typename T, class W, class Out>
+void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
+                    int64_t last_pair, const Out& out, int64_t distance = 1) {
+  if constexpr (kHasManyRegisters && W::kAreCodes)
+    if (unpacks<T, W>(last_row - row))
+      return multiply_unpacked<T>(w, rows, row, last_row, pair, last_pair, out);
+  multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, distance);
 }
 
 // Calls out(row, pair, low, high) with the sums of each row and each pair of panels; the threads of
@@ -710,21 +728,15 @@ void multiply_unpacked(const W& w, UnitRows rows, int64_t num_rows, int64_t pair
 template <typename T, class W, class Out>
 void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out& out) {
   constexpr int64_t kFewRows = 16;  // the weights are all that matters: each thread reads a part
-  constexpr bool kCanUnpack = kHasManyRegisters && W::kAreCodes;
   if (num_rows == 0) return;
-  const bool unpacks = kCanUnpack && num_rows > std::max(rows_at_once<T>(), W::kTurnedRows);
+  const bool shares_units = unpacks<T, W>(num_rows);
   // Tiles of codes fetch the weights that lie behind them, not those of the pair taken next.
   const bool takes_pairs = kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && !W::kAreCodes;
-  const auto multiply_all = [&](int64_t row, int64_t last_row, int64_t pair, int64_t last_pair,
-                                int64_t distance) {
-    if constexpr (kCanUnpack)
-      if (unpacks) return multiply_unpacked<T>(w, rows, num_rows, pair, last_pair, out);
-    multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, distance);
-  };
   if (!takes_pairs && num_rows <= std::max(kFewRows, W::kTurnedRows))
-    return multiply_all(0, num_rows, team.first(w.num_pairs), team.last(w.num_pairs), 1);
+    return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
+                             team.last(w.num_pairs), out);
   const int64_t most = rows_in_cache<T>();
-  const int64_t num_groups = unpacks ? 1 : (num_rows + most - 1) / most;
+  const int64_t num_groups = shares_units ? 1 : (num_rows + most - 1) / most;
   const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
   // Single pairs, so that threads end together; or few and long pieces, within which the next weights
   // are fetched while the present ones are used.
@@ -733,9 +745,9 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {
     const int64_t row = task / num_pieces * group, piece = task % num_pieces;
-    multiply_all(std::min(row, num_rows), std::min(row + group, num_rows),
-                 w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces,
-                 takes_pairs ? team.size : 1);
+    multiply_block<T>(w, rows, std::min(row, num_rows), std::min(row + group, num_rows),
+                      w.num_pairs * piece / num_pieces, w.num_pairs * (piece + 1) / num_pieces, out,
+                      takes_pairs ? team.size : 1);
   }
 }
 

@@ -45,6 +45,9 @@ struct Panels {
 
   const Unit* panel(int64_t pair) const { return units + pair * kPairOutputs * num_units; }
 
+  // The weight of one expert, of several that lie one after another.
+  Panels expert(int64_t number) const { return {panel(number * num_pairs), num_units, num_pairs}; }
+
   // The tile from a unit on, in the low or high panel of a pair.
   const Unit* tile(int64_t pair, int half, int64_t unit, Unit*) const {
     return panel(pair) + (half * num_units + unit) * kLanes;
@@ -249,6 +252,12 @@ struct CodedPanels {
     return (group * 2 + half) * kLanes;
   }
 
+  // The weight of one expert, of several that lie one after another.
+  CodedPanels expert(int64_t number) const {
+    const int64_t pair = number * num_pairs;
+    return {codes + tile_at(pair, 0, 0), scales + scales_at(pair, 0, 0), num_units, num_pairs};
+  }
+
   // Places the codes of one output, a lane of a panel.
   void place(const int8_t* output, int64_t pair, int half, int64_t lane, uint8_t* to) const {
     for (int64_t unit = 0; unit < num_units; unit += kUnitStep)
@@ -354,6 +363,12 @@ struct CodedGroups {
 
   int64_t scales_at(int64_t pair, int half, int64_t unit) const {
     return index(pair, half, unit / kUnitStep / kGroupTiles) * kLanes;
+  }
+
+  // The weight of one expert, of several that lie one after another.
+  CodedGroups expert(int64_t number) const {
+    const int64_t at = index(number * num_pairs, 0, 0);
+    return {codes + at * kBytes, scales + at * kLanes, num_units, num_pairs};
   }
 
   // Places the codes of one output, a lane of a panel.

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from protocol.config import EngineConfig, KVCacheDtype
+from protocol.config import EngineConfig, KVCacheDtype, Quantization
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import CheckpointError
@@ -14,13 +14,18 @@ from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel, load_model
-from worker_proc.loading.packed_linear import PLAIN, can_pack, pack_linears
+from worker_proc.loading.packed_linear import can_pack, pack_linears
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs
-from worker_proc.loading.quantization import FORMATS, check_weights, load_coding_library
+from worker_proc.loading.quantization import (
+    FORMATS,
+    check_experts,
+    check_weights,
+    load_coding_library,
+)
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import start_building
-from worker_proc.native.kernels import Format, NativeLibrary, load_library
+from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.runner import ReportProgress
 
 _log = logging.getLogger(__name__)
@@ -53,16 +58,17 @@ def prepare_model(
     proofs = None if kept is None else kept.with_kernels(library)
     if quantization is not None and library is not None:
         check_weights(loaded, quantization, partial(progress, "check_weights"))
-    roles = [("fused", loaded, FORMATS[quantization])]
+    roles: list[tuple[str, LoadedModel, Quantization | None]]
+    roles = [("fused", loaded, quantization)]
     if draft is not None:
-        roles.append(("fused_draft", draft, PLAIN))  # it is never rounded
-    for role, one, formats in roles:
+        roles.append(("fused_draft", draft, None))  # it is never rounded
+    for role, one, own in roles:
         if can_pack(one.dtype, device, library):
             progress("pack_weights", 0, 1)
             if library is not None:
                 on_tried = partial(progress, "fuse_modules")
-                _fuse(one, library, proofs, role, format=formats.layers, on_tried=on_tried)
-            pack_linears(one.model, library, partial(progress, "pack_weights"), formats)
+                _fuse(one, library, proofs, role, own, on_tried=on_tried)
+            pack_linears(one.model, library, partial(progress, "pack_weights"), FORMATS[own])
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library)
@@ -99,15 +105,18 @@ def _fuse(
     library: NativeLibrary,
     proofs: StartCache | None,
     name: str,
+    quantization: Quantization | None,
     *,
-    format: Format,
     on_tried: Callable[[int, int], None],
 ) -> None:
-    """Fuse modules, and keep which ones under a name."""
+    """Fuse modules, and keep which ones under a name; raises why they cannot be rounded."""
     known = None if proofs is None else proofs.get(name, dict[str, int])
+    format = FORMATS[quantization].layers
     fused = fuse_modules(
         loaded.model, library, loaded.dtype, known, format=format, on_tried=on_tried
     )
+    if quantization is not None:
+        check_experts(loaded, quantization)
     if proofs is not None and known is None:
         proofs.put(name, fused)
 
