@@ -155,7 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pause(serving_flags)
     text = "a running server, instead of starting an engine"
     serving_flags.add_argument("--base", type=http_url, metavar="URL", help=text)
-    text = "ask for ids, so that tokens that are no text arrive, too (default: no)"
+    text = "ask for ids, so that tokens without text arrive, too (default: no)"
     serving_flags.add_argument("--return-token-ids", action="store_true", help=text)
     serving_flags.add_argument(
         *("--rate",), type=_positive, default=5.0, metavar="R", help="W4: requests/s (default: 5)"
