@@ -112,9 +112,9 @@ class ModelConfig(Section):
     dtype: Dtype = Dtype.AUTO
     """Type of weights, activations and KV; auto: as in config.json."""
     quantization: Quantization | None = None
-    """Round the weights of linear layers when they are loaded, to codes of 8 bits (w8a16), or of 4
-    bits with a scale for each 128 inputs (w4a16), or to 8 bits with activations of 8 bits, a scale
-    for each token (w8a8); on the CPU, in bfloat16. Default: not at all."""
+    """Round the weights of linear layers and experts when they are loaded, to codes of 8 bits
+    (w8a16), or of 4 bits with a scale for each 128 inputs (w4a16), or to 8 bits with activations of
+    8 bits, a scale for each token (w8a8); on the CPU, in bfloat16. Default: not at all."""
     device: Device = Device.AUTO
     """Where to compute; auto: CUDA if there is any."""
     max_model_len: Annotated[int, Meta(ge=2, lt=2**31)] | None = None

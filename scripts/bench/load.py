@@ -124,7 +124,7 @@ class LoadProcesses:
     """Processes that share the requests of each run evenly."""
 
     def __init__(self, count: int, timeout_s: float, *, return_token_ids: bool = False) -> None:
-        """Start them; `timeout_s` bounds every request, and ids are asked for if wished."""
+        """Start them; `timeout_s` bounds every request, and `return_token_ids` asks for ids."""
         self._timeout_s = timeout_s
         self._return_token_ids = return_token_ids
         self._processes = [_Process() for _ in range(count)]

@@ -84,7 +84,7 @@ def test_tokens_without_text_arrive_if_their_ids_are_asked_for(
         assert tool.main(command.split()) == 1
         assert "in 0 pieces" in capsys.readouterr().err
         assert tool.main([*command.split(), "--return-token-ids"]) == 0
-        assert "Requests ask for the ids of tokens." in capsys.readouterr().out
+        assert "Requests ask for the ids of tokens" in capsys.readouterr().out
 
 
 def test_a_peer_without_usage_is_counted_by_its_chunks(url: str) -> None:

@@ -18,7 +18,7 @@ from tests.system.constrained_gaps import measure
 from tests.system.test_resume import STREAM_TIMEOUT_S, finish, kill_in_turn, start
 
 PROMPT = "# the numbers\nvalues = "
-MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 70}
+MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 120}
 SEEDED: dict[str, Any] = {
     "prompt": PROMPT,
     "temperature": 0.9,
@@ -26,13 +26,13 @@ SEEDED: dict[str, Any] = {
     "return_token_ids": True,
 }
 GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
-WORDS = "[a-z]{3,9}( [a-z]{3,9}){80}"
+WORDS = "[a-z]{3,9}( [a-z]{3,9}){130}"
 CASES: dict[str, dict[str, Any]] = {
     "schema, logprobs": {**GREEDY, "guided_json": MANY, "logprobs": 2},
     "regex, n=2": {**SEEDED, "guided_regex": WORDS, "n": 2, "logprobs": 1},
     "lark, penalties": {
         **SEEDED,
-        "structured_outputs": {"grammar": 'start: ("one" | "two" | " " | "\\n"){120}'},
+        "structured_outputs": {"grammar": 'start: ("one" | "two" | " " | "\\n"){200}'},
         "frequency_penalty": 0.2,
     },
     "gbnf": {**SEEDED, "grammar": 'root ::= item+\nitem ::= [a-z]+ "=" [0-9]+ ";"'},

@@ -1,4 +1,4 @@
-"""Print the error tables of docs/quantization.md: `python -m tests.tools.quantization_error`.
+"""Print the error tables of docs: `python -m tests.tools.quantization_error`.
 
 Compares the next-token distributions of a model with rounded weights, or with rounded keys and
 values, with those of the checkpoint, on the files of the standard library that were held out from
@@ -64,7 +64,7 @@ def log_probs(
     prepared = prepare_model(settings, lambda *_: None)
     loaded, layout = prepared.loaded, make_layout(prepared.loaded, settings)
     backend = make_backend(loaded, layout, prepared.kernels)
-    attach_cache(loaded, backend, layout, 2 * WINDOW // BLOCK_SIZE)
+    attach_cache(loaded, backend, layout, 1 + len(layout.groups) * (WINDOW // BLOCK_SIZE))
     for window in windows:
         [request] = trial_requests(layout, [window.tolist()])
         inputs = pack_step([ScheduledRequest(request, 0, len(window), True)], loaded.device)

@@ -24,7 +24,7 @@ from worker_proc.loading.loader import LoadedModel
 
 
 class RoundedRows:
-    """Attention by another backend, over keys and values as codes would stand for them."""
+    """Attention by another backend, over keys and values rounded as codes round them."""
 
     def __init__(self, backend: AttentionBackend, format: KVFormat) -> None:
         self.name = backend.name

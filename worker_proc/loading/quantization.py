@@ -35,7 +35,7 @@ FORMATS = {
 def load_coding_library(setting: str, device: torch.device) -> NativeLibrary:
     """Return the kernels, compiled now if they are not yet, or raise why there are none.
 
-    `setting` is what asks for codes, for the error.
+    The error names `setting`, which needs the codes.
     """
     if device.type != "cpu":
         raise UnsupportedModel(

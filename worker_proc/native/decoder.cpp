@@ -414,28 +414,29 @@ class Executor {
   Team& team_;
 };
 
-// Products of vectors of an instruction, by its size; few rows wait for the weights.
+// Products of vectors of an instruction, by its size. Few rows wait for the weights that they read.
 int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
   constexpr int64_t kLeastRows = 8;
-  const auto products = [&](int64_t num_rows) {
-    return std::max(num_rows, kLeastRows) * i.num_units * i.num_pairs * 2;
+  const auto products = [&](int64_t num_rows, int64_t num_weights) {
+    return std::max(num_rows, kLeastRows * num_weights) * i.num_units * i.num_pairs * 2;
   };
+  const int64_t num_sorted = int64_t{run.num_rows} * i.num_chosen;
   switch (i.kind) {
-    case kProject: return products(i.of_kept ? run.num_kept : run.num_rows);
-    case kExperts: return products(int64_t{run.num_rows} * i.num_chosen);
+    case kProject: return products(i.of_kept ? run.num_kept : run.num_rows, 1);
+    case kExperts: return products(num_sorted, std::min<int64_t>(num_sorted, i.num_experts));
     case kAttend:
       return num_visible * i.layer->num_heads * (i.layer->head_dim + i.layer->value_head_dim) / 32;
   }
   return 0;
 }
 
-// Whether one thread alone computes a step of a whole model: where all threads would take less than
-// about a millisecond, on processors that they share with the core and the API (cpu_pinning.py).
-// Each instruction would end only after a thread has got its processor back.
+// Whether one of at most two threads computes a step of a whole model alone: where that takes less
+// than about a millisecond. On a machine with two processors the second thread shares its processor
+// with the core and the API, and each instruction would end only after it has got that back.
 bool is_for_one_thread(const Program& program, const Run& run) {
-  constexpr int kMostSharing = 2;
+  constexpr int kMostThreads = 2;
   constexpr int64_t kBriefWork = 2'000'000;
-  if (run.positions == nullptr || omp_get_max_threads() > kMostSharing) return false;
+  if (run.positions == nullptr || omp_get_max_threads() > kMostThreads) return false;
   int64_t num_visible = 0, work = 0;
   for (int32_t r = 0; r < run.num_rows; r++) num_visible += run.positions[r] + 1;
   for (int32_t i = 0; i < program.num_instructions && work < kBriefWork; i++)

@@ -384,8 +384,9 @@ class NativeLibrary:
         one = self.pack(weights[0], None, format, gates=gates)
         panels = one.panels.new_empty(len(weights), len(one.panels))
         scales = None if one.scales is None else one.scales.new_empty(len(weights), len(one.scales))
-        for number, weight in enumerate(weights):
-            one = self.pack(weight, None, format, gates=gates)
+        for number in range(len(weights)):
+            if number > 0:
+                one = self.pack(weights[number], None, format, gates=gates)
             panels[number] = one.panels
             if scales is not None and one.scales is not None:
                 scales[number] = one.scales

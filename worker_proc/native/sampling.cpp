@@ -105,8 +105,8 @@ class Chooser {
 template <typename T>
 void choose_all(const Logits& logits, const Order* orders, int32_t num_orders, const Edit* edits,
                 const Masks& masks, int64_t* tokens, int32_t* states) {
-  // Few scores do not wait until the other threads have been woken.
-  constexpr int64_t kFewScores = 1 << 18;
+  // For few scores, waking the other threads takes longer than the work.
+  constexpr int64_t kFewScores = 1 << 17;
 #pragma omp parallel if (num_orders > 1 && int64_t{num_orders} * logits.vocab_size > kFewScores)
   {
     thread_local Scratch scratch;

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Numbers that kv_format.py knows.
+// The numbers of KVFormat in kv_format.py.
 constexpr int32_t kPlainPools = 0;  // values of the model's type
 constexpr int32_t kInt8Pools = 1;   // codes, as in coded_kv.h
 constexpr int32_t kFp8Pools = 2;

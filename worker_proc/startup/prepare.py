@@ -76,7 +76,7 @@ def prepare_model(
 
 
 def _setting_of_codes(config: EngineConfig) -> str | None:
-    """Return a setting that only the kernels can follow, with its value, if there is one."""
+    """Return a setting that needs the native kernels, with its value, if there is one."""
     if config.model.quantization is not None:
         return f"quantization {config.model.quantization}"
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
         record.peers = [peer.name for peer in peers]
         returns_ids = arguments.return_token_ids
         if returns_ids:
-            record.notes.append("Requests ask for the ids of tokens.")
+            record.notes.append("Requests ask for the ids of tokens, those of the prompt included.")
         load = stack.enter_context(
             LoadProcesses(
                 arguments.load_processes, arguments.timeout_s, return_token_ids=returns_ids
