@@ -1,4 +1,6 @@
-"""Fixtures that several of the worker's tests share: checkpoints with their outputs, backends."""
+"""Fixtures that several of the worker's tests share: checkpoints with outputs, and kernels."""
+
+import shutil
 
 import pytest
 import torch
@@ -49,3 +51,15 @@ def sampling_library(request: pytest.FixtureRequest) -> NativeLibrary | None:
     if compiler() is None:
         pytest.skip("no C++ compiler")
     return NativeLibrary(build())
+
+
+@pytest.fixture(scope="session", params=["tiles", "vectors"])
+def kernels(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> NativeLibrary:
+    """The kernels with and without AMX; a copy, since each file is loaded once."""
+    if request.param == "tiles":
+        return NativeLibrary(build())
+    copied = tmp_path_factory.mktemp("native") / "copied.so"
+    shutil.copy(build(), copied)
+    return NativeLibrary(copied, uses_tiles=False)

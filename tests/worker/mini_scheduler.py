@@ -8,8 +8,6 @@ and the null block hold NaN, so that a read from any of them changes the tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from protocol.core_worker import (
     NULL_BLOCK,
     BlockCopies,
@@ -21,7 +19,7 @@ from protocol.core_worker import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.worker.driving import MAX_STEPS, across_the_wire
+from tests.worker.driving import MAX_STEPS, across_the_wire, fill_with_nan
 from worker_proc.mirror import first_visible
 from worker_proc.model_runner import ModelRunner
 
@@ -230,4 +228,4 @@ class MiniScheduler:
     def _spoil(self) -> None:
         for tensors in self._runner._pool.tensors:
             for tensor in (tensors.keys, tensors.values):
-                tensor[torch.tensor([NULL_BLOCK, *self._free])] = torch.nan
+                fill_with_nan(tensor, [NULL_BLOCK, *self._free])

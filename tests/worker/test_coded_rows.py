@@ -4,7 +4,6 @@ Sums of products of codes are exact, so every kernel must give the bits of a for
 """
 
 import ctypes
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -44,18 +43,6 @@ NOTHING = 1e-30
 """Rows of lesser values count as zeros."""
 TARGETS = {"haswell": "avx2", "alderlake": "avx_vnni", "skylake-avx512": "avx512bw"}
 """Compilers' names of processors with other instructions, and the flag of one that runs them."""
-
-
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
-def kernels(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> NativeLibrary:
-    """The kernels with and without AMX; a copy, since each file is loaded once."""
-    if request.param == "tiles":
-        return NativeLibrary(build())
-    copied = tmp_path_factory.mktemp("native") / "copied.so"
-    shutil.copy(build(), copied)
-    return NativeLibrary(copied, uses_tiles=False)
 
 
 def random_rows(count: int, size: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ Experts with codes have the bits of the layers that have the same codes.
 """
 
 import copy
-import shutil
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,20 +42,6 @@ CODED = (Format.INT8, Format.INT4, Format.INT8_FOR_CODES)
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
     return NativeLibrary(build())
-
-
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
-def kernels(
-    request: pytest.FixtureRequest,
-    library: NativeLibrary,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> NativeLibrary:
-    """The kernels with and without AMX; a copy, since each file is loaded once."""
-    if request.param == "tiles":
-        return library
-    copied = tmp_path_factory.mktemp("native") / "copied.so"
-    shutil.copy(build(), copied)
-    return NativeLibrary(copied, uses_tiles=False)
 
 
 def random_experts(num_experts: int, hidden_size: int, size: int) -> ExpertWeights:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
+from tests.worker.driving import fill_with_nan
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
@@ -117,12 +118,6 @@ def native_backend(
     library = library or load_library()
     assert library is not None
     return NativeBackend(library, block_size, dtype, specs, windows, format=format)
-
-
-def fill_with_nan(pool: torch.Tensor, blocks: Sequence[int] | None = None) -> None:
-    """Write what no row may read; of codes, at least the scales are NaN."""
-    value = 255 if pool.dtype == torch.uint8 else torch.nan
-    pool[slice(None) if blocks is None else blocks] = value
 
 
 @pytest.fixture(scope="module")

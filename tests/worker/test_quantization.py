@@ -5,7 +5,6 @@ for.
 """
 
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -68,20 +67,6 @@ NUM_MANY_ROWS = (64, 127, 128, 129, 300)
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
     return NativeLibrary(build())
-
-
-@pytest.fixture(scope="module", params=["tiles", "vectors"])
-def kernels(
-    request: pytest.FixtureRequest,
-    library: NativeLibrary,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> NativeLibrary:
-    """The kernels with and without AMX; a copy, since each file is loaded once."""
-    if request.param == "tiles":
-        return library
-    copied = tmp_path_factory.mktemp("native") / "copied.so"
-    shutil.copy(build(), copied)
-    return NativeLibrary(copied, uses_tiles=False)
 
 
 def random_weight(shape: tuple[int, int]) -> torch.Tensor:

@@ -45,7 +45,7 @@ int64_t head_size(int num_slots, int dim) {
 }
 
 inline VecBits encode(Vec v, float inverse, Int8Code) {
-  return (VecBits)multiply_add(v, splat(inverse), splat(kWhole)) - bits_of(kWhole);
+  return nearest_whole(v, inverse);
 }
 
 // To the nearest code, of two equally near ones to the even one.
@@ -54,8 +54,7 @@ inline VecBits encode(Vec v, float inverse, Fp8Code) {
   const VecBits bits = (VecBits)(v * inverse), magnitude = bits & 0x7fffffff;
   const VecBits normal =
       ((magnitude + ((1 << (kLost - 1)) - 1) + (magnitude >> kLost & 1)) >> kLost) - (kBias << 3);
-  const VecBits below =
-      (VecBits)multiply_add((Vec)magnitude, splat(0x1p9f), splat(kWhole)) - bits_of(kWhole);
+  const VecBits below = nearest_whole((Vec)magnitude, 0x1p9f);
   return (magnitude < bits_of(0x1p-6f) ? below : normal) | (bits >> 24 & Fp8Code::kSign);
 }
 

@@ -55,11 +55,11 @@ inline void code_row(const Bf16* x, int64_t size, CodedRow& row) {
   row.offset = 0;
   std::memset(row.codes(), 0, end);
   if (!is_finite || greatest <= kNothing) return;
-  const Vec inverse = splat(kMost / greatest);
+  const float inverse = kMost / greatest;
   VecBits sums{};
   for (int64_t i = 0; i < size; i += kLanes) {
     const Vec v = load_any(x + i, lanes_at(i, size));
-    const VecBits codes = (VecBits)multiply_add(v, inverse, splat(kWhole)) - bits_of(kWhole);
+    const VecBits codes = nearest_whole(v, inverse);
     *reinterpret_cast<VecCodes*>(row.codes() + i) = low_bytes(codes);
     sums += codes;
   }

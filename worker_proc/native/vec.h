@@ -117,6 +117,12 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
+// v · factor, rounded to the nearest whole number, of two equally near ones to the even one: below
+// 2^22, and as a two's complement.
+inline VecBits nearest_whole(Vec v, float factor) {
+  return (VecBits)multiply_add(v, splat(factor), splat(kWhole)) - bits_of(kWhole);
+}
+
 // To the nearest bfloat16, of two equally near ones to the even one.
 inline VecHalf narrow(Vec v) {
 #ifdef __AVX512BF16__
