@@ -17,6 +17,8 @@ from protocol.config import ConfigError
 
 _COMPARES_CONTENT = re.compile(r"""content['"]?\]? is (not )?none""", re.IGNORECASE)
 
+_EXAMPLE = "an example"
+
 
 class ChatTemplateError(Exception):
     """The template rejects the messages; the text comes from the template."""
@@ -75,6 +77,8 @@ class ChatTemplate:
         result = dict(message)
         if result.get("content") is None and not self._distinguishes_none:
             result["content"] = ""
+        if result.get("content") and self._reads_parts:
+            result["content"] = [{"type": "text", "text": result["content"]}]
         calls = result.get("tool_calls")
         if calls and self._reads_arguments_as_text:
             result["tool_calls"] = [_with_text_arguments(call) for call in calls]
@@ -84,6 +88,29 @@ class ChatTemplate:
             if not (calls and result["content"]):  # a template of gpt-oss rejects all three
                 result["thinking"] = reasoning
         return result
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether contents must be lists of parts, as with some vision-language models.
+
+        An example is rendered with a text: such a template fails, or skips the text.
+        """
+
+        def shows(content: object) -> bool:
+            try:
+                text = self._template.render(
+                    dict(self._special_tokens),
+                    messages=[{"role": "user", "content": content}],
+                    tools=None,
+                    add_generation_prompt=True,
+                )
+            except (TooManySteps, MemoryError):
+                raise
+            except Exception:  # a template may raise anything, also for another reason than this
+                return False
+            return _EXAMPLE in text
+
+        return not shows(_EXAMPLE) and shows([{"type": "text", "text": _EXAMPLE}])
 
     @cached_property
     def _distinguishes_none(self) -> bool:

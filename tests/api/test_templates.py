@@ -49,6 +49,21 @@ def test_template_is_rendered_with_tools(http: httpx.Client) -> None:
     assert rendered(http, USER, tools=[]) == rendered(http, USER)
 
 
+def test_templates_that_read_parts_get_parts() -> None:
+    """As those of SmolVLM and LLaVA do; other templates get texts."""
+    begin, end = "{% for m in messages %}{{ m.role }}: ", "{% endfor %}"
+    of_texts = begin + "{{ m.content }}" + end
+    parts = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    of_parts = begin + parts + "{% endfor %}" + end
+    failing = begin + "{{ m.content[0]['text'] + '' }}" + end
+    of_both = begin + "{% if m.content is string %}{{ m.content }}{% else %}p{% endif %}" + end
+    for source in (of_texts, of_parts, failing, of_both):
+        assert ChatTemplate(source, {}).render([USER]) == "user: hi"
+        empty = [{"role": "assistant", "content": None}]
+        if source != failing:
+            assert ChatTemplate(source, {}).render(empty) == "assistant: "
+
+
 def test_final_message_stays_open(http: httpx.Client) -> None:
     """Though its text occurs again in what the template appends."""
     prompt = rendered(http, USER, ASSISTANT, continue_final_message=True)

@@ -25,12 +25,14 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
 )
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from worker_proc.loading.text_model import auto_class
 
 VOCAB_SIZE = 512
 EOS_TOKEN_ID = 2
@@ -50,6 +52,17 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": 0,
 }
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""Of a tower in front of the language model."""
+THREE_ROWS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+"""Angles of three rows of positions, which are the same in texts."""
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
@@ -99,17 +112,22 @@ ARCHITECTURES = (
                 sliding_window=WINDOW,
                 layer_types=["sliding_attention", "full_attention"],
             ).to_dict(),
-            vision_config={
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 28,
-                "patch_size": 14,
-            },
+            vision_config=VISION,
             mm_tokens_per_image=4,
             image_token_index=510,
             tie_word_embeddings=False,
+        ),
+    ),
+    Architecture(
+        "qwen2_5_vl",
+        lambda: Qwen2_5_VLConfig(
+            text_config=SHAPE | {"rope_parameters": THREE_ROWS},
+            vision_config={
+                **{"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
+                **{"out_hidden_size": 64, "fullatt_block_indexes": [1]},
+            },
+            **{"image_token_id": 500, "video_token_id": 501},
+            **{"vision_start_token_id": 502, "vision_end_token_id": 503},
         ),
     ),
     Architecture(
@@ -198,7 +216,7 @@ def build_checkpoint(
 ) -> PreTrainedModel:
     """Write a checkpoint whose greedy outputs vary from token to token, and return its model."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -23,6 +23,8 @@ from transformers.models.llama4 import Llama4TextConfig
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
 from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
+from tests.worker.families import VISION_LANGUAGE
+from worker_proc.attention.interface import set_implementation
 from worker_proc.attention.probe import observed_window
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
@@ -49,7 +51,8 @@ def test_weights_are_read_straight_to_a_device(llama: Path) -> None:
     check = modeling_utils.check_and_set_device_map
     stored = check_stored_dtypes(str(llama))
     meta = torch.device("meta")
-    model = loader._load_weights(str(llama), torch.float32, stored, silent, meta)
+    inspected = loader.inspect_config(str(llama), "auto", meta)
+    model = loader._load_weights(str(llama), inspected, stored, silent, meta)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert modeling_utils.check_and_set_device_map is check
 
@@ -183,6 +186,36 @@ def test_longrope_ends_where_its_frequencies_change(tmp_path: Path) -> None:
     shape = LLAMA().to_dict() | {"rope_parameters": rope}
     build_checkpoint(tmp_path, LlamaConfig(**shape))
     assert load(tmp_path).model_len == 64
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vision", "llava", "smolvlm"])
+def test_towers_are_neither_built_nor_read(name: str, tmp_path: Path) -> None:
+    """Their tensors may as well be missing, and nothing of them counts as memory."""
+    [architecture] = [one for one in (*ARCHITECTURES, *VISION_LANGUAGE) if one.name == name]
+    whole = build_checkpoint(tmp_path, architecture.config())
+    weights = tmp_path / "model.safetensors"
+    stored = load_file(weights)
+    towers = ("visual", "vision_tower", "multi_modal_projector", "connector", "vision_model")
+    text = {key: stored[key] for key in stored if not any(part in key for part in towers)}
+    assert 0 < len(text) < len(stored)
+    save_file(text, weights, {"format": "pt"})
+    loaded = load(tmp_path)
+    parameters = dict(loaded.model.named_parameters())
+    assert not any(part in key for key in parameters for part in towers)
+    assert not any(parameter.is_meta for parameter in parameters.values())
+    tokens = torch.arange(9).unsqueeze(0)
+    for model in (whole, loaded.model):
+        set_implementation(model, "eager")
+    assert torch.equal(whole(tokens).logits, loaded.model(tokens).logits)
+    num_weights = loader.inspect_config(str(tmp_path), "auto", CPU).probed.num_weights
+    assert num_weights == sum(parameter.numel() for parameter in parameters.values())
+
+
+def test_tensors_of_a_tower_that_the_model_does_not_have_are_refused(copied: Path) -> None:
+    weights = copied / "model.safetensors"
+    save_file(load_file(weights) | {"visual.weight": torch.ones(2)}, weights, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"visual\.weight, which llama does not use"):
+        load(copied)
 
 
 def test_missing_files_and_tensors_are_named(copied: Path) -> None:

@@ -26,6 +26,7 @@ from tests.worker.checkpoints import (
     Architecture,
 )
 from tests.worker.driving import drive
+from tests.worker.families import FAMILIES
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 
@@ -120,7 +121,11 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 
 
 @pytest.mark.usefixtures("_backend")
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "architecture",
+    [*ARCHITECTURES, *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES)],
+    ids=lambda a: a.name,
+)
 def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve: Serve) -> None:
     served = serve(architecture)
     runners = {blocks: make_runner(served.directory, blocks) for blocks in (ROOMY, TIGHT)}

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
@@ -56,6 +57,16 @@ class PagedLayer:
     kv: KVTensors
     backend: AttentionBackend
     group: int = 0
+
+
+def set_implementation(model: nn.Module, name: str) -> None:
+    """Let all modules of a model attend by the function of this name.
+
+    transformers' own method warns of every part in config.json that has not been built.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation_internal = name
 
 
 def paged_attention(  # noqa: PLR0917 (the signature is transformers')

@@ -7,7 +7,7 @@ rejected before weights are read. Code cannot branch on values of the meta devic
 that one forward uses are those of every forward over text.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,8 @@ class ProbedModel:
 
     layers: list[ProbedLayer]  # in the order in which the forward calls them
     parameters: frozenset[str]
-    num_weights: int  # in all parameters, also those that it does not use
+    unused_modules: tuple[str, ...]  # topmost ones, of whose parameters it uses none
+    num_weights: int  # in the parameters of all other modules
 
 
 def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
@@ -95,13 +96,32 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
             " interface; the others mix tokens in another way (recurrent, convolutional, linear or"
             " their own attention)"
         )
-    names = (
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    used = frozenset(name for name in parameters if probe.storages.holds(parameters[name]))
+    unused_modules = _top_modules_without(model, used)
+    built = {id(p): p for name, p in parameters.items() if not is_within(name, unused_modules)}
+    num_weights = sum(parameter.numel() for parameter in built.values())
+    return ProbedModel(layers, used, unused_modules, num_weights)
+
+
+def _top_modules_without(model: PreTrainedModel, used: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the topmost modules that have parameters, none of which is in `used`."""
+    used_modules = {""}
+    for parameter in used:
+        parts = parameter.split(".")
+        used_modules.update(".".join(parts[:length]) for length in range(1, len(parts)))
+    return tuple(
         name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if probe.storages.holds(parameter)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name not in used_modules
+        and name.rpartition(".")[0] in used_modules
+        and next(module.parameters(), None) is not None
     )
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    return ProbedModel(layers, frozenset(names), num_weights)
+
+
+def is_within(name: str, modules: Collection[str]) -> bool:
+    """Return whether a tensor's name is that of a tensor in one of some modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 class _UsedStorages(TorchDispatchMode):

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     modeling_utils,
@@ -25,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
-from worker_proc.attention.probe import ProbedLayer, ProbedModel, probe_model
+from worker_proc.attention.probe import ProbedLayer, ProbedModel, is_within, probe_model
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
@@ -40,6 +39,7 @@ from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
+from worker_proc.loading.text_model import auto_class, building_without
 from worker_proc.runner import ReportProgress
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -63,6 +63,7 @@ class LoadedModel:
 class InspectedModel(NamedTuple):
     """What the configuration alone states."""
 
+    config: PretrainedConfig
     text_config: PretrainedConfig
     probed: ProbedModel
     model_len: int
@@ -82,7 +83,7 @@ def load_model(
     probed, torch_dtype = inspected.probed, inspected.dtype
     stored = check_stored_dtypes(directory)
     progress("inspect", 1, 1)
-    model = _load_weights(directory, torch_dtype, stored, progress, device).to(device)
+    model = _load_weights(directory, inspected, stored, progress, device).to(device)
     _release_unused(model, probed.parameters)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
@@ -110,7 +111,7 @@ def inspect_config(
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
     torch_dtype = _resolve_dtype(dtype, config, device)
     check_room(probed.num_weights * torch_dtype.itemsize, device)
-    return InspectedModel(text_config, probed, _model_len(text_config), torch_dtype)
+    return InspectedModel(config, text_config, probed, _model_len(text_config), torch_dtype)
 
 
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
@@ -118,7 +119,7 @@ def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     load_meta_kernels()
     no_model = f"{config.model_type}: no causal language model"
     with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+        model = auto_class(config).from_config(config, trust_remote_code=False).eval()
     return probe_model(model, config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -190,28 +191,34 @@ def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) ->
 
 def _load_weights(
     directory: str,
-    dtype: torch.dtype,
+    inspected: InspectedModel,
     stored: dict[str, StoredTensor],
     progress: ReportProgress,
     device: torch.device,
 ) -> PreTrainedModel:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
+    unused_modules = inspected.probed.unused_modules
     try:
-        with _reported(progress), _straight_to(device) as placement:
+        with (
+            _reported(progress),
+            _straight_to(device) as placement,
+            building_without(unused_modules),
+        ):
             try:
-                model, info = _from_pretrained(directory, dtype, placement)
+                model, info = _from_pretrained(directory, inspected, placement)
             except NotImplementedError:  # a module computes something while it is built
                 load_meta_kernels()
-                model, info = _from_pretrained(directory, dtype, placement)
+                model, info = _from_pretrained(directory, inspected, placement)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
     problems += [f"has another shape of {key}" for key in sorted(map(str, info["mismatched_keys"]))]
-    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    is_tied = "lm_head.weight" in model.all_tied_weights_keys
     problems += [
         f"has {key}, which {model.config.model_type} does not use"
         for key in sorted(info["unexpected_keys"])
         if not is_unused_buffer(key, stored.get(key))
+        and not is_within(key, unused_modules)
         and not (is_tied and key.endswith("lm_head.weight"))
     ]
     if problems:
@@ -221,12 +228,12 @@ def _load_weights(
 
 
 def _from_pretrained(
-    directory: str, dtype: torch.dtype, placement: dict[str, Any]
+    directory: str, inspected: InspectedModel, placement: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model, and the names of weights that have not been loaded."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class(inspected.config).from_pretrained(
         directory,
-        dtype=dtype,
+        dtype=inspected.dtype,
         attn_implementation=IMPLEMENTATION,
         local_files_only=True,
         trust_remote_code=False,

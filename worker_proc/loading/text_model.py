@@ -1,0 +1,55 @@
+"""Builds the part of a checkpoint's model that computes text.
+
+Of a vision-language model this is the language model: towers and projectors, which text never
+reaches, are not built, and their weights are not read.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, modeling_utils
+from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM
+
+from worker_proc.attention.probe import is_within
+
+_CONVERSIONS = "get_model_conversion_mapping"
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that finds the model for a configuration.
+
+    A configuration with both a causal and a multimodal model gets the causal one.
+    """
+    is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForMultimodalLM if is_multimodal and not is_causal else AutoModelForCausalLM
+
+
+@contextmanager
+def building_without(modules: Collection[str]) -> Iterator[None]:
+    """Let transformers remove some modules from the next model, before it reads any weight.
+
+    It has built the model on the meta device when it asks how the names of weights are converted. A
+    version that does not ask reads all weights.
+    """
+    find_conversions: Callable[..., Any] | None = getattr(modeling_utils, _CONVERSIONS, None)
+    if find_conversions is None or not modules:
+        yield
+        return
+
+    def remove_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        for name in modules:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, None)
+        tied = model.all_tied_weights_keys
+        model.all_tied_weights_keys = {
+            name: source for name, source in tied.items() if not is_within(name, modules)
+        }
+        return find_conversions(model, *args, **kwargs)
+
+    setattr(modeling_utils, _CONVERSIONS, remove_first)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, _CONVERSIONS, find_conversions)
