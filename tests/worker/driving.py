@@ -4,8 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
@@ -98,9 +96,3 @@ def across_the_wire(step: SchedulerOutput) -> SchedulerOutput:
     received: CoreToWorker = decode_from_core(encode(step))
     assert isinstance(received, SchedulerOutput)
     return received
-
-
-def fill_with_nan(pool: torch.Tensor, blocks: Sequence[int] | None = None) -> None:
-    """Write what no row may read; of codes, at least the scales are NaN."""
-    value = 255 if pool.dtype == torch.uint8 else torch.nan
-    pool[slice(None) if blocks is None else blocks] = value

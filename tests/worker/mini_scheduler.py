@@ -8,6 +8,8 @@ and the null block hold NaN, so that a read from any of them changes the tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from protocol.core_worker import (
     NULL_BLOCK,
     BlockCopies,
@@ -19,7 +21,7 @@ from protocol.core_worker import (
 )
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
-from tests.worker.driving import MAX_STEPS, across_the_wire, fill_with_nan
+from tests.worker.driving import MAX_STEPS, across_the_wire
 from worker_proc.mirror import first_visible
 from worker_proc.model_runner import ModelRunner
 
@@ -229,3 +231,9 @@ class MiniScheduler:
         for tensors in self._runner._pool.tensors:
             for tensor in (tensors.keys, tensors.values):
                 fill_with_nan(tensor, [NULL_BLOCK, *self._free])
+
+
+def fill_with_nan(pool: torch.Tensor, blocks: Sequence[int] | None = None) -> None:
+    """Write what no row may read; of codes, at least the scales are NaN."""
+    value = 255 if pool.dtype == torch.uint8 else torch.nan
+    pool[slice(None) if blocks is None else blocks] = value

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from tests.worker.driving import fill_with_nan
+from tests.worker.mini_scheduler import fill_with_nan
 from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
 from worker_proc.attention.native import NativeBackend, can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
