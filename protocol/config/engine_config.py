@@ -110,7 +110,7 @@ class ModelConfig(Section):
     """Format in which the model writes its reasoning, by vLLM's names; auto: found in the chat
     template; off: reasoning stays a part of the content."""
     dtype: Dtype = Dtype.AUTO
-    """Type of weights, activations and KV; auto: as in config.json."""
+    """Type of weights, activations and KV; auto: as in config.json, with bfloat16 for float32."""
     quantization: Quantization | None = None
     """Round the weights of linear layers and experts when they are loaded, to codes of 8 bits
     (w8a16), or of 4 bits with a scale for each 128 inputs (w4a16), or to 8 bits with activations of

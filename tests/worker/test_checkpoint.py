@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
+from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfig, WorkerConfig
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.test_loader import change_config, load, silent
 from worker_proc.errors import CheckpointError, UnsupportedModel
@@ -178,7 +178,9 @@ def test_keys_known_to_be_harmless_are_allowed(copied: Path, tmp_path_factory: A
 
 def test_sizes_are_given_in_a_unit_that_shows_the_difference(llama: Path) -> None:
     config = EngineConfig(
-        model=ModelConfig(model=str(llama), max_model_len=200, device=Device.CPU),
+        model=ModelConfig(
+            model=str(llama), max_model_len=200, device=Device.CPU, dtype=Dtype.FLOAT32
+        ),
         cache=CacheConfig(block_size=4, kv_cache_memory_bytes=50_000),
         worker=WorkerConfig(num_threads=1),
     )

@@ -102,7 +102,7 @@ def test_facts_come_from_the_checkpoint(llama: Path) -> None:
     assert loaded.vocab_size == VOCAB_SIZE
     assert loaded.eos_token_ids == [EOS_TOKEN_ID]
     assert loaded.model_len == 256
-    assert torch.float32 == loaded.dtype
+    assert torch.bfloat16 == loaded.dtype
     assert [
         (s.num_heads, s.num_kv_heads, s.head_dim, s.value_head_dim, s.window)
         for s in (layer.spec for layer in loaded.layers)
@@ -113,6 +113,8 @@ def test_facts_come_from_the_checkpoint(llama: Path) -> None:
     ("stored", "asked", "expected"),
     [
         (torch.bfloat16, "auto", torch.bfloat16),
+        (torch.float32, "auto", torch.bfloat16),
+        (torch.float32, "float32", torch.float32),
         (torch.float16, "auto", torch.float32),
         (torch.float16, "float16", torch.float16),
         (torch.bfloat16, "float32", torch.float32),
@@ -199,7 +201,7 @@ def test_towers_are_neither_built_nor_read(name: str, tmp_path: Path) -> None:
     text = {key: stored[key] for key in stored if not any(part in key for part in towers)}
     assert 0 < len(text) < len(stored)
     save_file(text, weights, {"format": "pt"})
-    loaded = load(tmp_path)
+    loaded = load(tmp_path, "float32")
     parameters = dict(loaded.model.named_parameters())
     assert not any(part in key for key in parameters for part in towers)
     assert not any(parameter.is_meta for parameter in parameters.values())
@@ -249,7 +251,7 @@ def config_of(directory: Path, max_model_len: int | None, **cache: Any) -> Engin
 
 
 def test_a_context_that_does_not_fit_is_explained(llama: Path) -> None:
-    block_bytes = bytes_per_block([layer.spec for layer in load(llama).layers], 4, torch.float32)
+    block_bytes = bytes_per_block([layer.spec for layer in load(llama).layers], 4, torch.bfloat16)
     config = config_of(llama, 200, kv_cache_memory_bytes=11 * block_bytes)
     with pytest.raises(InsufficientMemory, match=r"KiB of KV cache.* that fits is 41"):
         load_model_runner(config, silent)

@@ -85,6 +85,7 @@ def load_model(
     progress("inspect", 1, 1)
     model = _load_weights(directory, inspected, stored, progress, device).to(device)
     _release_unused(model, probed.parameters)
+    _ignore_padding(model)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         layers=probed.layers,
@@ -120,7 +121,15 @@ def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     no_model = f"{config.model_type}: no causal language model"
     with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
         model = auto_class(config).from_config(config, trust_remote_code=False).eval()
+    _ignore_padding(model)
     return probe_model(model, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _ignore_padding(model: PreTrainedModel) -> None:
+    """Keep models from looking for padding in ids, which packed rows do not have."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def check_room(num_bytes: int, device: torch.device) -> None:
@@ -176,13 +185,16 @@ def _model_len(text_config: PretrainedConfig) -> int:
 
 
 def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the type to compute in; "auto": as in config.json, and bfloat16 for float32."""
     if name != "auto":
         return _DTYPES[name]
     dtype = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
-    if dtype is None:
-        return torch.float32
+    dtype = dtype or torch.float32
     if dtype not in _DTYPES.values():
         raise UnsupportedModel(f"{config.model_type}: weights of type {dtype}")
+    if dtype == torch.float32:
+        _log.info("float32 weights are rounded to bfloat16; --dtype float32 keeps them")
+        return torch.bfloat16
     if dtype == torch.float16 and device.type == "cpu":
         _log.info("float16 weights are computed in float32 on the CPU")
         return torch.float32
