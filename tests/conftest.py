@@ -167,7 +167,8 @@ VARIANTS = {
             "sdpa-gpt2 sdpa-opt sdpa-mixtral sdpa-qwen3_moe sdpa-deepseek_v3 sdpa-mistral_window "
             "sdpa-granite4_dense sdpa-granite sdpa-olmo2 sdpa-smollm3 sdpa-glm4 "
             "sdpa-gemma3_vision native-llama_tied native-granite4_dense native-smollm3 native-opt "
-            "sdpa-olmoe native-qwen2 native-mixtral native-olmoe"
+            "sdpa-olmoe native-qwen2 native-mixtral native-olmoe sdpa-deepseek_v2 "
+            "sdpa-glm4_moe_lite native-glm4_moe_lite native-minicpm3"
         ),
     },
     "worker/test_speculation.py": {

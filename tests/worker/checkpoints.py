@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GPT2Config,
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -64,6 +67,18 @@ VISION: dict[str, Any] = {
 THREE_ROWS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 """Angles of three rows of positions, which are the same in texts."""
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+LATENT_NAMES = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
+"""The architectures with multi-head latent attention."""
+
+
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+"""The sizes of multi-head latent attention, with those of `SHAPE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +206,60 @@ ARCHITECTURES = (
         lambda: DeepseekV3Config(
             **_without("head_dim", "num_key_value_heads"),
             **_EXPERTS,
-            num_key_value_heads=4,
+            **LATENT,
             q_lora_rank=24,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=12,
             n_routed_experts=4,
             n_group=1,
             topk_group=1,
             n_shared_experts=1,
             moe_intermediate_size=48,
             first_k_dense_replace=1,
+        ),
+    ),
+    Architecture(
+        "deepseek_v2",
+        lambda: DeepseekV2Config(
+            **_without("head_dim", "num_key_value_heads"),
+            **_EXPERTS,
+            **LATENT,
+            q_lora_rank=None,
+            n_routed_experts=4,
+            n_shared_experts=2,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    Architecture(
+        "glm4_moe_lite",
+        lambda: Glm4MoeLiteConfig(
+            **_without("head_dim", "num_key_value_heads"),
+            **_EXPERTS,
+            **LATENT,
+            q_lora_rank=24,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=1,
+            moe_intermediate_size=48,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+    ),
+    Architecture(
+        "minicpm3",
+        lambda: MiniCPM3Config(
+            **_without("head_dim", "num_key_value_heads"),
+            **LATENT,
+            q_lora_rank=24,
+            tie_word_embeddings=False,
+            dim_model_base=32,
         ),
     ),
 )

@@ -37,6 +37,13 @@ SPECS = (
     LayerSpec(num_heads=16, num_kv_heads=1, head_dim=128, value_head_dim=64, window=70),
 )
 
+LATENT_SPECS = (
+    LayerSpec(16, 1, head_dim=576, value_head_dim=512, window=None, is_latent=True),
+    LayerSpec(5, 1, head_dim=24, value_head_dim=16, window=None, is_latent=True),
+    LayerSpec(20, 1, head_dim=74, value_head_dim=44, window=20, is_latent=True),
+    LayerSpec(130, 1, head_dim=64, value_head_dim=48, window=None, is_latent=True),
+)
+"""Of 16 heads, one, two and four have a tile of a long prompt's tokens; 130 are two tiles."""
 FULL_GROUPS = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=32, value_head_dim=32, window=None)
 CODES = (KVFormat.INT8, KVFormat.FP8)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -67,6 +74,9 @@ class Texts:
             ]
             for length in lengths
         ]
+        if spec.is_latent:
+            for rows in self.rows:
+                rows[2] = rows[1][..., : spec.value_head_dim]
         free = list(range(1, NUM_BLOCKS))
         random.Random(5).shuffle(free)
         self.requests = []
@@ -78,11 +88,9 @@ class Texts:
 
     def layer(self, backend: AttentionBackend) -> PagedLayer:
         """Return a layer with an empty pool."""
-        keys, values = (
-            torch.zeros(shape, dtype=self.pool_dtype)
-            for shape in backend.pool_shapes(self.spec, NUM_BLOCKS)
-        )
-        return PagedLayer(self.spec, KVTensors(keys, values), backend)
+        shapes = backend.pool_shapes(self.spec, NUM_BLOCKS)
+        pools = [torch.zeros(shape, dtype=self.pool_dtype) for shape in shapes if shape]
+        return PagedLayer(self.spec, KVTensors(pools[0], pools[-1]), backend)
 
     def attend(
         self,
@@ -150,6 +158,41 @@ def test_vectors_compute_what_tiles_do(spec: LayerSpec, without_tiles: NativeLib
 def test_equals_the_plain_backend(
     spec: LayerSpec, block_size: int, dtype: torch.dtype, softcap: float | None
 ) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    check_against_the_plain_backend(spec, block_size, dtype, softcap, tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16, 24, 48])
+@pytest.mark.parametrize("spec", LATENT_SPECS, ids=str)
+def test_latent_rows_equal_the_plain_backend(
+    spec: LayerSpec, block_size: int, dtype: torch.dtype
+) -> None:
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2  # more dimensions, and greater scores
+    check_against_the_plain_backend(spec, block_size, dtype, None, tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", LATENT_SPECS, ids=str)
+def test_latent_rows_give_what_float64_gives(spec: LayerSpec, dtype: torch.dtype) -> None:
+    texts = Texts(spec, 16, dtype)
+    layer = texts.layer(native_backend(16, dtype))
+    found = texts.attend(layer, [(i, 0, length) for i, length in enumerate(LENGTHS)])
+    for rows, got in zip(texts.rows, found, strict=True):
+        query, key, value = (each.double() for each in rows)
+        distance = torch.arange(len(key))[:, None] - torch.arange(len(key))
+        hidden = (distance < 0) | (distance >= (spec.window or len(key)))
+        scores = torch.einsum("qhd,kd->hqk", query, key[:, 0]) * 0.3
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        exact = torch.einsum("hqk,kd->qhd", weights, value[:, 0])
+        error = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert float(error.max()) < (1e-5 if dtype == torch.float32 else 4e-3)
+
+
+def check_against_the_plain_backend(
+    spec: LayerSpec, block_size: int, dtype: torch.dtype, softcap: float | None, tolerance: float
+) -> None:
+    """Compute two steps with both backends: the second one reads what the first has stored."""
     texts = Texts(spec, block_size, dtype)
     plain = texts.layer(SdpaBackend({Rule(0, spec.window)}, block_size, dtype, CPU))
     native = texts.layer(native_backend(block_size, dtype))
@@ -159,7 +202,6 @@ def test_equals_the_plain_backend(
         for want, got in zip(
             texts.attend(plain, parts, softcap), texts.attend(native, parts, softcap), strict=True
         ):
-            tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
 
 
@@ -193,9 +235,15 @@ def test_codes_are_attended_to_as_what_they_stand_for(
             assert float(error.max()) < (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("format", KVFormat, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "format"),
+    [
+        *((spec, format) for spec in SPECS for format in KVFormat),
+        *((spec, KVFormat.PLAIN) for spec in LATENT_SPECS),
+    ],
+    ids=str,
+)
 def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
     spec: LayerSpec, dtype: torch.dtype, format: KVFormat
 ) -> None:
@@ -272,6 +320,25 @@ def test_a_score_that_is_not_a_number_reaches_the_result(
     assert rows[:51].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", LATENT_SPECS, ids=str)
+def test_a_latent_row_that_is_not_a_number_changes_no_row_before_it(
+    spec: LayerSpec, dtype: torch.dtype
+) -> None:
+    """It is in the values, too, which a weight of zero does not remove."""
+    texts = Texts(spec, 16, dtype)
+    backend = native_backend(16, dtype)
+    whole = [(len(LENGTHS) - 1, 0, LENGTHS[-1])]
+    (expected,) = texts.attend(texts.layer(backend), whole)
+    for place in (3, 50, LENGTHS[-1] - 1):
+        before = texts.rows[-1][1][place, 0, 1].clone()
+        texts.rows[-1][1][place, 0, 1] = torch.nan
+        (rows,) = texts.attend(texts.layer(backend), whole)
+        assert torch.equal(rows[:place], expected[:place])
+        assert rows[place].isnan().all()
+        texts.rows[-1][1][place, 0, 1] = before
+
+
 @pytest.mark.parametrize("kind", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize(
     "kernel",
@@ -334,6 +401,9 @@ def test_refuses_what_the_kernel_does_not_cover() -> None:
     assert not can_attend([spec], torch.float16, CPU)
     assert not can_attend([LayerSpec(4, 4, 1024, 64, None)], torch.float32, CPU)
     assert not can_attend([LayerSpec(64, 1, 64, 64, None)], torch.float32, CPU)
+    assert can_attend(LATENT_SPECS, torch.float32, CPU)
+    assert not can_attend([LayerSpec(4, 1, 656, 512, None, is_latent=True)], torch.float32, CPU)
+    assert not can_attend([LayerSpec(4, 1, 576, 528, None, is_latent=True)], torch.float32, CPU)
 
 
 def test_nothing_is_loaded_that_was_not_built(
@@ -373,12 +443,14 @@ KINDS = (
     ],
     ids=str,
 )
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3], SPECS[5]], ids=str)
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3], SPECS[5], LATENT_SPECS[2]], ids=str)
 def test_blocks_before_the_window_are_never_read(
     spec: LayerSpec, kind: Kind, block_size: int, chunk: int
 ) -> None:
     """Neither they, where the table still has them, nor the null block in their place."""
     assert spec.window is not None
+    if spec.is_latent and kind.format in CODES:
+        pytest.skip("latent rows have no codes")
     texts = Texts(spec, block_size, kind.dtype, format=kind.format)
     longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]
     table = texts.requests[longest].block_tables[0]
@@ -402,8 +474,14 @@ def test_blocks_before_the_window_are_never_read(
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        *((spec, kind) for spec in SPECS for kind in KINDS),
+        *((spec, kind) for spec in LATENT_SPECS for kind in KINDS if kind.format not in CODES),
+    ],
+    ids=str,
+)
 def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: Kind) -> None:
     """A NaN beyond a request's context must not reach it."""
     texts = Texts(spec, 16, kind.dtype, format=kind.format)

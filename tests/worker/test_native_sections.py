@@ -25,6 +25,8 @@ SPECS = (
     LayerSpec(num_heads=9, num_kv_heads=1, head_dim=32, value_head_dim=64, window=SECTION + 190),
     LayerSpec(num_heads=2, num_kv_heads=1, head_dim=24, value_head_dim=12, window=None),
     LayerSpec(num_heads=2, num_kv_heads=2, head_dim=15, value_head_dim=16, window=SECTION - 90),
+    LayerSpec(16, 1, head_dim=74, value_head_dim=44, window=None, is_latent=True),
+    LayerSpec(9, 1, head_dim=48, value_head_dim=32, window=SECTION + 190, is_latent=True),
 )
 KERNELS = ("float32", "bfloat16", "bfloat16 without tiles")
 

@@ -22,6 +22,7 @@ from protocol.config import (
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import (
     ARCHITECTURES,
+    LATENT_NAMES,
     VOCAB_SIZE,
     Architecture,
 )
@@ -129,6 +130,9 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve: Serve) -> None:
     served = serve(architecture)
     runners = {blocks: make_runner(served.directory, blocks) for blocks in (ROOMY, TIGHT)}
+    for tensors in runners[ROOMY]._pool.tensors:
+        is_latent = tensors.values is tensors.keys  # one row for keys and values of all heads
+        assert is_latent == (architecture.name in LATENT_NAMES)
     for mode, (num_blocks, options) in MODES.items():
         run = drive(runners[num_blocks], served.prompts, GREEDY, **({"max_num_seqs": 16} | options))
         assert served.expected == run.output_token_ids, mode

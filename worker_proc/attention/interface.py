@@ -40,7 +40,7 @@ class AttentionBackend(Protocol):
     """For people."""
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return the shapes of a layer's pools of keys and of values."""
+        """Return the shapes of a layer's pools of keys and, unless it is latent, of values."""
 
     def begin_step(self, inputs: StepInputs) -> None:
         """Build the indices that the layers share; called once before a step's forward."""

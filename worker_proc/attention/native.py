@@ -22,6 +22,7 @@ from worker_proc.native.kernels import NATIVE_DTYPES, LayerArgs, NativeLibrary, 
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
+MAX_LATENT_DIM = 640  # of latent_attention.h
 PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # of attention_pairs.h
 VECTOR = 16
 MAX_SUMS_BYTES = 32 << 20
@@ -33,16 +34,17 @@ MAX_CONTEXT_PER_PREFIX = 8
 _CPU = torch.device("cpu")
 
 
-def can_attend(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
+def can_attend(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernel covers these layers."""
+    return device.type == "cpu" and dtype in NATIVE_DTYPES and all(map(_is_covered, specs))
+
+
+def _is_covered(spec: LayerSpec) -> bool:
+    if spec.is_latent:
+        return spec.head_dim <= MAX_LATENT_DIM and spec.value_head_dim <= MAX_HEAD_DIM
     return (
-        device.type == "cpu"
-        and dtype in NATIVE_DTYPES
-        and all(
-            max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
-            and spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
-            for spec in specs
-        )
+        max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
+        and spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
     )
 
 
@@ -75,6 +77,7 @@ class NativeBackend:
         self._is_bf16 = dtype == torch.bfloat16
         self._reads_pairs = library.has_pairs and self._is_bf16 and block_size % PAIR_SLOTS == 0
         self._windows = windows
+        self._has_latent_layers = any(spec.is_latent for spec in specs)
         self._layers: dict[PagedLayer, LayerArgs] = {}
         self.steps: list[StepArgs] = []
         """The present step, for each KV group."""
@@ -84,10 +87,14 @@ class NativeBackend:
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
         """Return `[block, kv_head, dim, slot]` and, for values, `[block, kv_head, slot, dim]`.
 
-        The kernels for pairs order a head's keys and values in a block in another way. Of codes,
-        each head's block is one row of bytes: the codes in the same order, then the scales.
+        Latent rows are `[block, slot, dim]`, and have no values beside them. The kernels for pairs
+        order a head's keys and values in a block in another way. Of codes, each head's block is one
+        row of bytes: the codes in the same order, then the scales.
         """
         heads, size = (num_blocks, spec.num_kv_heads), self._block_size
+        if spec.is_latent:
+            assert self._format is KVFormat.PLAIN
+            return (num_blocks, size, spec.head_dim), None
         if self._format is not KVFormat.PLAIN:
             dims = (spec.head_dim, spec.value_head_dim)
             keys, values = (size * self._format.row_bytes(dim, CODE_DTYPE) for dim in dims)
@@ -128,7 +135,7 @@ class NativeBackend:
         team = Team(
             torch.get_num_threads(),
             self._num_kv_heads,
-            PAIR_ROWS // self._heads_per_kv_head,
+            max(PAIR_ROWS // self._heads_per_kv_head, 1),
             MAX_SUMS_BYTES // (self._token_sums * self._sums.itemsize),
         )
         return share_work(texts, prefix_groups, alone, team)
@@ -142,7 +149,8 @@ class NativeBackend:
         self, parts: Sequence[ScheduledRequest], singles: list[int], group: int
     ) -> tuple[list[tuple[list[int], int]], list[int]]:
         """Return groups with their number of shared positions, whole spans, and what is in none."""
-        if not self._reads_pairs or self._windows[group] is not None:
+        is_read_once = self._reads_pairs and not self._has_latent_layers
+        if not is_read_once or self._windows[group] is not None:
             return [], singles
         size = self._block_size
         tables = {segment: parts[segment].request.block_tables[group] for segment in singles}
@@ -177,6 +185,7 @@ class NativeBackend:
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         spec, step = layer.spec, self.steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
+        assert not (spec.is_latent and scoring.softcap)  # for which there is no kernel
         numbers = (scoring.scale, scoring.softcap or 0.0)
         self._library.attend(self.layer_args(layer), step, Rows(*map(_dense, rows)), numbers, out)
         return out
@@ -186,6 +195,7 @@ class NativeBackend:
         dims = (spec.head_dim, spec.value_head_dim)
         return (
             self._reads_pairs
+            and not spec.is_latent
             and all(dim % PAIR_DIMS == 0 for dim in dims)
             and spec.num_heads // spec.num_kv_heads <= PAIR_ROWS
         )
@@ -203,7 +213,7 @@ class NativeBackend:
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         settings = (self._block_size, spec.window or 0, self._is_bf16, self._has_pairs(spec))
         pools = (kv.keys.data_ptr(), kv.values.data_ptr())
-        return LayerArgs(*pools, *shape, *settings, self._format)
+        return LayerArgs(*pools, *shape, *settings, self._format, spec.is_latent)
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

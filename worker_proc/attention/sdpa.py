@@ -69,9 +69,9 @@ class SdpaBackend:
         self._slots: list[torch.Tensor] = []
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
-        """Return `[block, slot, kv_head, dim]`, for keys and for values."""
+        """Return `[block, slot, kv_head, dim]` for keys and, beside those, for values."""
         rows = (num_blocks, self._block_size, spec.num_kv_heads)
-        return (*rows, spec.head_dim), (*rows, spec.value_head_dim)
+        return (*rows, spec.head_dim), None if spec.is_latent else (*rows, spec.value_head_dim)
 
     def begin_step(self, inputs: StepInputs) -> None:
         self._slots = slot_mappings(inputs.parts, self._block_size, self._device)
@@ -81,7 +81,8 @@ class SdpaBackend:
         query, key, value = rows
         kv, spec, slots = layer.kv, layer.spec, self._slots[layer.group]
         kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, slots, key)
-        kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(0, slots, value)
+        if not spec.is_latent:
+            kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(0, slots, value)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
         groups, chunks = self._metadata[layer.group, spec.window]
         for group in groups:
@@ -91,6 +92,7 @@ class SdpaBackend:
             if chunk.block_ids is not None:
                 keys = _gather(kv.keys, chunk.block_ids)[: chunk.context_len]
                 values = _gather(kv.values, chunk.block_ids)[: chunk.context_len]
+                values = values[..., : spec.value_head_dim]
             out[chunk.rows] = _attend_chunk(query[chunk.rows], keys, values, chunk.bias, scoring)
         return out
 
@@ -186,10 +188,10 @@ def _attend_group(
     heads = (size, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
     queries = query.index_select(0, group.rows).view(heads)
     keys = _gather(layer.kv.keys, group.block_ids)
-    values = _gather(layer.kv.values, group.block_ids)
+    values = _gather(layer.kv.values, group.block_ids)[..., : spec.value_head_dim]
     # A bias of -inf does not mask a NaN or inf that an earlier request left in a block.
     keys = keys.view(size, -1, spec.num_kv_heads, spec.head_dim)
-    values = values.view(size, -1, spec.num_kv_heads, spec.value_head_dim)
+    values = values.reshape(size, -1, spec.num_kv_heads, spec.value_head_dim)
     keys = keys.masked_fill_(group.hidden, 0).transpose(1, 2)
     values = values.masked_fill_(group.hidden, 0).transpose(1, 2)
     out = _attend(queries, keys, values, group.bias, scoring)

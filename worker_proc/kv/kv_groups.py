@@ -25,6 +25,12 @@ class LayerSpec:
     head_dim: int  # of queries and keys
     value_head_dim: int
     window: int | None  # positions that a token attends to, itself included; None: all before it
+    is_latent: bool = False  # values are the first numbers of the keys, and not stored again
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """The sizes of what is stored for a token and KV head."""
+        return (self.head_dim,) if self.is_latent else (self.head_dim, self.value_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def lay_out(
         passes = hybrid and spec.window is not None and spec.window < max_model_len
         kinds.setdefault(spec.window if passes else None, []).append(index)
     groups = _cut(kinds)
-    shapes = {(spec.num_kv_heads, spec.head_dim, spec.value_head_dim) for spec in specs}
+    shapes = {(s.num_kv_heads, s.head_dim, s.value_head_dim, s.is_latent) for s in specs}
     if len(groups) > MAX_GROUPS or (len(kinds) > 1 and len(shapes) > 1):
         groups = [LayerGroup(None, tuple(range(len(specs))))]
     return KVLayout(tuple(groups), block_size, max_chunk, format)

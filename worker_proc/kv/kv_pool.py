@@ -32,7 +32,7 @@ class KVPool:
         device: torch.device,
         copy_blocks: CopyBlocks = copy_by_index,
     ) -> None:
-        """Allocate a pair of tensors for each of `shapes`, on the device and on the host.
+        """Allocate the tensors of each of `shapes`, on the device and on the host.
 
         `copy_blocks` copies between the two.
         """
@@ -44,9 +44,9 @@ class KVPool:
         self.tensors: list[KVTensors] = []
         on_host: list[HostMemory] = []
         for pair in shapes:
-            keys, values = (self._allocate(shape, num_host_blocks, dtype) for shape in pair)
-            self.tensors.append(KVTensors(keys.tensor, values.tensor))
-            on_host += (memory for memory in (keys, values) if isinstance(memory, HostMemory))
+            made = [self._allocate(shape, num_host_blocks, dtype) for shape in pair if shape]
+            self.tensors.append(KVTensors(made[0].tensor, made[-1].tensor))
+            on_host += (memory for memory in made if isinstance(memory, HostMemory))
         self._pages_ahead = PagesAhead(on_host)
 
     def _allocate(

@@ -11,8 +11,10 @@ from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shapes of keys and of values; the first dimension counts blocks."""
+Shapes = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Shapes of keys and of values; the first dimension counts blocks.
+
+Without a shape, values are the first numbers of the keys."""
 
 
 class KVTensors(NamedTuple):
@@ -23,6 +25,7 @@ class KVTensors(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
+    """The tensor of the keys, where values are their first numbers."""
 
 
 class CacheSize(NamedTuple):
@@ -100,7 +103,7 @@ def bytes_per_block(
     return block_size * sum(
         spec.num_kv_heads * format.row_bytes(dim, dtype)
         for spec in specs
-        for dim in (spec.head_dim, spec.value_head_dim)
+        for dim in spec.stored_dims
     )
 
 

@@ -1,6 +1,7 @@
 // Attention of one module; called by attention/native.py.
 
 #include "attention_pairs.h"
+#include "latent_attention.h"
 
 #include <omp.h>
 
@@ -13,8 +14,11 @@ void attend_all(const Layer& layer, const Step& step, const Rows& query, const R
 #pragma omp parallel
   {
     Team team(crew, omp_get_thread_num(), omp_get_num_threads());
-    attend_any(team, layer, step, query, key, value, out, layer.num_heads * layer.value_head_dim,
-               scale, softcap);
+    if (layer.is_latent)
+      attend_latent(team, layer, step, query, key, value, out, scale);
+    else
+      attend_any(team, layer, step, query, key, value, out, layer.num_heads * layer.value_head_dim,
+                 scale, softcap);
   }
 }
 

@@ -28,6 +28,7 @@ enum Kind : int32_t {
   kCode,
   kEmbed,
   kNormalizeKept,
+  kProjectHeads,
 };
 
 enum Epilogue : int32_t {
@@ -62,6 +63,7 @@ struct Instruction {
   int32_t choices;                  // index of the buffer with the choices of each row
   int32_t normalizes, rounds_weights;
   int32_t of_kept;                  // a projection is one of the rows that are kept
+  int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
   float factor, epsilon, scale, softcap;
   int32_t format;  // of a packed weight
   int64_t num_units, num_pairs;
@@ -110,6 +112,7 @@ class Executor {
       case kCode: return code(i);
       case kEmbed: return embed(i);
       case kNormalizeKept: return normalize_kept(i);
+      case kProjectHeads: return project_heads(i);
     }
   }
 
@@ -221,6 +224,24 @@ class Executor {
           save(finished(i, r, pair, 1, up), out + i.column, kLanes);
         });
     }
+  }
+
+  // target = source * weight for each head, which has a weight of its own. A head has head_dim values
+  // in source; of its target_dim values in target, the first num_outputs are written. The values from
+  // a head's inputs up to the last unit of its weight must be finite.
+  void project_heads(const Instruction& i) {
+    const Panels w{static_cast<const Unit*>(i.weight), i.num_units, i.num_pairs};
+    const int64_t head_units = i.head_dim * sizeof(T) / sizeof(Unit);
+    multiply_heads<T>(team_, w, i.num_heads, unit_rows(i.source), head_units, run_.num_rows,
+                      [&](int64_t head, int64_t r, int64_t pair, Vec low, Vec high) {
+                        T* out = row(i.target, r) + head * i.target_dim;
+                        const Vec sums[] = {low, high};
+                        for (int half = 0; half < 2; half++) {
+                          const int64_t at = pair * kPairOutputs + half * kLanes;
+                          const int64_t count = std::min<int64_t>(i.num_outputs - at, kLanes);
+                          if (count > 0) save(sums[half], out + at, static_cast<int>(count));
+                        }
+                      });
   }
 
   // target = the products of a row and a pair of panels. `place` is the place of the pair among those

@@ -96,6 +96,7 @@ class Kind(enum.IntEnum):
     CODE = 10
     EMBED = 11
     NORMALIZE_KEPT = 12
+    PROJECT_HEADS = 13
 
 
 class Rotation(enum.IntEnum):
@@ -125,7 +126,7 @@ class LayerArgs(ctypes.Structure):
     _fields_ = (
         *_fields("keys values", _POINTER),
         *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
-        *_fields("is_bf16 has_pairs kv_format", _INT),
+        *_fields("is_bf16 has_pairs kv_format is_latent", _INT),
     )
 
 
@@ -159,7 +160,8 @@ class Instruction(ctypes.Structure):
         *_fields("kind source target size column epilogue activation rounds_first", _INT),
         *_fields(
             "num_heads num_kv_heads head_dim num_rotated rotation angles has_wide_angles group"
-            " num_experts num_chosen choices normalizes rounds_weights of_kept",
+            " num_experts num_chosen choices normalizes rounds_weights of_kept num_outputs"
+            " target_dim",
             _INT,
         ),
         *_fields("factor epsilon scale softcap", _FLOAT),

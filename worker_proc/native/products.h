@@ -751,4 +751,28 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   }
 }
 
+// Calls out(head, row, pair, low, high) with the sums of each row of each head and the head's own
+// weight; the threads of a team share them. `rows` are those of the first head, and those of the next
+// one begin `head_units` further in each row. `w` is the weight of head 0, and the others lie behind it.
+template <typename T, class W, class Out>
+void multiply_heads(Team& team, const W& w, int64_t num_heads, UnitRows rows, int64_t head_units,
+                    int64_t num_rows, const Out& out) {
+  const int64_t most = rows_in_cache<T>();
+  const int64_t num_groups = (num_rows + most - 1) / most;
+  const int64_t per_head = std::max<int64_t>(num_groups, 1);
+  const int64_t wanted = (4 * team.size + num_heads * per_head - 1) / (num_heads * per_head);
+  const int64_t num_pieces = std::min(w.num_pairs, wanted);
+  const int64_t total = num_heads * num_groups * num_pieces;
+  for (int64_t task; (task = team.take(total)) < total;) {
+    const int64_t head = task / (num_groups * num_pieces);
+    const int64_t row = task / num_pieces % num_groups * most, piece = task % num_pieces;
+    multiply_block<T>(w.expert(head), {rows.data + head * head_units, rows.stride}, row,
+                      std::min(row + most, num_rows), w.num_pairs * piece / num_pieces,
+                      w.num_pairs * (piece + 1) / num_pieces,
+                      [&](int64_t r, int64_t pair, auto low, auto high) {
+                        out(head, r, pair, low, high);
+                      });
+  }
+}
+
 }  // namespace

@@ -21,6 +21,7 @@ struct Layer {
   int32_t is_bf16;
   int32_t has_pairs;  // the layout is that of attention_pairs.h
   int32_t kv_format;
+  int32_t is_latent;  // values are the first numbers of keys, as in latent_attention.h
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed

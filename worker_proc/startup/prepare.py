@@ -12,6 +12,7 @@ from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabula
 from worker_proc.loading.draft import load_draft
 from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.heap import return_freed_memory
+from worker_proc.loading.latent import check_latent_format, install_latent
 from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loader import LoadedModel, load_model
 from worker_proc.loading.packed_linear import can_pack, pack_linears
@@ -56,6 +57,11 @@ def prepare_model(
     if library is None and device.type == "cpu":
         library = load_library()
     proofs = None if kept is None else kept.with_kernels(library)
+    if device.type == "cpu":
+        loaded = _attend_to_latent_rows(loaded, library, proofs, "latent")
+        check_latent_format(loaded, config.cache.kv_cache_dtype)
+        if draft is not None:
+            draft = _attend_to_latent_rows(draft, library, proofs, "latent_draft")
     if quantization is not None and library is not None:
         check_weights(loaded, quantization, partial(progress, "check_weights"))
     roles: list[tuple[str, LoadedModel, Quantization | None]]
@@ -82,6 +88,17 @@ def _setting_of_codes(config: EngineConfig) -> str | None:
     if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
         return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
     return None
+
+
+def _attend_to_latent_rows(
+    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
+) -> LoadedModel:
+    """Replace multi-head latent attention where that is proven, and keep the proof under a name."""
+    known = None if proofs is None else proofs.get(name, dict[str, int])
+    loaded, proven = install_latent(loaded, library, known)
+    if proofs is not None and known is None:
+        proofs.put(name, proven)
+    return loaded
 
 
 def _make_executor(

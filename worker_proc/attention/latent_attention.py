@@ -1,0 +1,95 @@
+"""Multi-head latent attention whose cache holds latent rows, in place of a model's own module.
+
+The model's module makes keys and values of all heads from each latent row. Here queries are
+multiplied instead (latent_products.py), so that one row serves all heads as key and value.
+Prompts and decodes are computed alike: a token's bits do not depend on how its text is cut.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from worker_proc.attention.latent_products import Angles, LatentProducts, LatentShape
+
+
+class LatentAttention(nn.Module):
+    """The attention of a layer, with the projections and norms of the module that it replaces."""
+
+    q_proj: nn.Module
+    q_a_proj: nn.Module
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: nn.Module
+    o_proj: nn.Module
+
+    def __init__(self, module: nn.Module, shape: LatentShape, products: LatentProducts) -> None:
+        """Take the parts of a module whose sizes `loading.latent.find_shape` has found."""
+        super().__init__()
+        for name, child in module.named_children():
+            if name != "kv_b_proj":
+                setattr(self, name, child)
+        self.config: Any = module.config
+        self.num_key_value_groups = shape.num_heads
+        self.scaling = cast(float, module.scaling)
+        self._has_query_rank = isinstance(getattr(module, "q_a_proj", None), nn.Module)
+        self._eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        self._shape = shape
+        self._products = products
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Return `[1, T, hidden_size]` and no weights, for rows `[1, T, hidden_size]`."""
+        shape, num_tokens = self._shape, hidden_states.shape[1]
+        query = self._queries(hidden_states)[0].view(num_tokens, shape.num_heads, shape.head_dim)
+        row = self.kv_a_proj_with_mqa(hidden_states)[0]
+        latent = self.kv_a_layernorm(row[None, :, : shape.rank])[0]
+        row = torch.cat([latent, row[:, shape.rank :]], dim=-1)
+        query = self._products.queries(query, row, angles_of(position_embeddings))
+        name = self.config._attn_implementation
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, self._eager)
+        keys = row.unsqueeze(0).unsqueeze(0)
+        attended, _ = attend(
+            self,
+            query.transpose(0, 1).unsqueeze(0),
+            keys,
+            keys[..., : shape.rank],
+            attention_mask,
+            scaling=self.scaling,
+            dropout=0.0,
+            **kwargs,
+        )
+        values = self._products.values(attended[0].view(num_tokens, shape.num_heads, shape.rank))
+        out: torch.Tensor = self.o_proj(values.unsqueeze(0))
+        return out, None
+
+    def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        query: torch.Tensor
+        if self._has_query_rank:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        else:
+            query = self.q_proj(hidden)
+        return query
+
+
+def angles_of(position_embeddings: Any) -> Angles | None:
+    """Return what a model's module for positions gives its attention; None: no angles.
+
+    That is a pair of cosines and sines, `[1, T, rope_dim]`, or complex numbers of half the size.
+    """
+    if position_embeddings is None:
+        return None
+    if isinstance(position_embeddings, torch.Tensor):
+        parts = position_embeddings.real, position_embeddings.imag
+        return Angles(*(torch.cat([part[0], part[0]], dim=-1) for part in parts))
+    cosines, sines = position_embeddings
+    return Angles(cosines[0].contiguous(), sines[0].contiguous())

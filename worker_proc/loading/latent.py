@@ -1,0 +1,251 @@
+"""Puts latent attention in the place of attention modules that are proven to compute the same.
+
+Which modules qualify is not read off their class: a module has the parts of multi-head latent
+attention, and gives the results of its replacement on random rows of several scales, at the first
+positions and at the last ones. A factor on queries, a clamp or another rotation shows there. Both
+are computed in float32, so that only the order of sums differs.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from protocol.config import KVCacheDtype
+from worker_proc.attention.interface import IMPLEMENTATION
+from worker_proc.attention.latent_attention import LatentAttention, angles_of
+from worker_proc.attention.latent_products import (
+    LatentProducts,
+    LatentShape,
+    NativeProducts,
+    TorchProducts,
+)
+from worker_proc.attention.native import can_attend
+from worker_proc.errors import UnsupportedModel
+from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.loader import LoadedModel
+from worker_proc.native.kernels import NativeLibrary, Rotation
+
+NUM_TOKENS = 7
+TRIAL_SCALES = (0.1, 1.0, 30.0)
+MAX_ERROR = 1e-4
+"""Of a row, relative to its length: larger rows make scores of some hundreds."""
+_PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
+_QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
+_Call = dict[str, Any]
+"""The arguments of an attention module but its rows."""
+
+
+class _Recorded(Exception):
+    """Ends a forward whose arguments have been recorded."""
+
+
+class _Layer(NamedTuple):
+    """An attention module with the parts of latent attention."""
+
+    name: str
+    module: nn.Module
+    shape: LatentShape
+
+    @property
+    def expansion(self) -> nn.Linear:
+        """The projection of latent rows to the keys and values of all heads."""
+        return cast(nn.Linear, self.module.kv_b_proj)
+
+
+def install_latent(
+    loaded: LoadedModel,
+    library: NativeLibrary | None,
+    known: Mapping[str, int] | None = None,
+) -> tuple[LoadedModel, dict[str, int]]:
+    """Replace the attention modules of a model, if all of them are proven.
+
+    Returns the model with the layers as they attend then, and the `Rotation` of each replaced
+    module. `known` is this result of an earlier start, with which nothing is tried.
+    """
+    layers = _find_layers(loaded)
+    specs = [
+        _spec(layer.shape, old.spec) for layer, old in zip(layers, loaded.layers, strict=False)
+    ]
+    if not layers or (library is not None and not can_attend(specs, loaded.dtype, loaded.device)):
+        return loaded, {}
+    if known is None:
+        proven = _prove(loaded, layers, library)
+    else:
+        proven = {
+            layer.name: Rotation(known[layer.name]) for layer in layers if layer.name in known
+        }
+    if len(proven) < len(layers):
+        return loaded, {}
+    for layer in layers:
+        name, module, shape = layer
+        products = _products(library, shape, proven[name], layer.expansion.weight)
+        parent, _, child = name.rpartition(".")
+        setattr(loaded.model.get_submodule(parent), child, LatentAttention(module, shape, products))
+        layer.expansion._parameters.clear()
+    probed = [replace(old, spec=spec) for old, spec in zip(loaded.layers, specs, strict=True)]
+    return replace(loaded, layers=probed), {name: int(number) for name, number in proven.items()}
+
+
+def check_latent_format(loaded: LoadedModel, kv_cache_dtype: KVCacheDtype) -> None:
+    """Raise UnsupportedModel for latent rows that would be codes."""
+    is_latent = any(layer.spec.is_latent for layer in loaded.layers)
+    if is_latent and kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise UnsupportedModel(
+            f"kv_cache_dtype {kv_cache_dtype}: {loaded.model.config.model_type} has multi-head"
+            " latent attention, whose cache holds one row for all heads, in the model's type only"
+        )
+
+
+def _find_layers(loaded: LoadedModel) -> list[_Layer]:
+    """Return all attention layers, if each has the parts of latent attention; else none."""
+    found = []
+    for layer in loaded.layers:
+        module = loaded.model.get_submodule(layer.module_name)
+        shape = find_shape(module, layer.spec)
+        if shape is None:
+            return []
+        found.append(_Layer(layer.module_name, module, shape))
+    return found
+
+
+def find_shape(module: nn.Module, spec: LayerSpec) -> LatentShape | None:
+    """Return the sizes of a module with the parts of latent attention, by its attention call."""
+    parts = dict(module.named_children())
+    if set(parts) - _PARTS not in _QUERIES or not set(parts) >= _PARTS:
+        return None
+    down, up, out = parts["kv_a_proj_with_mqa"], parts["kv_b_proj"], parts["o_proj"]
+    last = parts.get("q_proj", parts.get("q_b_proj"))
+    linears = (down, up, out, last, parts.get("q_a_proj", out))
+    if not all(type(part) is nn.Linear and not part.weight.is_meta for part in linears):
+        return None
+    assert isinstance(down, nn.Linear)
+    assert isinstance(up, nn.Linear)
+    assert isinstance(last, nn.Linear)
+    rope_dim = down.out_features - up.in_features
+    shape = LatentShape(
+        spec.num_heads, spec.head_dim - rope_dim, rope_dim, spec.value_head_dim, up.in_features
+    )
+    fits = (
+        spec.num_heads == spec.num_kv_heads
+        and rope_dim > 0
+        and rope_dim % 2 == 0
+        and shape.nope_dim > 0
+        and shape.head_dim % 2 == 0
+        and shape.row_dim % 2 == 0
+        and up.bias is None
+        and up.out_features == spec.num_heads * (shape.nope_dim + shape.value_dim)
+        and last.out_features == spec.num_heads * spec.head_dim
+        and isinstance(getattr(module, "scaling", None), float)
+        and hasattr(module, "config")
+    )
+    return shape if fits else None
+
+
+def _spec(shape: LatentShape, old: LayerSpec) -> LayerSpec:
+    return LayerSpec(shape.num_heads, 1, shape.row_dim, shape.rank, old.window, is_latent=True)
+
+
+def _products(
+    library: NativeLibrary | None, shape: LatentShape, rotation: Rotation, weight: torch.Tensor
+) -> LatentProducts:
+    if library is None:
+        return TorchProducts(shape, rotation, weight)
+    return NativeProducts(library, shape, rotation, weight)
+
+
+@torch.inference_mode()
+def _prove(
+    loaded: LoadedModel, layers: list[_Layer], library: NativeLibrary | None
+) -> dict[str, Rotation]:
+    """Return the rotation of each module whose replacement agrees with it; ends at the first one
+    that does not.
+    """
+    proven: dict[str, Rotation] = {}
+    with _eager_attention(loaded):
+        calls = _record_calls(loaded, layers[0].module)
+        for layer in layers if calls else ():
+            rotation = _rotation_of(layer, calls, library)
+            if rotation is None:
+                break
+            proven[layer.name] = rotation
+    return proven
+
+
+@contextmanager
+def _eager_attention(loaded: LoadedModel) -> Iterator[None]:
+    loaded.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        loaded.model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:
+    """Return the arguments of a module at the first positions and at the last ones."""
+    calls: list[_Call] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not args:
+            calls.append({key: _as_float(value) for key, value in kwargs.items()})
+            calls[-1].pop("hidden_states", None)
+        raise _Recorded
+
+    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        for first in (0, max(loaded.model_len - NUM_TOKENS, 0)):
+            positions = torch.arange(first, first + NUM_TOKENS).unsqueeze(0)
+            tokens = positions % loaded.vocab_size
+            try:
+                loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
+            except _Recorded:
+                continue
+    finally:
+        handle.remove()
+    return calls
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_float, value))
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.float() if is_real else value
+
+
+def _rotation_of(
+    layer: _Layer, calls: list[_Call], library: NativeLibrary | None
+) -> Rotation | None:
+    """Return the rotation with which the replacement is closest to a module, if it agrees."""
+    module = copy.deepcopy(layer.module).float()
+    weight = layer.expansion.weight.float()
+    best, least = None, MAX_ERROR
+    for rotation in Rotation:
+        products = _products(library, layer.shape, rotation, weight)
+        candidate = LatentAttention(module, layer.shape, products)
+        error = max(_error(module, candidate, call) for call in calls)
+        if error < least:
+            best, least = rotation, error
+    return best
+
+
+def _error(module: nn.Module, candidate: nn.Module, call: _Call) -> float:
+    """Return the greatest error of a row at any scale, relative to its length."""
+    if angles_of(call.get("position_embeddings")) is None:
+        return math.inf
+    generator = make_generator(1)
+    size = cast(nn.Linear, module.kv_a_proj_with_mqa).in_features
+    errors = []
+    for scale in TRIAL_SCALES:
+        rows = torch.randn(1, NUM_TOKENS, size, generator=generator) * scale
+        expected, found = module(rows, **call), candidate(rows, **call)
+        if len(expected) != len(found) or expected[0].shape != found[0].shape:
+            return math.inf
+        difference = (found[0] - expected[0]).norm(dim=-1) / expected[0].norm(dim=-1)
+        errors.append(float(difference.max()))
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf

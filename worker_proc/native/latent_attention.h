@@ -1,0 +1,360 @@
+// Attention over a paged cache of latent rows, which all heads share: multi-head latent attention.
+//
+// A token has one row of head_dim numbers in a layer. All of them are its key; the first
+// value_head_dim are its value, too. Pools: [block][slot][dim]. Block 0 is the null block and is never
+// written. Each cached row is read once for all heads that a tile holds.
+//
+// A row's result depends on its query and its context alone. Its score with a position is one chain of
+// sums for each lane of a vector, over the dimensions; spans lie at fixed positions of a text, and
+// sections.h merges the sections. So no bit depends on the rows, chunks or requests beside it.
+
+#pragma once
+
+#include <algorithm>
+
+#include "sections.h"
+
+namespace {
+
+constexpr int kMaxLatentDim = 640;
+constexpr int kMaxLatentRows = 128;   // of a tile: tokens times heads
+constexpr int kGoodLatentRows = 64;   // whose queries and outputs stay in a core's second cache
+constexpr int kLeastLatentHeads = 8;  // that a thread takes where threads share the heads of a token
+constexpr int kLatentSpan = 32;
+constexpr int kLatentRowsAtOnce = 4;
+// Keys, or vectors of values, whose sums for these rows fit into the registers.
+constexpr int kLatentColumnsAtOnce = kPartLanes == kLanes ? 4 : 2;
+
+// x · y + z, rounded once where the processor can.
+inline Part multiply_add_part(Part x, Part y, Part z) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#else
+  return x * y + z;
+#endif
+}
+
+// Halves a part until one lane is left: the order of the lanes never changes.
+inline float sum_of_part(Part v) {
+#ifdef __AVX2__
+#ifdef __AVX512F__
+  const __m512d whole = (__m512d)v;
+  const __m256 half = _mm256_add_ps((__m256)_mm512_castpd512_pd256(whole),
+                                    (__m256)_mm512_extractf64x4_pd(whole, 1));
+#else
+  const __m256 half = (__m256)v;
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  for (int count = kPartLanes / 2; count > 0; count /= 2)
+    for (int lane = 0; lane < count; lane++) v[lane] += v[lane + count];
+  return v[0];
+#endif
+}
+
+struct LatentPower {
+  float operator()(float x) const { return exp_of(splat(x))[0]; }
+};
+
+// Some query rows, with the state of their softmax over the present section. Rows from num_rows on, up
+// to a multiple of kLatentRowsAtOnce, are zeros.
+struct LatentTile {
+  int num_rows, padded_rows, padded_dim, padded_vdim, window;
+  int position[kMaxLatentRows];
+  float top[kMaxLatentRows];
+  EndedSections<kMaxLatentRows, LatentPower> ended;
+  alignas(64) float query[kMaxLatentRows * kMaxLatentDim];
+  alignas(64) float out[kMaxLatentRows * kMaxDim];
+  alignas(64) float weight[kMaxLatentRows][kLatentSpan];
+  alignas(64) float sums[kMaxLatentRows][kLanes];  // of weights
+  alignas(64) float copy[kLatentSpan * kMaxLatentDim];
+
+  void begin_section(int r) {
+    top[r] = kNegInf;
+    std::memset(sums[r], 0, sizeof(sums[r]));
+    std::memset(out + r * padded_vdim, 0, sizeof(float) * padded_vdim);
+  }
+
+  RowSums present(int r) {
+    const float sum = fold(load(sums[r]), [](Vec a, Vec b) { return a + b; });
+    return {top[r], sum, out + r * padded_vdim};
+  }
+
+  void end_section() {
+    for (int r = 0; r < num_rows; r++) {
+      ended.add(r, present(r), padded_vdim);
+      begin_section(r);
+    }
+  }
+};
+
+// Consecutive cached rows, whose dimensions are whole vectors.
+template <typename T>
+struct LatentSpan {
+  const T* rows;
+  int stride, first_position, count;
+};
+
+// Scores of kLatentRowsAtOnce queries with C cached rows.
+template <typename T, int C>
+void score_latent(LatentTile& tile, int first, const LatentSpan<T>& span, int slot) {
+  constexpr int R = kLatentRowsAtOnce;
+  Part sums[R][C];
+  for (auto& row : sums)
+    for (Part& sum : row) sum = Part{};
+  const float* query = tile.query + first * tile.padded_dim;
+  const T* keys = span.rows + static_cast<int64_t>(slot) * span.stride;
+  for (int d = 0; d < tile.padded_dim; d += kPartLanes) {
+    Part key[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) key[c] = part_at(keys + c * span.stride + d);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const Part q = part_at(query + r * tile.padded_dim + d);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sums[r][c] = multiply_add_part(q, key[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) tile.weight[first + r][slot + c] = sum_of_part(sums[r][c]);
+}
+
+// Turns a row's scores into weights; 0 for positions that it does not see.
+inline void weigh_latent(LatentTile& tile, int r, int first_position, int count) {
+  float* const weights = tile.weight[r];
+  const int low = tile.window ? tile.position[r] - tile.window + 1 - first_position : 0;
+  const int end = std::min(tile.position[r] - first_position + 1, count);
+  for (int i = 0; i < kLatentSpan; i++)
+    if (i < low || i >= end) weights[i] = kNegInf;
+  float highest = kNegInf;
+  bool is_nan = false;
+  for (int i = std::max(low, 0); i < end; i++) {
+    highest = std::max(highest, weights[i]);
+    is_nan |= weights[i] != weights[i];
+  }
+  if (highest > tile.top[r]) {
+    if (tile.top[r] != kNegInf) {
+      const float factor = LatentPower()(tile.top[r] - highest);
+      float* out = tile.out + r * tile.padded_vdim;
+      for (int i = 0; i < tile.padded_vdim; i += kLanes) save(load(out + i) * factor, out + i, kLanes);
+      save(load(tile.sums[r]) * factor, tile.sums[r], kLanes);
+    }
+    tile.top[r] = highest;
+  }
+  if (tile.top[r] == kNegInf && !is_nan) {
+    std::memset(weights, 0, sizeof(tile.weight[r]));
+    return;
+  }
+  for (int i = 0; i < kLatentSpan; i += kLanes) {
+    const Vec score = load(weights + i);
+    Vec weight = exp_of(score - tile.top[r]);
+    weight = score == kNegInf ? splat(0.0f) : weight;
+    weight = score != score ? score : weight;
+    save(weight, weights + i, kLanes);
+    save(load(tile.sums[r]) + weight, tile.sums[r], kLanes);
+  }
+}
+
+// Adds the values of a span, C vectors of them, to kLatentRowsAtOnce rows.
+template <typename T, int C>
+void add_latent(LatentTile& tile, int first, int column, const LatentSpan<T>& span) {
+  constexpr int R = kLatentRowsAtOnce;
+  Part sums[R][C];
+  float* out = tile.out + first * tile.padded_vdim + column;
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) sums[r][c] = part_at(out + r * tile.padded_vdim + c * kPartLanes);
+  for (int slot = 0; slot < span.count; slot++) {
+    const T* values = span.rows + static_cast<int64_t>(slot) * span.stride + column;
+    Part value[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) value[c] = part_at(values + c * kPartLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const Part weight = Part{} + tile.weight[first + r][slot];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sums[r][c] = multiply_add_part(weight, value[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++)
+      std::memcpy(out + r * tile.padded_vdim + c * kPartLanes, &sums[r][c], sizeof(Part));
+}
+
+template <typename T>
+void attend_latent_span(LatentTile& tile, const LatentSpan<T>& span) {
+  constexpr int kColumns = kLatentColumnsAtOnce;
+  for (int first = 0; first < tile.padded_rows; first += kLatentRowsAtOnce) {
+    int slot = 0;
+    for (; slot + kColumns <= span.count; slot += kColumns)
+      score_latent<T, kColumns>(tile, first, span, slot);
+    for (; slot < span.count; slot++) score_latent<T, 1>(tile, first, span, slot);
+    for (int r = first; r < first + kLatentRowsAtOnce; r++)
+      weigh_latent(tile, r, span.first_position, span.count);
+    int column = 0;
+    for (; column + kColumns * kPartLanes <= tile.padded_vdim; column += kColumns * kPartLanes)
+      add_latent<T, kColumns>(tile, first, column, span);
+    for (; column < tile.padded_vdim; column += kPartLanes)
+      add_latent<T, 1>(tile, first, column, span);
+  }
+}
+
+// A float32 copy, which several passes read, and whose rows are whole vectors.
+template <typename T>
+LatentSpan<float> copy_latent(LatentTile& tile, const LatentSpan<T>& span, int dim) {
+  for (int slot = 0; slot < span.count; slot++) {
+    const T* from = span.rows + static_cast<int64_t>(slot) * span.stride;
+    float* to = tile.copy + slot * tile.padded_dim;
+    int d = 0;
+    for (; d + kPartLanes <= dim; d += kPartLanes) {
+      const Part part = part_at(from + d);
+      std::memcpy(to + d, &part, sizeof(part));
+    }
+    for (; d < dim; d++) to[d] = widen(from[d]);
+    for (; d < tile.padded_dim; d++) to[d] = 0.0f;
+  }
+  return {tile.copy, tile.padded_dim, span.first_position, span.count};
+}
+
+// Some heads of a layer in one step. Heads of the layer are cut into layer.num_kv_heads groups.
+template <typename T>
+class LatentHeads {
+ public:
+  LatentHeads(LatentTile& tile, const Layer& layer, const Step& step, int group, const Rows& query,
+              const Rows& value, float scale)
+      : tile_(tile),
+        layer_(layer),
+        step_(step),
+        first_head_(layer.num_heads * group / layer.num_kv_heads),
+        num_heads_(layer.num_heads * (group + 1) / layer.num_kv_heads - first_head_),
+        query_(query),
+        value_(value),
+        scale_(scale) {}
+
+  template <class Write>
+  void attend_piece(const Piece& piece, const Write& write) {
+    const int tile_tokens = std::max(1, kGoodLatentRows / num_heads_);
+    int index = 0;
+    for (int item = piece.first_item; item < piece.first_item + piece.num_items; item++) {
+      const int segment = step_.item_segment[item], begin = step_.item_token[item];
+      const int num_tokens = std::min(step_.num_tokens[segment] - begin, step_.item_size);
+      for (int at = 0, count; at < num_tokens; at += count, index += count) {
+        count = num_tile_tokens<T>(layer_, value_, 0, step_.first_row[segment] + begin + at,
+                                   std::min(tile_tokens, num_tokens - at));
+        attend_tile(piece, index, segment, begin + at, count, write);
+      }
+    }
+  }
+
+ private:
+  template <class Write>
+  void attend_tile(const Piece& piece, int index, int segment, int first_token, int num_tokens,
+                   const Write& write) {
+    const int64_t first_row = step_.first_row[segment] + first_token;
+    tile_.num_rows = num_tokens * num_heads_;
+    tile_.padded_rows =
+        (tile_.num_rows + kLatentRowsAtOnce - 1) / kLatentRowsAtOnce * kLatentRowsAtOnce;
+    for (int r = 0; r < tile_.padded_rows; r++) {
+      float* const to = tile_.query + r * tile_.padded_dim;
+      std::memset(to, 0, tile_.padded_dim * sizeof(float));
+      tile_.ended.clear(r);
+      tile_.begin_section(r);
+      tile_.position[r] = -1;  // sees nothing
+      if (r >= tile_.num_rows) continue;
+      const int token = r / num_heads_, head = first_head_ + r % num_heads_;
+      const T* q = static_cast<const T*>(query_.data) + (first_row + token) * query_.row_stride +
+                   head * query_.head_stride;
+      for (int d = 0; d < layer_.head_dim; d++) to[d] = widen(q[d]) * scale_;
+      tile_.position[r] = step_.start[segment] + first_token + token;
+    }
+    attend_context(segment, piece.positions());
+    for (int r = 0; r < tile_.num_rows; r++) {
+      const int token = r / num_heads_, head = first_head_ + r % num_heads_;
+      const RowSums sums = tile_.ended.with_present(r, tile_.present(r), tile_.padded_vdim);
+      if (piece.is_whole())
+        write(first_row + token, head, sums);
+      else
+        piece.keep(index + token, head, sums);
+    }
+  }
+
+  // Spans begin with a block or a section, and every kLatentSpan positions from there on.
+  void attend_context(int segment, Positions positions) {
+    const int size = layer_.block_size, dim = layer_.head_dim;
+    const int last = std::min(tile_.position[tile_.num_rows - 1], positions.end - 1);
+    const int visible_from = tile_.window ? tile_.position[0] - tile_.window + 1 : 0;
+    const int earliest = std::max(visible_from, positions.begin);
+    int num_slots;
+    for (int base = std::max(earliest / size * size, earliest / kSectionSlots * kSectionSlots);
+         base <= last; base += num_slots) {
+      const int offset = base % size;
+      num_slots = std::min({kLatentSpan, size - offset, kSectionSlots - base % kSectionSlots});
+      if (base + num_slots <= earliest) continue;
+      const int64_t block = step_.tables[step_.table_offset[segment] + base / size];
+      const T* rows = static_cast<const T*>(layer_.keys) + (block * size + offset) * dim;
+      const LatentSpan<T> span{rows, dim, base, std::min(last - base + 1, num_slots)};
+      const bool widens_once = sizeof(T) == sizeof(float) || tile_.num_rows <= kLatentRowsAtOnce;
+      if (dim % kLanes == 0 && layer_.value_head_dim % kLanes == 0 && widens_once)
+        attend_latent_span(tile_, span);
+      else
+        attend_latent_span(tile_, copy_latent(tile_, span, dim));
+      if ((base + span.count) % kSectionSlots == 0) tile_.end_section();
+    }
+  }
+
+  LatentTile& tile_;
+  const Layer& layer_;
+  const Step& step_;
+  const int first_head_, num_heads_;
+  const Rows &query_, &value_;
+  const float scale_;
+};
+
+template <typename T>
+void store_latent(Team& team, const Layer& layer, const Step& step, const Rows& key) {
+  const int last_row = static_cast<int>(team.last(step.num_rows));
+  for (int row = static_cast<int>(team.first(step.num_rows)); row < last_row; row++)
+    if (step.slots[row] >= layer.block_size)  // else it is in the null block
+      std::memcpy(static_cast<T*>(layer.keys) + step.slots[row] * layer.head_dim,
+                  static_cast<const T*>(key.data) + row * key.row_stride,
+                  layer.head_dim * sizeof(T));
+}
+
+// How many groups of heads threads take, each of which reads the contexts.
+inline int num_latent_groups(const Layer& layer, const Step& step, int num_threads) {
+  const int least = (layer.num_heads + kMaxLatentRows - 1) / kMaxLatentRows;
+  const int most = std::max(layer.num_heads / kLeastLatentHeads, least);
+  const int wanted = (2 * num_threads + step.num_pieces - 1) / std::max(step.num_pieces, 1);
+  return num_threads == 1 ? least : std::clamp(wanted, least, most);
+}
+
+// Stores the latent rows, and attends; the caller ends the phase. `key` has the rows, and `value`
+// their first numbers.
+template <typename T>
+void attend_latent(Team& team, const Layer& layer, const Step& step, const Rows& query,
+                   const Rows& key, const Rows& value, T* out, float scale) {
+  store_latent<T>(team, layer, step, key);
+  team.barrier();
+  static thread_local LatentTile tile;
+  tile.padded_dim = (layer.head_dim + kLanes - 1) / kLanes * kLanes;
+  tile.padded_vdim = padded_dim(layer);
+  tile.window = layer.window;
+  Layer shared = layer;  // by groups of heads
+  shared.num_kv_heads = num_latent_groups(layer, step, team.size);
+  const auto write = [&](int64_t row, int head, const RowSums& sums) {
+    T* o = out + (row * layer.num_heads + head) * layer.value_head_dim;
+    const float factor = 1.0f / sums.weights;
+    for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
+  };
+  attend_pieces<LatentPower>(
+      team, shared, step,
+      [&](const Piece& piece, int group) {
+        LatentHeads<T>(tile, shared, step, group, query, value, scale).attend_piece(piece, write);
+      },
+      write);
+}
+
+}  // namespace
