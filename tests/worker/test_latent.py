@@ -34,7 +34,7 @@ ROTATIONS = {"deepseek_v2": Rotation.PAIRS, "deepseek_v3": Rotation.PAIRS}
 
 
 def load(directory: Path) -> LoadedModel:
-    return load_model(str(directory), "auto", torch.device("cpu"), lambda *_: None)
+    return load_model(str(directory), "float32", torch.device("cpu"), lambda *_: None)
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) ->
     if dtype == torch.float16 and device.type == "cpu":
         _log.info("float16 weights are computed in float32 on the CPU")
         return torch.float32
-    return dtype  # type: ignore[no-any-return]
+    return dtype
 
 
 def _load_weights(
