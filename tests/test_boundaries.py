@@ -33,8 +33,8 @@ SUBPACKAGES = {
     ],
     "core_proc": ["kv", "scheduling", "recovery", "links"],
     "worker_proc": [
-        *("native", "kv", "attention", "grammar", "sampling", "loading", "drafting"),
-        *("calibration", "decoder", "cuda", "startup"),
+        *("native", "kv", "attention", "grammar", "sampling", "quantization", "loading"),
+        *("drafting", "calibration", "decoder", "cuda", "startup"),
     ],
     "scripts": ["hub", "supervisor", "bench", "batch"],
 }

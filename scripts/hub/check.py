@@ -1,6 +1,7 @@
-"""Checks configurations in a process of its own: `python -m scripts.hub.check DTYPE DEVICE`.
+"""Checks configurations in a process of its own.
 
-It loads the model's libraries while the hub is asked. It reads directories, one a line, and answers
+`python -m scripts.hub.check DTYPE DEVICE QUANTIZATION`; "" stands for no quantization. It
+loads the model's libraries while the hub is asked. It reads directories, one a line, and answers
 each with a line: why a model with this configuration cannot run, as JSON, or null.
 """
 
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from protocol.config import ModelConfig
+from protocol.config import ModelConfig, Quantization
 from protocol.process.prctl import die_with_parent
 
 _TIMEOUT_S = 60.0
@@ -22,7 +23,8 @@ class Checker:
     """The other end of that process."""
 
     def __init__(self, model: ModelConfig) -> None:
-        self._command = [sys.executable, "-P", "-m", "scripts.hub.check", model.dtype, model.device]
+        settings = [model.dtype, model.device, model.quantization or ""]
+        self._command = [sys.executable, "-P", "-m", "scripts.hub.check", *settings]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -76,11 +78,14 @@ def main() -> None:
     with lean_imports():
         from worker_proc.cuda.device import resolve_device
         from worker_proc.loading.loader import inspect_config
-    dtype, device = sys.argv[1:]
+    dtype, device, rounding = sys.argv[1:]
+    quantization = Quantization(rounding) if rounding else None
     for line in sys.stdin:
         reason = None
         try:
-            inspect_config(line.rstrip("\n"), dtype, resolve_device(device))
+            directory = line.rstrip("\n")
+            found = resolve_device(device)
+            inspect_config(directory, dtype, found, None, quantization)
         except ValueError as error:
             reason = str(error)
         print(json.dumps(reason), file=answers, flush=True)

@@ -269,7 +269,7 @@ main()
 def make_checker(monkeypatch: pytest.MonkeyPatch, program: str) -> Checker:
     """Return a checker whose process is a Python program, with the arguments of the real one."""
     checker = Checker(ModelConfig())
-    command = [sys.executable, "-c", program, *checker._command[-2:]]
+    command = [sys.executable, "-c", program, *checker._command[-3:]]
     monkeypatch.setattr(checker, "_command", command)
     return checker
 

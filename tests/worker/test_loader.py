@@ -30,8 +30,8 @@ from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedM
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loading import loader
-from worker_proc.loading.checkpoint import check_stored_dtypes
 from worker_proc.loading.loader import LoadedModel, load_model
+from worker_proc.quantization.headers import read_headers
 from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def load(directory: Path, dtype: str = "auto") -> LoadedModel:
 def test_weights_are_read_straight_to_a_device(llama: Path) -> None:
     """The meta device stands for one that is not the host."""
     check = modeling_utils.check_and_set_device_map
-    stored = check_stored_dtypes(str(llama))
+    stored = read_headers(str(llama))
     meta = torch.device("meta")
     inspected = loader.inspect_config(str(llama), "auto", meta)
     model = loader._load_weights(str(llama), inspected, stored, silent, meta)
@@ -163,7 +163,6 @@ def test_refuses_from_the_configuration_alone(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
         ({"num_kv_shared_layers": 1}, "share their KV"),
         ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}, "no code of its"),
         ({"is_causal": False}, "not causal"),

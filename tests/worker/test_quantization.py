@@ -455,7 +455,7 @@ def test_a_checkpoint_in_float32_is_refused(tmp_path: Path) -> None:
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, MODELS["llama"])
     change_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedModel, match="quantized checkpoints are not supported"):
+    with pytest.raises(UnsupportedModel, match=r"w8a16: \S+ is quantized already \(gptq\)"):
         load(tmp_path, Quantization.W8A16)
 
 

@@ -6,11 +6,12 @@ others: weights that are stored in a format that it does not expect are loaded a
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from worker_proc.errors import CheckpointError
+from worker_proc.quantization.headers import StoredTensor, read_object
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Types that weights can be computed in."""
@@ -18,7 +19,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 _CONFIG_DTYPES = (*DTYPES, "float64")
 """Weights of float64 can be loaded as another type."""
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
-_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _LEAST: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"), 1),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1),
@@ -31,37 +31,19 @@ _UNUSED_BUFFER = re.compile(
 _UNUSED_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.(masked_)?bias$")
 
 
-class StoredTensor(NamedTuple):
-    """A tensor as the header of a safetensors file describes it."""
-
-    file: str
-    dtype: str  # the format's own name, such as F32 or F8_E4M3
-    num_dims: int
-
-
 def check_config_files(directory: str) -> None:
     """Check the configuration keys that transformers does not; errors name file, key and value."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no config.json")
-    config = _read_object(path)
+    config = read_object(path)
     _check_section(path, "", config)
     if (text_config := config.get("text_config")) is not None:
         _require(isinstance(text_config, dict), path, "text_config", text_config, "an object")
         _check_section(path, "text_config.", text_config)
     generation = Path(directory) / "generation_config.json"
     if generation.is_file():
-        _check_eos(generation, "", _read_object(generation))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return content
+        _check_eos(generation, "", read_object(generation))
 
 
 def _require(holds: bool, path: Path, key: str, value: object, expected: str) -> None:
@@ -96,6 +78,10 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
             _check_rope(path, f"{prefix}{key}.", section[key])
     if section.get("rope_theta") is not None:
         _check_rope(path, prefix, {"rope_theta": section["rope_theta"]})
+    if section.get("quantization_config") is not None:
+        require(
+            isinstance(section["quantization_config"], dict), "quantization_config", "an object"
+        )
     if (layer_types := section.get("layer_types")) is not None:
         is_list = isinstance(layer_types, list) and all(isinstance(x, str) for x in layer_types)
         require(is_list, "layer_types", "a list of names")
@@ -128,7 +114,7 @@ def describe_rejection(directory: str, error: Exception) -> str:
     """
     path = Path(directory) / "config.json"
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if key := _key_of(name, _read_object(path)):
+    if key := _key_of(name, read_object(path)):
         return f"{path}: {key} is {json.dumps(name)}, which transformers does not know"
     text = " ".join(str(error).split()) or "it cannot be built"
     return f"{path}: transformers rejects it: {type(error).__name__}: {text}"
@@ -144,18 +130,15 @@ def _key_of(value: object, section: dict[str, Any]) -> str:
     return ""
 
 
-def check_stored_dtypes(directory: str) -> dict[str, StoredTensor]:
-    """Check that all weights are plain floats, not quantized; returns those in safetensors."""
-    stored: dict[str, StoredTensor] = {}
-    for path in _weight_files(Path(directory)):
-        stored.update(_read_header(path))
+def check_stored_dtypes(directory: str, stored: Mapping[str, StoredTensor]) -> None:
+    """Check that tensors are plain floats, not codes."""
     for name, tensor in stored.items():
         if tensor.dtype not in _STORED_DTYPES and not is_unused_buffer(name, tensor):
             raise CheckpointError(
                 f"{directory}/{tensor.file}: {name} is stored as {tensor.dtype}, and only"
-                f" {', '.join(sorted(_STORED_DTYPES))} are supported: quantized checkpoints are not"
+                f" {', '.join(sorted(_STORED_DTYPES))} are supported, but for weights that a"
+                " quantization_config in config.json describes"
             )
-    return stored
 
 
 def is_unused_buffer(name: str, tensor: StoredTensor | None) -> bool:
@@ -163,34 +146,5 @@ def is_unused_buffer(name: str, tensor: StoredTensor | None) -> bool:
     if _UNUSED_BUFFER.search(name):
         return True
     # Causal masks of GPT-2 and others. A bias that is added has one dimension.
-    is_mask = tensor is not None and tensor.num_dims != 1
+    is_mask = tensor is not None and len(tensor.shape) != 1
     return is_mask and _UNUSED_MASK.search(name) is not None
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that transformers reads: one, or those of an index."""
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file() or not index.is_file():
-        return [path for path in [directory / "model.safetensors"] if path.is_file()]
-    weight_map = _read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map does not map names to files")
-    paths = [directory / file for file in sorted(set(weight_map.values()))]
-    for path in paths:
-        if not path.is_file():
-            raise CheckpointError(f"{index} names {path.name}, which is missing")
-    return paths
-
-
-def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {size} bytes")
-            header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            yield name, StoredTensor(path.name, str(entry["dtype"]), len(entry["shape"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error

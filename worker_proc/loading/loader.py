@@ -4,11 +4,14 @@ Everything that is known without weights is checked before they are read: the co
 running the model's own code on the meta device, its attention and the parameters that it uses.
 """
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -23,13 +26,13 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from protocol.config import Quantization
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention
 from worker_proc.attention.probe import ProbedLayer, ProbedModel, is_within, probe_model
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import (
     DTYPES,
-    StoredTensor,
     check_config_files,
     check_stored_dtypes,
     describe_rejection,
@@ -40,10 +43,22 @@ from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import auto_class, building_without
+from worker_proc.quantization.files import QuantizedFiles
+from worker_proc.quantization.formats import take_format
+from worker_proc.quantization.headers import StoredTensor, read_headers
+from worker_proc.quantization.model import load_quantized
+from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.runner import ReportProgress
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OPTIONS: dict[str, Any] = {
+    "attn_implementation": IMPLEMENTATION,
+    "local_files_only": True,
+    "ignore_mismatched_sizes": True,  # they are reported by name
+    "output_loading_info": True,
+}
+"""With which transformers loads a model, however its weights are read."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,6 +83,8 @@ class InspectedModel(NamedTuple):
     probed: ProbedModel
     model_len: int
     dtype: torch.dtype
+    format: CheckpointFormat | None
+    """Of a quantized checkpoint."""
 
 
 def load_model(
@@ -76,14 +93,23 @@ def load_model(
     device: torch.device,
     progress: ReportProgress,
     proofs: StartCache | None = None,
+    *,
+    quantization: Quantization | None = None,
 ) -> LoadedModel:
-    """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored)."""
+    """Load the checkpoint in `directory`, with weights of `dtype` ("auto": as stored).
+
+    `quantization` is how its weights will be rounded, which must not be codes already.
+    """
     progress("inspect", 0, 1)
-    inspected = inspect_config(directory, dtype, device, proofs)
+    inspected = inspect_config(directory, dtype, device, proofs, quantization)
     probed, torch_dtype = inspected.probed, inspected.dtype
-    stored = check_stored_dtypes(directory)
+    stored = read_headers(directory)
+    files = None
+    if inspected.format is not None:
+        files = QuantizedFiles(directory, stored, inspected.format)
+    check_stored_dtypes(directory, stored if files is None else files.plain)
     progress("inspect", 1, 1)
-    model = _load_weights(directory, inspected, stored, progress, device).to(device)
+    model = _load_weights(directory, inspected, stored, progress, device, files=files).to(device)
     _release_unused(model, probed.parameters)
     _ignore_padding(model)
     return LoadedModel(
@@ -98,7 +124,11 @@ def load_model(
 
 
 def inspect_config(
-    directory: str, dtype: str, device: torch.device, proofs: StartCache | None = None
+    directory: str,
+    dtype: str,
+    device: torch.device,
+    proofs: StartCache | None = None,
+    quantization: Quantization | None = None,
 ) -> InspectedModel:
     """Check everything that is known without weights; they need not be there."""
     check_config_files(directory)
@@ -108,21 +138,35 @@ def inspect_config(
             directory, local_files_only=True, trust_remote_code=False
         )
     text_config = config.get_text_config(decoder=True)
+    format = take_format(Path(directory) / "config.json", config)
+    if format is not None and quantization is not None:
+        raise UnsupportedModel(
+            f"quantization {quantization}: {directory} is quantized already ({format.method});"
+            " leave the setting out"
+        )
     _check_config(config, text_config)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
-    torch_dtype = _resolve_dtype(dtype, config, device)
+    torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=format is not None)
     check_room(probed.num_weights * torch_dtype.itemsize, device)
-    return InspectedModel(config, text_config, probed, _model_len(text_config), torch_dtype)
+    model_len = _model_len(text_config)
+    return InspectedModel(config, text_config, probed, model_len, torch_dtype, format)
 
 
 def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     """Build the model without memory, and run it."""
+    model = _build_skeleton(directory, config)
+    return probe_model(model, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model without memory."""
     load_meta_kernels()
     no_model = f"{config.model_type}: no causal language model"
     with _rejections(directory, no_model), torch.device("meta"), no_init_weights():
-        model = auto_class(config).from_config(config, trust_remote_code=False).eval()
+        own_config = copy.deepcopy(config)  # the probe changes it
+        model = auto_class(config).from_config(own_config, trust_remote_code=False)
     _ignore_padding(model)
-    return probe_model(model, config.get_text_config(decoder=True).num_hidden_layers)
+    return cast(PreTrainedModel, model.eval())
 
 
 def _ignore_padding(model: PreTrainedModel) -> None:
@@ -158,7 +202,6 @@ def _rejections(directory: str, unsupported: str) -> Iterator[None]:
 
 def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
     for holder, key, feature in (
-        (config, "quantization_config", "quantized checkpoints are"),
         (config, "is_encoder_decoder", "encoder-decoder models are"),
         (text_config, "num_kv_shared_layers", "layers that share their KV are"),
         (text_config, "add_cross_attention", "cross attention is"),
@@ -184,7 +227,9 @@ def _model_len(text_config: PretrainedConfig) -> int:
     return int(model_len)
 
 
-def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+def _resolve_dtype(
+    name: str, config: PretrainedConfig, device: torch.device, *, is_quantized: bool
+) -> torch.dtype:
     """Return the type to compute in; "auto": as in config.json, and bfloat16 for float32."""
     if name != "auto":
         return _DTYPES[name]
@@ -194,6 +239,9 @@ def _resolve_dtype(name: str, config: PretrainedConfig, device: torch.device) ->
         raise UnsupportedModel(f"{config.model_type}: weights of type {dtype}")
     if dtype == torch.float32:
         _log.info("float32 weights are rounded to bfloat16; --dtype float32 keeps them")
+        return torch.bfloat16
+    if dtype == torch.float16 and device.type == "cpu" and is_quantized:
+        _log.info("float16 is computed as bfloat16 on the CPU")
         return torch.bfloat16
     if dtype == torch.float16 and device.type == "cpu":
         _log.info("float16 weights are computed in float32 on the CPU")
@@ -207,6 +255,8 @@ def _load_weights(
     stored: dict[str, StoredTensor],
     progress: ReportProgress,
     device: torch.device,
+    *,
+    files: QuantizedFiles | None = None,
 ) -> PreTrainedModel:
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     unused_modules = inspected.probed.unused_modules
@@ -216,11 +266,12 @@ def _load_weights(
             _straight_to(device) as placement,
             building_without(unused_modules),
         ):
+            read = _reader(directory, inspected, files)
             try:
-                model, info = _from_pretrained(directory, inspected, placement)
+                model, info = read(_OPTIONS | placement)
             except NotImplementedError:  # a module computes something while it is built
                 load_meta_kernels()
-                model, info = _from_pretrained(directory, inspected, placement)
+                model, info = read(_OPTIONS | placement)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
     problems = [f"misses {key}" for key in sorted(info["missing_keys"])]
@@ -239,20 +290,30 @@ def _load_weights(
     return model
 
 
+def _reader(
+    directory: str, inspected: InspectedModel, files: QuantizedFiles | None
+) -> Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]:
+    """Return what loads a model with options of transformers.
+
+    It returns the names of weights that have not been loaded, too.
+    """
+    if files is None:
+        return partial(_from_pretrained, directory, inspected)
+    skeleton = _build_skeleton(directory, inspected.config)
+    computed = str(inspected.dtype).removeprefix("torch.")
+    _log.info("%s weights are computed as %s", files.description, computed)
+    return partial(load_quantized, skeleton, directory, files, inspected.dtype)
+
+
 def _from_pretrained(
-    directory: str, inspected: InspectedModel, placement: dict[str, Any]
+    directory: str, inspected: InspectedModel, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model, and the names of weights that have not been loaded."""
     model, info = auto_class(inspected.config).from_pretrained(
         directory,
         dtype=inspected.dtype,
-        attn_implementation=IMPLEMENTATION,
-        local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
-        ignore_mismatched_sizes=True,  # they are reported by name
-        output_loading_info=True,
-        **placement,
+        **options,
     )
     return model, info
 

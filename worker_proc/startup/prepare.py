@@ -46,7 +46,10 @@ def prepare_model(
     elif device.type == "cpu":
         start_building()
     proofs = None if kept is None else kept.without_kernels()
-    loaded = load_model(config.model.model, config.model.dtype, device, progress, proofs)
+    model = config.model
+    loaded = load_model(
+        model.model, model.dtype, device, progress, proofs, quantization=quantization
+    )
     wanted_len = config.model.max_model_len
     if wanted_len is not None and wanted_len > loaded.model_len:
         raise CheckpointError(

@@ -1,0 +1,324 @@
+"""Writes small quantized checkpoints, in the layouts of the libraries that make them.
+
+Weights are rounded to the nearest code, group by group; every layout is packed word by word, as its
+description in worker_proc/quantization states it, and by other code than it is read with.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PretrainedConfig
+
+from tests.worker.checkpoints import SHAPE, build_checkpoint
+
+Encoded = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""The tensors of a layer, and the weight that they stand for, in float64."""
+WIDE: dict[str, Any] = SHAPE | {"hidden_size": 128, "intermediate_size": 256}
+"""Inputs of every layer are whole groups of 128, or half a group."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A format, its settings in config.json, and how it stores a weight."""
+
+    name: str
+    settings: dict[str, Any]
+    encode: Callable[[torch.Tensor], Encoded]
+    description: str = ""
+    """As readiness names it."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Codes from 0 on, `[outputs, inputs]`, and what the groups of inputs have in common."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor  # [outputs, groups]
+    zeros: torch.Tensor  # [outputs, groups]
+    group_of: torch.Tensor  # of each input
+
+    @property
+    def values(self) -> torch.Tensor:
+        shifted = self.codes - self.zeros[:, self.group_of]
+        return shifted.double() * self.scales.double()[:, self.group_of]
+
+
+def group_codes(
+    weight: torch.Tensor,
+    num_bits: int,
+    group_size: int,
+    *,
+    is_symmetric: bool,
+    scale_dtype: torch.dtype,
+    group_of: torch.Tensor | None = None,
+) -> Grouped:
+    """Round a weight; -1 stands for one group of all inputs."""
+    num_inputs = weight.shape[1]
+    if group_of is None:
+        group_of = torch.arange(num_inputs) // (num_inputs if group_size == -1 else group_size)
+    most = 2**num_bits - 1
+    scales, zeros = [], []
+    for group in range(int(group_of.max()) + 1):
+        part = weight[:, group_of == group]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        if is_symmetric:
+            scale = torch.maximum(-low, high) * 2 / most
+            zero = torch.full_like(scale, 2 ** (num_bits - 1))
+        else:
+            scale = (high - low) / most
+            zero = (-low / scale).round().clamp(0, most)
+        scales.append(scale.to(scale_dtype))
+        zeros.append(zero.int())
+    scale_of, zero_of = torch.stack(scales, 1), torch.stack(zeros, 1)
+    codes = (weight / scale_of.float()[:, group_of]).round() + zero_of[:, group_of]
+    return Grouped(codes.clamp(0, most).int(), scale_of, zero_of, group_of)
+
+
+def pack_words(codes: torch.Tensor, num_bits: int, order: Sequence[int] = ()) -> torch.Tensor:
+    """Pack rows of codes into int32, the first one of each word in its lowest bits.
+
+    `order` states which code of each word comes first, second and further.
+    """
+    per_word = 32 // num_bits
+    words = codes.long().unflatten(1, (-1, per_word))
+    packed = torch.zeros(words.shape[:2], dtype=torch.int64)
+    for place, code in enumerate(order or range(per_word)):
+        packed |= words[:, :, code] << num_bits * place
+    return (packed - (packed >> 31 << 32)).int()  # the highest bit is the sign
+
+
+def gptq(
+    num_bits: int, group_size: int, *, is_symmetric: bool, has_order: bool = False, version: int = 1
+) -> Layout:
+    """GPTQ; `has_order`: inputs of a group are not consecutive (desc_act)."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        group_of = None
+        if has_order:
+            generator = torch.Generator().manual_seed(weight.shape[1])
+            group_of = torch.randperm(weight.shape[1], generator=generator) // group_size
+        found = group_codes(
+            weight,
+            num_bits,
+            group_size,
+            is_symmetric=is_symmetric,
+            scale_dtype=torch.float16,
+            group_of=group_of,
+        )
+        stored_zeros = (found.zeros - int(version == 1)) % 2**num_bits
+        parts = {
+            "qweight": pack_words(found.codes, num_bits).t(),
+            "qzeros": pack_words(stored_zeros.t(), num_bits),
+            "scales": found.scales.t(),
+            "g_idx": found.group_of.int(),
+        }
+        return parts, found.values
+
+    settings = {
+        "quant_method": "gptq",
+        "bits": num_bits,
+        "group_size": group_size,
+        "desc_act": has_order,
+        "sym": is_symmetric,
+    }
+    if version == 2:
+        settings["checkpoint_format"] = "gptq_v2"
+    order = "_order" if has_order else ""
+    name = f"gptq{num_bits}_{group_size}_{'sym' if is_symmetric else 'asym'}{order}_v{version}"
+    return Layout(name, settings, encode, f"gptq int{num_bits}")
+
+
+def awq(group_size: int) -> Layout:
+    """AWQ in the layout "gemm"."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        found = group_codes(weight, 4, group_size, is_symmetric=False, scale_dtype=torch.float16)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        parts = {
+            "qweight": pack_words(found.codes.t(), 4, order),
+            "qzeros": pack_words(found.zeros.t(), 4, order),
+            "scales": found.scales.t(),
+        }
+        return parts, found.values
+
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "version": "gemm",
+        "zero_point": True,
+    }
+    return Layout(f"awq_{group_size}", settings, encode, "awq int4")
+
+
+def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def pack_quantized(num_bits: int, group_size: int, *, is_symmetric: bool) -> Layout:
+    """compressed-tensors, packed whole numbers."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        found = group_codes(
+            weight, num_bits, group_size, is_symmetric=is_symmetric, scale_dtype=torch.bfloat16
+        )
+        parts = {
+            "weight_packed": pack_words(found.codes, num_bits),
+            "weight_shape": torch.tensor(weight.shape),
+            "weight_scale": found.scales,
+        }
+        if not is_symmetric:
+            parts["weight_zero_point"] = pack_words(found.zeros.t(), num_bits).t()
+        return parts, found.values
+
+    strategy = "channel" if group_size == -1 else "group"
+    weights = {
+        "num_bits": num_bits,
+        "type": "int",
+        "symmetric": is_symmetric,
+        "strategy": strategy,
+        "group_size": None if group_size == -1 else group_size,
+    }
+    kind = "sym" if is_symmetric else "asym"
+    name = f"pack_quantized{num_bits}_{group_size}_{kind}"
+    settings = _compressed("pack-quantized", weights)
+    return Layout(name, settings, encode, f"compressed-tensors int{num_bits}")
+
+
+def int_quantized(*, codes_rows: bool) -> Layout:
+    """compressed-tensors, int8 by output; with `codes_rows` inputs are rounded, too."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        found = group_codes(weight, 8, -1, is_symmetric=True, scale_dtype=torch.bfloat16)
+        parts = {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales}
+        return parts, found.values
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    settings = _compressed("int-quantized", weights, inputs if codes_rows else None)
+    name = f"int_quantized_{'w8a8' if codes_rows else 'w8a16'}"
+    return Layout(name, settings, encode, "compressed-tensors int8")
+
+
+def _fp8(weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes with scales of the weight's shape, and what they stand for."""
+    codes = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes, codes.double() * scales.double()
+
+
+def float_quantized(strategy: str) -> Layout:
+    """compressed-tensors, e4m3 by output ("channel"), or by weight ("tensor")."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        greatest = (
+            weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max()
+        )
+        scale = (greatest / 448).bfloat16()
+        codes, values = _fp8(weight, scale.expand_as(weight))
+        stored = scale if strategy == "channel" else scale.reshape(1)
+        parts = {"weight": codes, "weight_scale": stored}
+        if strategy == "tensor":
+            parts["input_scale"] = torch.tensor([0.5])
+        return parts, values
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    settings = _compressed("float-quantized", weights)
+    return Layout(f"float_quantized_{strategy}", settings, encode, "compressed-tensors fp8")
+
+
+def fp8_blocks() -> Layout:
+    """FP8 with scales of blocks, as of DeepSeek and Qwen."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+        scales = torch.empty(rows, columns)
+        for row in range(rows):
+            for column in range(columns):
+                block = weight[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+                scales[row, column] = block.abs().max() / 448
+        of_each = scales[torch.arange(weight.shape[0]) // 128][
+            :, torch.arange(weight.shape[1]) // 128
+        ]
+        codes, values = _fp8(weight, of_each)
+        return {"weight": codes, "weight_scale_inv": scales}, values
+
+    settings = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    return Layout("fp8_blocks", settings, encode, "fp8")
+
+
+def fp8_tensor() -> Layout:
+    """FP8 with one scale of a weight."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        scale = weight.abs().max() / 448
+        codes, values = _fp8(weight, scale.expand_as(weight))
+        return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}, values
+
+    settings = {"quant_method": "fp8", "activation_scheme": "static"}
+    return Layout("fp8_tensor", settings, encode, "fp8")
+
+
+LAYOUTS = (
+    gptq(4, 128, is_symmetric=True),
+    gptq(4, 32, is_symmetric=False),
+    gptq(4, 64, is_symmetric=False, has_order=True),
+    gptq(8, -1, is_symmetric=False, version=2),
+    awq(64),
+    awq(128),
+    pack_quantized(4, 32, is_symmetric=False),
+    pack_quantized(4, 128, is_symmetric=True),
+    pack_quantized(8, -1, is_symmetric=True),
+    int_quantized(codes_rows=False),
+    int_quantized(codes_rows=True),
+    float_quantized("channel"),
+    float_quantized("tensor"),
+    fp8_blocks(),
+    fp8_tensor(),
+)
+
+
+def is_quantized(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the weight of a linear layer or an expert."""
+    kept = ("embed", "lm_head", "mlp.gate.", "norm")
+    return name.endswith(".weight") and tensor.dim() == 2 and not any(part in name for part in kept)
+
+
+def write_quantized(
+    directory: Path, layout: Layout, config: PretrainedConfig | None = None
+) -> Path:
+    """Write a checkpoint in a layout; returns that of the weights that it stands for."""
+    dense = directory.with_name(f"{directory.name}-dense")
+    for path in (directory, dense):
+        build_checkpoint(path, config or LlamaConfig(**WIDE))
+    stored, values = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if is_quantized(name, tensor):
+            parts, weight = layout.encode(tensor)
+            layer = name.removesuffix("weight")
+            stored |= {layer + part: value.contiguous() for part, value in parts.items()}
+            values[name] = weight.float()
+        else:
+            stored[name] = values[name] = tensor
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    save_file(values, dense / "model.safetensors", {"format": "pt"})
+    path = directory / "config.json"
+    settings = json.loads(path.read_text()) | {"quantization_config": layout.settings}
+    path.write_text(json.dumps(settings))
+    return dense

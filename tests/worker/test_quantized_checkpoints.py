@@ -1,0 +1,234 @@
+"""Quantized checkpoints: what codes stand for, and the tokens of models that are made of them.
+
+The reference of a layout is a plain checkpoint with the weights that its codes stand for.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from protocol.sampling import SamplingParams
+from tests.worker.checkpoints import SHAPE
+from tests.worker.driving import drive
+from tests.worker.quantized_checkpoints import (
+    LAYOUTS,
+    WIDE,
+    Layout,
+    awq,
+    fp8_blocks,
+    gptq,
+    int_quantized,
+    pack_quantized,
+    write_quantized,
+)
+from tests.worker.test_loader import change_config, load
+from tests.worker.test_parity import generate, make_prompts, make_runner
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.loader import inspect_config
+from worker_proc.quantization.files import QuantizedFiles
+from worker_proc.quantization.headers import read_headers
+
+CPU = torch.device("cpu")
+MAX_TOKENS = 12
+UNEVEN = LlamaConfig(**WIDE | {"hidden_size": 96, "intermediate_size": 160})
+"""No block of 128 divides its sizes."""
+
+
+def open_files(directory: Path) -> QuantizedFiles:
+    format = inspect_config(str(directory), "auto", CPU).format
+    assert format is not None
+    return QuantizedFiles(str(directory), read_headers(str(directory)), format)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_codes_are_read_as_the_weights_that_they_stand_for(layout: Layout, tmp_path: Path) -> None:
+    """Scales of 16 bits make every product exact in float32, and others are rounded once."""
+    dense = write_quantized(tmp_path / "coded", layout, UNEVEN if "fp8" in layout.name else None)
+    files, expected = open_files(tmp_path / "coded"), load_file(dense / "model.safetensors")
+    assert len(files.weights) == 2 * 7
+    assert files.plain.keys() == expected.keys() - files.weights.keys()
+    for name, stored in files.weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+
+
+MOE = Qwen3MoeConfig(
+    **SHAPE | {"hidden_size": 128},
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+)
+SERVED = (
+    (gptq(4, 64, is_symmetric=False, has_order=True), None),
+    (awq(64), MOE),
+    (pack_quantized(4, 32, is_symmetric=False), None),
+    (int_quantized(codes_rows=True), None),
+    (fp8_blocks(), MOE),
+)
+
+
+@pytest.mark.parametrize(("layout", "config"), SERVED, ids=lambda value: getattr(value, "name", ""))
+def test_tokens_in_float32_are_those_of_the_dequantized_checkpoint(
+    layout: Layout, config: Any, tmp_path: Path
+) -> None:
+    dense = write_quantized(tmp_path / "coded", layout, config)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    prompts = make_prompts()[:6]
+    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    run = drive(make_runner(tmp_path / "coded", 200), prompts, params, max_num_seqs=6)
+    assert run.output_token_ids == expected
+    assert len(set(map(tuple, expected))) == len(prompts)
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    """Settings of compressed-tensors with changes of the only group's weights."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | changes
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"a": group},
+    }
+
+
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
+FP8: dict[str, Any] = {"quant_method": "fp8"}
+GROUP = r"config_groups\.a"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("gptq", 'quantization_config is "gptq", and must be an object'),
+        ({"quant_method": "hqq"}, r"quant_method is 'hqq'; supported: awq, compressed-tensors, "),
+        ({}, "quant_method is None"),
+        (GPTQ | {"bits": 3}, "quantization_config.bits is 3; supported: 4 or 8"),
+        (GPTQ | {"bits": True}, "bits is true"),
+        (GPTQ | {"group_size": 16}, "group_size is 16; supported: -1 or 32 or 64 or 128"),
+        (GPTQ | {"checkpoint_format": "marlin"}, 'checkpoint_format is "marlin"'),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic is .*rules that begin with -:"),
+        (AWQ | {"bits": 8}, "bits is 8; supported: 4"),
+        (AWQ | {"version": "gemv"}, 'version is "gemv"; supported: "gemm"'),
+        (AWQ | {"zero_point": False}, "zero_point is false"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; supported: two"),
+        (FP8 | {"fmt": "e5m2"}, 'fmt is "e5m2"'),
+        (compressed() | {"format": "marlin-24"}, 'format is "marlin-24"; supported: "pack-q'),
+        (compressed() | {"config_groups": {}}, "config_groups is {}; supported: at least one"),
+        (compressed() | {"config_groups": {"a": 1}}, rf"{GROUP} is 1, and must be an object"),
+        (compressed(num_bits=3), rf"{GROUP}\.weights\.num_bits is 3; supported: 4 or 8"),
+        (compressed(group_size=48), rf"{GROUP}\.weights\.group_size is 48"),
+        (compressed(strategy="tensor_group"), rf"{GROUP}\.weights\.strategy is"),
+        (compressed(actorder="group"), rf"{GROUP}\.weights\.actorder is"),
+        (compressed(type="float"), rf"{GROUP}\.weights\.type is"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_before_weights_are_read(
+    settings: Any, reason: str, tmp_path: Path
+) -> None:
+    """The directory has no weights: a hub's check refuses them before it fetches any."""
+    LlamaConfig(**WIDE).save_pretrained(tmp_path)
+    change_config(tmp_path, quantization_config=settings)
+    with pytest.raises((UnsupportedModel, CheckpointError), match=reason) as caught:
+        inspect_config(str(tmp_path), "auto", CPU)
+    assert "config.json: quantization_config" in str(caught.value)
+
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "value", "reason"),
+    [
+        (awq(64), "scales", None, f"{LAYER} misses scales"),
+        (awq(64), "qzeros", torch.zeros(2, 3, dtype=torch.int32), r"qzeros of shape \[2, 3\] inst"),
+        (awq(64), "scales", torch.full((2, 256), torch.inf), "scales that are not finite"),
+        (gptq(4, 64, is_symmetric=True), "qweight", torch.zeros(2), "qweight stored as F32"),
+        (
+            gptq(4, 64, is_symmetric=True),
+            "g_idx",
+            torch.full((128,), 2, dtype=torch.int32),
+            "g_idx outside of its 2 groups",
+        ),
+        (
+            pack_quantized(4, 32, is_symmetric=True),
+            "weight_shape",
+            torch.tensor([256, 120]),
+            r"weight_shape of \[256, 120\] instead of \[256, 128\]",
+        ),
+        (
+            fp8_blocks(),
+            "weight",
+            torch.full((256, 128), torch.nan).to(torch.float8_e4m3fn),
+            "codes that are not numbers",
+        ),
+        (fp8_blocks(), "weight", torch.zeros(256, 64).to(torch.float8_e4m3fn), "another shape"),
+        (fp8_blocks(), "weight", torch.zeros(256, 130).to(torch.float8_e4m3fn), "weight_scale_inv"),
+        (awq(64), "qweight", torch.zeros(128, 16, dtype=torch.int32), "scales of shape"),
+        (awq(64), "extra", torch.zeros(3), f"has {LAYER}.extra, which llama does not use"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tensors_that_do_not_fit_are_named(
+    layout: Layout, part: str, value: torch.Tensor | None, reason: str, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path / "coded", layout)
+    path = tmp_path / "coded" / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(f"{LAYER}.{part}", None)
+    if value is not None:
+        tensors[f"{LAYER}.{part}"] = value
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        load(tmp_path / "coded")
+    assert LAYER in str(caught.value)
+
+
+def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
+    """A group that names a layer comes before that of all layers."""
+    four, eight = (pack_quantized(bits, 64, is_symmetric=True) for bits in (4, 8))
+    groups = [layout.settings["config_groups"]["group_0"] for layout in (four, eight)]
+    settings = four.settings | {
+        "config_groups": {"all": groups[0], "down": groups[1] | {"targets": [r"re:.*down_proj$"]}}
+    }
+    dense = write_quantized(tmp_path / "coded", four)
+    expected = load_file(dense / "model.safetensors")
+    path = tmp_path / "coded" / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in expected if name.endswith("down_proj.weight")]:
+        parts, values = eight.encode(expected[name])
+        layer = name.removesuffix("weight")
+        tensors |= {layer + part: value.contiguous() for part, value in parts.items()}
+        expected[name] = values.float()
+    save_file(tensors, path, {"format": "pt"})
+    change_config(tmp_path / "coded", quantization_config=settings)
+    for name, stored in open_files(tmp_path / "coded").weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+    groups[1]["targets"] = ["model.layers.0.mlp.down_proj"]
+    settings["config_groups"] = {"down": groups[1]}
+    change_config(tmp_path / "coded", quantization_config=settings)
+    with pytest.raises(CheckpointError, match="no target of config_groups names it"):
+        load(tmp_path / "coded")
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if "compressed" in layout.description], ids=str
+)
+def test_the_library_reads_the_same_weights(layout: Layout) -> None:
+    library = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    assert library.__version__
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(1))
+    parts, values = layout.encode(weight)
+    scheme = QuantizationScheme(**layout.settings["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry(layout.settings["format"])
+    found = compressor.decompress(dict(parts), scheme)["weight"]
+    assert torch.equal(found.bfloat16(), values.bfloat16())

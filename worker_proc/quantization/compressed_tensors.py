@@ -1,0 +1,190 @@
+"""Checkpoints of compressed-tensors, as llm-compressor writes them.
+
+A layer of `pack-quantized` has `weight_packed`, int32 `[outputs, inputs * bits / 32]`, whose words
+hold consecutive inputs from the lowest bits on, `weight_shape`, `weight_scale`,
+`[outputs, groups]`, and, if it is not symmetric, `weight_zero_point`, int32
+`[outputs * bits / 32, groups]`, packed along the outputs. Half of a code's range is added before
+packing. A layer of `int-quantized` has `weight`, int8 `[outputs, inputs]`, and one of
+`float-quantized` has it in e4m3; `weight_scale` and `weight_zero_point` are not packed.
+
+Groups of layers may have different settings, which name their layers by `targets`.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from worker_proc.errors import CheckpointError
+from worker_proc.quantization.fp8 import Fp8Scheme, read_block
+from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.scheme import (
+    UNUSED_PARTS,
+    CheckpointFormat,
+    Scheme,
+    Settings,
+    checked,
+    num_groups,
+    require,
+    require_matrix,
+)
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight, unpack_int32
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+GROUP_SIZES = (32, 64, 128)
+_ALL_LAYERS = "Linear"
+
+
+class IntScheme:
+    """Whole numbers of 4 or 8 bits, packed or not."""
+
+    def __init__(
+        self,
+        num_bits: int,
+        group_size: int,
+        *,
+        is_packed: bool,
+        is_symmetric: bool,
+        codes_rows: bool,
+    ) -> None:
+        self.kind = CodeKind.INT4 if num_bits == 4 else CodeKind.INT8
+        self.codes_rows = codes_rows
+        self._num_bits = num_bits
+        self._group_size = group_size
+        self._is_packed = is_packed
+        self._is_symmetric = is_symmetric
+
+    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+        if self._is_packed:
+            per_word = 32 // self._num_bits
+            num_outputs, num_words = require_matrix(stored, "weight_packed", "I32")
+            num_inputs = num_words * per_word
+            require(stored, "weight_shape", (2,))
+        else:
+            num_outputs, num_inputs = require_matrix(stored, "weight", "I8")
+        groups = num_groups(num_inputs, self._group_size)
+        scales: list[tuple[int, ...]] = [(num_outputs, groups)]
+        if groups == 1:
+            scales += [(), (1,), (1, 1), (num_outputs,)]
+        require(stored, "weight_scale", *scales)
+        if not self._is_symmetric and self._is_packed:
+            require(stored, "weight_zero_point", (-(-num_outputs // per_word), groups))
+        elif not self._is_symmetric:
+            require(stored, "weight_zero_point", *scales)
+        return num_outputs, num_inputs
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        half = 2 ** (self._num_bits - 1)
+        if self._is_packed:
+            codes = unpack_int32(tensors["weight_packed"], self._num_bits)
+            shape = tensors["weight_shape"].tolist()
+            if list(codes.shape) != shape:
+                raise ValueError(f"has a weight_shape of {shape} instead of {list(codes.shape)}")
+        else:
+            codes = tensors["weight"].contiguous().view(torch.uint8) ^ half
+        num_outputs, num_inputs = codes.shape
+        group_size = num_inputs if self._group_size == -1 else self._group_size
+        by_group = partial(_by_group, num_outputs=num_outputs)
+        scales = by_group(tensors["weight_scale"])
+        if self._is_symmetric:
+            zeros = torch.full_like(scales, half)
+        elif self._is_packed:
+            packed = unpack_int32(tensors["weight_zero_point"].t(), self._num_bits)
+            zeros = packed.t()[:num_outputs].float().contiguous()
+        else:
+            zeros = by_group(tensors["weight_zero_point"]) + half
+        return checked(QuantizedWeight(self.kind, codes, scales, zeros, group_size))
+
+
+def _by_group(values: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    """Return `[num_outputs, num_groups]` in float32, from as many values, or from fewer."""
+    values = values.float().reshape(len(values) if values.dim() == 2 else values.numel(), -1)
+    return values.expand(num_outputs, -1).contiguous()
+
+
+class _Group(NamedTuple):
+    """Layers with the same settings."""
+
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+    def names(self, layer: str) -> bool:
+        """Return whether a target other than the type of all layers names this one."""
+        return any(_matches(target, layer) for target in self.targets if target != _ALL_LAYERS)
+
+
+def _matches(target: str, layer: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    return layer == target
+
+
+def _scheme_of(groups: list[_Group], layer: str) -> Scheme:
+    """Return the scheme of the group that names a layer, or of the group of all layers."""
+    for group in groups:
+        if group.names(layer):
+            return group.scheme
+    for group in groups:
+        if _ALL_LAYERS in group.targets:
+            return group.scheme
+    raise CheckpointError(f"{layer} is stored as codes, and no target of config_groups names it")
+
+
+def read_compressed_tensors(settings: Settings) -> CheckpointFormat:
+    """Return the format that the settings describe."""
+    name = settings.one_of("format", _FORMATS)
+    groups = [_read_group(group, name) for group in settings.sections("config_groups")]
+    if not groups:
+        raise settings.unsupported("config_groups", "at least one group")
+    codes = "weight_packed" if name == "pack-quantized" else "weight"
+    parts = UNUSED_PARTS | {"weight_scale", "weight_zero_point", "weight_shape"}
+    return CheckpointFormat("compressed-tensors", codes, parts, partial(_scheme_of, groups))
+
+
+def _read_group(group: Settings, name: str) -> _Group:
+    group.one_of("format", (name,), name)
+    group.one_of("output_activations", (None,))
+    targets = group.get("targets", [])
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise group.unsupported("targets", "a list of names")
+    weights = group.section("weights")
+    weights.one_of("dynamic", (False,), False)
+    if weights.one_of("type", ("int", "float"), "int") == "float":
+        return _Group(tuple(targets), _float_scheme(weights, name))
+    rows = group.section("input_activations") if group.get("input_activations") else None
+    return _Group(tuple(targets), _int_scheme(weights, rows, is_packed=name == "pack-quantized"))
+
+
+def _float_scheme(weights: Settings, name: str) -> Fp8Scheme:
+    if name == "pack-quantized":
+        raise weights.unsupported("type", '"int" with format "pack-quantized"')
+    weights.one_of("num_bits", (8,))
+    weights.one_of("symmetric", (True,), True)
+    if weights.one_of("strategy", ("tensor", "channel", "block")) != "block":
+        return Fp8Scheme("weight_scale", None)
+    return Fp8Scheme("weight_scale", read_block(weights, "block_structure"))
+
+
+def _int_scheme(weights: Settings, rows: Settings | None, *, is_packed: bool) -> IntScheme:
+    num_bits = weights.one_of("num_bits", (4, 8) if is_packed else (8,))
+    is_symmetric = weights.one_of("symmetric", (True, False), True)
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise weights.unsupported("actorder", '"weight", "static" or null')
+    group_size = -1
+    if weights.one_of("strategy", ("tensor", "channel", "group")) == "group":
+        group_size = weights.one_of("group_size", GROUP_SIZES)
+    return IntScheme(
+        num_bits,
+        group_size,
+        is_packed=is_packed,
+        is_symmetric=is_symmetric,
+        codes_rows=(
+            rows is not None
+            and (not is_packed and group_size == -1 and is_symmetric)
+            and (rows.get("type", "int"), rows.get("num_bits")) == ("int", 8)
+            and (rows.get("dynamic"), rows.get("strategy")) == (True, "token")
+            and rows.get("symmetric", True) is True
+        ),
+    )

@@ -1,0 +1,115 @@
+"""The tensors of a quantized checkpoint, as the weights that they stand for.
+
+Nothing is read before it is needed: files are mapped, and a weight is dequantized when the loader
+asks for it, or never, where its codes stay in memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from worker_proc.errors import CheckpointError
+from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.scheme import (
+    CODE_DTYPES,
+    UNUSED_PARTS,
+    CheckpointFormat,
+    Scheme,
+)
+from worker_proc.quantization.weight import QuantizedWeight
+
+
+class StoredWeight:
+    """The weight of one layer, in its files."""
+
+    def __init__(
+        self, name: str, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Any]
+    ) -> None:
+        """`tensors` are slices of the files, by their names within the layer."""
+        self.name = name
+        self.scheme = scheme
+        self.shape = torch.Size(shape)
+        self._tensors = tensors
+
+    def read(self) -> QuantizedWeight:
+        """Read the codes and their scales."""
+        try:
+            return self.scheme.read({name: part[...] for name, part in self._tensors.items()})
+        except ValueError as error:
+            raise CheckpointError(f"{self.name} {error}") from error
+
+
+class DenseWeight:
+    """A weight that is dequantized when it is read, by the slice of all of it."""
+
+    def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+        self._stored, self._dtype = stored, dtype
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self._stored.read().dequantize(self._dtype)
+
+
+class QuantizedFiles:
+    """The files of a quantized checkpoint: weights of layers by their names, and other tensors."""
+
+    def __init__(
+        self, directory: str, stored: Mapping[str, StoredTensor], format: CheckpointFormat
+    ) -> None:
+        """Check all tensors by the headers of their files; raises CheckpointError."""
+        self._directory = Path(directory)
+        self._method = format.method
+        self._open: dict[str, Any] = {}
+        self.weights: dict[str, StoredWeight] = {}
+        """By the names that plain weights would have."""
+        self.plain: dict[str, StoredTensor] = {}
+        layers = _layers(stored, format)
+        for layer, names in layers.items():
+            own = {name: stored[f"{layer}.{name}"] for name in names}
+            scheme = format.scheme_of(layer)
+            try:
+                shape = scheme.shape(own)
+            except ValueError as error:
+                raise CheckpointError(f"{directory}: {layer} {error}") from error
+            tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
+            self.weights[f"{layer}.weight"] = StoredWeight(layer, scheme, shape, tensors)
+        used = {f"{layer}.{name}" for layer, names in layers.items() for name in names}
+        for name, tensor in stored.items():
+            if name not in used and name.rpartition(".")[2] not in UNUSED_PARTS:
+                self.plain[name] = tensor
+
+    @property
+    def description(self) -> str:
+        """The format and its codes, for people."""
+        kinds = sorted({weight.scheme.kind.value for weight in self.weights.values()})
+        return " ".join(dict.fromkeys([self._method, *kinds]))
+
+    def plain_slices(self) -> dict[str, Any]:
+        """Return slices of the tensors that are not quantized."""
+        return {name: self._slice(name, tensor) for name, tensor in self.plain.items()}
+
+    def _slice(self, name: str, tensor: StoredTensor) -> Any:
+        if tensor.file not in self._open:
+            self._open[tensor.file] = safe_open(self._directory / tensor.file, framework="pt")
+        return self._open[tensor.file].get_slice(name)
+
+
+def _layers(stored: Mapping[str, StoredTensor], format: CheckpointFormat) -> dict[str, list[str]]:
+    """Return the names of the tensors of each quantized layer, within the layer.
+
+    Its tensors show whether a layer is quantized: a list of those that are not adds nothing.
+    """
+    return {
+        layer: [format.codes, *_parts(stored, format, layer)]
+        for name, tensor in stored.items()
+        for layer, _, own in [name.rpartition(".")]
+        if own == format.codes and (own != "weight" or tensor.dtype in CODE_DTYPES)
+    }
+
+
+def _parts(
+    stored: Mapping[str, StoredTensor], format: CheckpointFormat, layer: str
+) -> Iterator[str]:
+    return (part for part in sorted(format.parts) if f"{layer}.{part}" in stored)

@@ -1,0 +1,44 @@
+"""Reads `quantization_config` of config.json: which format a checkpoint is stored in."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from worker_proc.errors import UnsupportedModel
+from worker_proc.quantization.awq import read_awq
+from worker_proc.quantization.compressed_tensors import read_compressed_tensors
+from worker_proc.quantization.fp8 import read_fp8
+from worker_proc.quantization.gptq import read_gptq
+from worker_proc.quantization.scheme import CheckpointFormat, Settings
+
+KEY = "quantization_config"
+_READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+}
+
+
+def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None:
+    """Return the format that a configuration names, and remove it there; None: weights are plain.
+
+    Transformers then takes all weights as plain. `path` is that of config.json, for errors. Raises
+    UnsupportedModel for settings that are not supported.
+    """
+    section = None
+    for holder in (config.get_text_config(decoder=True), config):
+        section = getattr(holder, KEY, section)
+        if hasattr(holder, KEY):
+            delattr(holder, KEY)
+    if section is None:
+        return None
+    settings = Settings(path, KEY, section)
+    method = settings.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise UnsupportedModel(
+            f"{path}: {KEY}.quant_method is {method!r}; supported: {', '.join(_READERS)}"
+        )
+    return reader(settings)

@@ -1,0 +1,31 @@
+"""Loads a quantized checkpoint into transformers' model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from worker_proc.quantization.files import DenseWeight, QuantizedFiles
+
+
+def load_quantized(
+    skeleton: PreTrainedModel,
+    directory: str,
+    files: QuantizedFiles,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model with all weights in `dtype`, and the names of those that are missing.
+
+    `skeleton` is the model on the meta device; `options` are those of transformers.
+    """
+    weights = files.plain_slices()
+    for name, stored in files.weights.items():
+        weights[name] = DenseWeight(stored, dtype)
+    model, info = type(skeleton).from_pretrained(
+        None, config=skeleton.config, state_dict=weights, dtype=dtype, **options
+    )
+    if (Path(directory) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info

@@ -1,0 +1,133 @@
+"""What the formats of quantized checkpoints have in common: schemes of layers, and their settings.
+
+A format is read from `quantization_config` of config.json, before any weight. Its schemes state
+which tensors stand for a weight, and turn them into a `QuantizedWeight`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+
+
+class Scheme(Protocol):
+    """How the weight of a linear layer is stored."""
+
+    kind: CodeKind
+    codes_rows: bool
+    """Whether the layer's inputs are rounded to 8 bits, too, each row by a scale of its own."""
+
+    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:
+        """Return the outputs and inputs of a layer, from the headers of its tensors.
+
+        Raises ValueError if a tensor is missing, or has another shape or type than the scheme's.
+        """
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the weight of a layer from its tensors."""
+
+
+class CheckpointFormat(NamedTuple):
+    """The format of a quantized checkpoint."""
+
+    method: str
+    """`quant_method`, its name."""
+    codes: str
+    """The tensor of a quantized layer that holds the codes, such as qweight."""
+    parts: frozenset[str]
+    """The other tensors of a quantized layer, those that it need not have included."""
+    scheme_of: Callable[[str], Scheme]
+    """Returns the scheme of a layer by its name."""
+
+
+CODE_DTYPES = frozenset({"F8_E4M3", "I8"})
+"""Types of tensors that hold codes under the name of plain weights, as in safetensors."""
+UNUSED_PARTS = frozenset({"input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale"})
+"""Scales of activations and of the KV cache, which are not rounded as the checkpoint suggests."""
+
+
+class Settings:
+    """The keys of a `quantization_config`, or of a section of it; errors name key and file."""
+
+    def __init__(self, path: Path, name: str, section: Any) -> None:
+        if not isinstance(section, dict):
+            raise CheckpointError(f"{path}: {name} is {_shown(section)}, and must be an object")
+        self._path, self._name, self._section = path, name, section
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; null counts as missing."""
+        value = self._section.get(key)
+        return default if value is None else value
+
+    def section(self, key: str) -> "Settings":
+        """Return the object below a key."""
+        return Settings(self._path, f"{self._name}.{key}", self._section.get(key))
+
+    def sections(self, key: str) -> list["Settings"]:
+        """Return the objects of an object of objects."""
+        inner = self.section(key)
+        return [inner.section(name) for name in inner._section]
+
+    def one_of(self, key: str, supported: tuple[Any, ...], default: Any = None) -> Any:
+        """Return a value that must be among the supported ones."""
+        value = self.get(key, default)
+        if not any(value == one and type(value) is type(one) for one in supported):
+            raise self.unsupported(key, " or ".join(_shown(one) for one in supported))
+        return value
+
+    def unsupported(self, key: str, supported: str) -> UnsupportedModel:
+        """Return the error for a value that is not supported."""
+        value = _shown(self._section.get(key))
+        return UnsupportedModel(
+            f"{self._path}: {self._name}.{key} is {value}; supported: {supported}"
+        )
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:100]
+
+
+def require(
+    stored: Mapping[str, StoredTensor], name: str, *shapes: tuple[int, ...]
+) -> StoredTensor:
+    """Return a tensor of a layer, which must have one of the shapes; none: it may have any."""
+    tensor = stored.get(name)
+    if tensor is None:
+        raise ValueError(f"misses {name}")
+    if shapes and tensor.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"has a {name} of shape {list(tensor.shape)} instead of {wanted}")
+    return tensor
+
+
+def require_matrix(stored: Mapping[str, StoredTensor], name: str, *dtypes: str) -> tuple[int, int]:
+    """Return the shape of a tensor of a layer that must be a matrix of one of the types."""
+    tensor = require(stored, name)
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"has {name} stored as {tensor.dtype} instead of {' or '.join(dtypes)}")
+    if len(tensor.shape) != 2:
+        raise ValueError(f"has a {name} of {len(tensor.shape)} dimensions, and must have 2")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def num_groups(num_inputs: int, group_size: int) -> int:
+    """Return how many groups the inputs make; `group_size` -1 stands for all inputs."""
+    return 1 if group_size == -1 else -(-num_inputs // group_size)
+
+
+def checked(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight whose values are finite, or raise ValueError."""
+    if not bool(weight.scales.isfinite().all()):
+        raise ValueError("has scales that are not finite")
+    if weight.kind is CodeKind.FP8:
+        # Of signed bytes, the two codes of NaN are the greatest and the least but -128.
+        signed = weight.codes.view(torch.int8)
+        if int(signed.max()) == 0x7F or bool((weight.codes == 0xFF).any()):
+            raise ValueError("has codes that are not numbers")
+    return weight

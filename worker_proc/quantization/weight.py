@@ -1,0 +1,78 @@
+"""A weight as codes with scales: what every format of quantized checkpoints is read as."""
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+FP8_NAN = 0x7F
+"""The code of e4m3 that is not a number, without its sign."""
+
+
+class CodeKind(enum.Enum):
+    """What a code stands for, before it is multiplied by a scale."""
+
+    INT4 = "int4"
+    """A whole number from 0 to 15, less the zero point."""
+    INT8 = "int8"
+    """A whole number from 0 to 255, less the zero point."""
+    FP8 = "fp8"
+    """The bits of a number in e4m3."""
+
+
+class QuantizedWeight(NamedTuple):
+    """The weight of a linear layer: (code - zero point) · scale, or e4m3 · scale.
+
+    Consecutive inputs share scale and zero point, in groups. Products are exact in float32 for
+    scales in bfloat16 or float16, and else rounded once.
+    """
+
+    kind: CodeKind
+    codes: torch.Tensor
+    """uint8, `[num_outputs, num_inputs]`."""
+    scales: torch.Tensor
+    """float32, `[num_outputs, num_groups]`."""
+    zeros: torch.Tensor
+    """float32, `[num_outputs, num_groups]`; 0 for FP8."""
+    group_size: int
+    """Inputs of a group; the last group may have fewer."""
+    order: torch.Tensor | None = None
+    """int64, `[num_inputs]`: the group of each input, where they are not consecutive."""
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight, `[num_outputs, num_inputs]`, rounded to `dtype`."""
+        if self.kind is CodeKind.FP8:
+            values = self.codes.view(torch.float8_e4m3fn).float()
+        else:
+            values = self.codes.float().sub_(self._by_input(self.zeros))
+        return values.mul_(self._by_input(self.scales)).to(dtype)
+
+    def _by_input(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """Return `[num_outputs, num_inputs]`, or one column if all inputs are one group."""
+        if self.order is not None:
+            return of_groups[:, self.order]
+        if of_groups.shape[1] == 1:
+            return of_groups
+        return of_groups.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
+
+
+def join_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return one weight with the outputs of several, which have equal kinds and groups."""
+    first = weights[0]
+    return first._replace(
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat([weight.zeros for weight in weights]),
+    )
+
+
+def unpack_int32(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Return the codes of `[rows, words]` as uint8, `[rows, words * 32 / num_bits]`.
+
+    A word has its first code in its lowest bits. Codes have 4 or 8 bits.
+    """
+    octets = packed.contiguous().view(torch.uint8)
+    if num_bits == 8:
+        return octets
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
