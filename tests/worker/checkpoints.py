@@ -184,6 +184,7 @@ ARCHITECTURES = (
             n_positions=256,
             bos_token_id=1,
             eos_token_id=EOS_TOKEN_ID,
+            pad_token_id=0,
         ),
     ),
     Architecture(

@@ -1,0 +1,48 @@
+"""The table of families in docs/models.md."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.families.configs import FAMILIES
+from tests.families.verification import COLUMNS, Verified
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+_TITLES = ("family", "`model_type`", "layers computed by", "`exact_resume`", *COLUMNS)
+
+
+def header() -> list[str]:
+    """Return the lines above the rows."""
+    return [_line(_TITLES), "|---" * len(_TITLES) + "|"]
+
+
+def row(name: str, verified: Verified) -> str:
+    """Return a family's line."""
+    exact_resume = "true" if verified.exact_resume else "false"
+    equal = ("yes" if is_equal else "**no**" for is_equal in verified.equal)
+    return _line((name, f"`{verified.model_type}`", verified.decoder, exact_resume, *equal))
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """Return the page's rows by family."""
+    lines = page.splitlines()
+    first, end = _place(lines)
+    return {line.split("|")[1].strip(): line for line in lines[first:end]}
+
+
+def with_rows(page: str, rows: Mapping[str, str]) -> str:
+    """Return the page with some rows replaced or added, and without families that are gone."""
+    lines = page.splitlines()
+    first, end = _place(lines)
+    merged = rows_of(page) | rows
+    kept = [merged[name] for name in sorted(merged) if name in FAMILIES]
+    return "\n".join([*lines[:first], *kept, *lines[end:]]) + "\n"
+
+
+def _place(lines: list[str]) -> tuple[int, int]:
+    """Return the line of the first row, and the line after the last one."""
+    first = lines.index(header()[0]) + len(header())
+    return first, next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
