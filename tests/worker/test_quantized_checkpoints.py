@@ -218,7 +218,9 @@ def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [layout for layout in LAYOUTS if "compressed" in layout.description], ids=str
+    "layout",
+    [layout for layout in LAYOUTS if "compressed" in layout.description],
+    ids=lambda layout: layout.name,
 )
 def test_the_library_reads_the_same_weights(layout: Layout) -> None:
     library = pytest.importorskip("compressed_tensors")
