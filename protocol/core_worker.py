@@ -16,6 +16,20 @@ mirror:
    does not count as computed.
 6. After it has sampled, the worker makes up to `draft_limits` drafts for the request: the last
    number sent for it, or the configured one for a request that is new and not named.
+
+Layers with a recurrent state (`KVGroup.is_state`) keep the state of a request, over all of these
+layers, in one *state block*. State blocks have a pool and ids of their own. The table of the state
+group is as long as the other tables. A non-null entry i receives the state after the last computed
+token of block i. With B = block_size, a step that computes positions [start, end) of a request
+
+* begins with zeros if start is 0, else with the state in table[(start - 1) // B], which is not
+  null;
+* for each non-null entry i from start // B to (end - 1) // B, writes the state after position
+  min((i + 1) * B, end) - 1 to table[i]; table[(end - 1) // B] is never null.
+
+So the core alone decides which states are kept for the prefix cache. One id may stand in several
+entries of a table, where the core has moved the block along; only the last of these holds its
+state. Entries before (start - 1) // B may be out of date at the worker, and are never read.
 """
 
 from typing import Annotated
@@ -37,12 +51,15 @@ NULL_BLOCK = 0
 
 
 class KVGroup(Record):
-    """Layers with the same attention window, which share their block tables."""
+    """Layers with the same attention window, or with a recurrent state, which share a table."""
 
     window: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     """Positions that a token attends to, itself included; None: all before it."""
     max_blocks: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     """Most blocks that one request holds, whatever its length; None: no bound."""
+    is_state: bool = False
+    """The table holds state blocks, and the other fields are None. Only the last group may be one,
+    and it may be the only group."""
 
 
 class ModelFacts(Record):
@@ -61,7 +78,8 @@ class ModelFacts(Record):
     kv_groups: Annotated[list[KVGroup], Meta(min_length=1, max_length=64)] = field(
         default_factory=lambda: [KVGroup()]
     )
-    """A request has one block table for each; all take their blocks from one pool."""
+    """A request has one block table for each. All take their blocks from one pool, except that a
+    state group has the pool of state blocks."""
     num_host_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Blocks in host memory, numbered from 0, for the KV of swapped requests."""
     exact_resume: bool = False
@@ -77,6 +95,9 @@ class ModelFacts(Record):
     """How weights were rounded, "w8a16", "w4a16" or "w8a8"; empty: not at all."""
     kv_cache_dtype: Text = ""
     """Codes of keys and values in the cache, "int8" or "fp8"; empty: of type `dtype`."""
+    num_state_blocks: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """Blocks in the pool of the state group, NULL_BLOCK included; 0: there is no state group. Each
+    running request needs one of its own."""
 
     def can_replace(self, before: "ModelFacts") -> bool:
         """Whether workers with these facts can continue.
@@ -91,11 +112,12 @@ class ModelFacts(Record):
         )
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Most blocks of the pool that a request of `num_tokens` tokens holds at once."""
+        """Most KV blocks that a request of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(
             num_blocks if group.max_blocks is None else min(num_blocks, group.max_blocks)
             for group in self.kv_groups
+            if not group.is_state
         )
 
 
@@ -128,7 +150,8 @@ class NewRequestData(Record):
     num_prompt_tokens: Annotated[int, Meta(ge=1)]
     sampling_params: SamplingParams
     block_ids: list[BlockIds]
-    """One table per KV group, all equally long; NULL_BLOCK where the group's window has passed."""
+    """One table per KV group, all equally long; NULL_BLOCK where the group's window has passed, or
+    no state is kept."""
     num_computed_tokens: Annotated[int, Meta(ge=0)]
     """First position to compute: KV before it comes from the prefix cache or the host."""
     num_cached_tokens: Annotated[int, Meta(ge=0)]

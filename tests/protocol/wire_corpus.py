@@ -110,7 +110,18 @@ _CONFINED = SamplingParams(
     logprob_token_ids=[5, 6],
 )
 _FACTS = ModelFacts(
-    "demo", 1000, 4096, 16, 512, [2, 3], "float32", "cpu", [KVGroup(), KVGroup(64, 5)], 8, True
+    "demo",
+    1000,
+    4096,
+    16,
+    512,
+    [2, 3],
+    "float32",
+    "cpu",
+    [KVGroup(), KVGroup(64, 5), KVGroup(is_state=True)],
+    8,
+    True,
+    num_state_blocks=9,
 )
 _LOGPROBS = TokenLogprobs(5, -0.25, 1, [5, 6], [-0.25, -1.75])
 _NEW = NewRequestData(1, pack_token_ids(range(300)), 200, _PARAMS, [[1, 2], [3, 4]], 0, 0)
