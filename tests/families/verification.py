@@ -30,7 +30,7 @@ from worker_proc.loading.text_model import auto_class
 
 NUM_KILLED_PROMPTS = 3
 NUM_KILLED_TOKENS = 500
-"""Of each: half a second of steps at least, so that both deaths come before the end."""
+"""In each answer: half a second of steps at least, so that both deaths come before the end."""
 COLUMNS = ("whole prompts", "chunks of 16", "preempted", "cached prefix", "killed")
 """The ways in which a model is served, in fp32."""
 _MODES = ("whole_prompts", "chunked", "preempted_chunked", "prefix_cache")
