@@ -30,8 +30,12 @@ def attach_cache(
         for tensors, index in zip(pool.tensors, group.layers, strict=False):
             layer = loaded.layers[index]
             module = loaded.model.get_submodule(layer.module_name)
+            sinks = None
+            if layer.sinks is not None:
+                sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
+            paged = PagedLayer(layer.spec, tensors, backend, number, sinks)
             # Not by setattr: the layer is not a submodule and owns no parameter.
-            module.__dict__["paged_layer"] = PagedLayer(layer.spec, tensors, backend, number)
+            module.__dict__["paged_layer"] = paged
     return pool
 
 

@@ -63,9 +63,11 @@ TYPES = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere"),
     *("cohere2", "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "dots1", "ernie4_5", "ernie4_5_moe"),
     *("exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3n_text", "gemma4_text", "glm"),
-    *("glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "granitemoe", "granitemoeshared"),
+    *("glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe"),
+    *("granitemoe_swa", "granitemoeshared"),
     *("helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3"),
-    *("iquestcoder", "jais2", "laguna", "mellum", "minicpm3", "minimax_m2", "ministral"),
+    *("iquestcoder", "jais2", "laguna", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2"),
+    *("ministral",),
     *("modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo3", "persimmon", "phi", "phimoe"),
     *("qwen2_moe", "seed_oss", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu"),
 )

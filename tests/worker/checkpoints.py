@@ -16,6 +16,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeLiteConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
@@ -193,6 +194,10 @@ ARCHITECTURES = (
             **_without("intermediate_size", "num_key_value_heads", "head_dim", ffn_dim=96),
             word_embed_proj_dim=64,
         ),
+    ),
+    Architecture(
+        "gpt_oss",
+        lambda: GptOssConfig(**SHAPE, **_EXPERTS, num_local_experts=4, sliding_window=WINDOW),
     ),
     Architecture("mixtral", lambda: MixtralConfig(**SHAPE, **_EXPERTS, num_local_experts=4)),
     Architecture(

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     BloomConfig,
-    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     PretrainedConfig,
@@ -137,10 +136,6 @@ REFUSED: dict[str, Refusal] = {
     "alibi": (
         lambda: BloomConfig(**SMALL, n_head=4),
         "does not go through|0 of 2 layers call the attention interface",
-    ),
-    "sinks": (
-        lambda: GptOssConfig(**SMALL, num_attention_heads=4, num_key_value_heads=4),
-        "attention sinks",
     ),
     "chunked": (
         lambda: Llama4TextConfig(

@@ -86,11 +86,17 @@ class Texts:
                 MirroredRequest(req_id, [0] * length, length, SamplingParams(), [blocks], 0, 0)
             )
 
-    def layer(self, backend: AttentionBackend) -> PagedLayer:
+    def layer(
+        self,
+        backend: AttentionBackend,
+        sinks: torch.Tensor | None = None,
+        biases: torch.Tensor | None = None,
+    ) -> PagedLayer:
         """Return a layer with an empty pool."""
         shapes = backend.pool_shapes(self.spec, NUM_BLOCKS)
         pools = [torch.zeros(shape, dtype=self.pool_dtype) for shape in shapes if shape]
-        return PagedLayer(self.spec, KVTensors(pools[0], pools[-1]), backend)
+        tensors = KVTensors(pools[0], pools[-1])
+        return PagedLayer(self.spec, tensors, backend, sinks=sinks, biases=biases)
 
     def attend(
         self,

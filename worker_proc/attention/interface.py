@@ -57,6 +57,12 @@ class PagedLayer:
     kv: KVTensors
     backend: AttentionBackend
     group: int = 0
+    sinks: torch.Tensor | None = None
+    """float32 `[num_heads]`: scores without values, which add to the weights of the softmax."""
+    biases: torch.Tensor | None = None
+    """float32 `[num_heads, positions]`: added to scores, by the position of the key.
+
+    A layer has no sinks beside them, as the native kernel shifts scores by a row's own bias."""
 
 
 def set_implementation(model: nn.Module, name: str) -> None:

@@ -41,7 +41,8 @@ def can_attend(specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.dev
 
 def _is_covered(spec: LayerSpec) -> bool:
     if spec.is_latent:
-        return spec.head_dim <= MAX_LATENT_DIM and spec.value_head_dim <= MAX_HEAD_DIM
+        fits = spec.head_dim <= MAX_LATENT_DIM and spec.value_head_dim <= MAX_HEAD_DIM
+        return fits and not spec.is_chunked and spec.kv_source is None
     return (
         max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
         and spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
@@ -185,7 +186,8 @@ class NativeBackend:
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         spec, step = layer.spec, self.steps[layer.group]
         out = rows.query.new_empty(len(rows.query), spec.num_heads, spec.value_head_dim)
-        assert not (spec.is_latent and scoring.softcap)  # for which there is no kernel
+        extras = scoring.softcap, layer.sinks, layer.biases
+        assert not spec.is_latent or extras == (None, None, None)  # for which there is no kernel
         numbers = (scoring.scale, scoring.softcap or 0.0)
         self._library.attend(self.layer_args(layer), step, Rows(*map(_dense, rows)), numbers, out)
         return out
@@ -213,7 +215,14 @@ class NativeBackend:
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         settings = (self._block_size, spec.window or 0, self._is_bf16, self._has_pairs(spec))
         pools = (kv.keys.data_ptr(), kv.values.data_ptr())
-        return LayerArgs(*pools, *shape, *settings, self._format, spec.is_latent)
+        kinds = (spec.is_latent, spec.is_chunked, spec.kv_source is not None)
+        sinks = None if layer.sinks is None else layer.sinks.data_ptr()
+        biases: tuple[int | None, int] = (None, 0)
+        if layer.biases is not None:
+            assert layer.biases.stride(1) == 1
+            assert sinks is None
+            biases = (layer.biases.data_ptr(), layer.biases.stride(0))
+        return LayerArgs(*pools, *shape, *settings, self._format, *kinds, sinks, *biases)
 
 
 def _dense(rows: torch.Tensor) -> torch.Tensor:

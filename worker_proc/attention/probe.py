@@ -32,7 +32,7 @@ _HARMLESS_ARGUMENTS = frozenset(
     {
         *("cache_position", "cos", "deterministic", "dropout", "is_causal", "output_attentions"),
         *("output_hidden_states", "output_router_logits", "position_embeddings", "position_ids"),
-        *("return_dict", "scaling", "sin", "sliding_window", "softcap", "target_dtype"),
+        *("return_dict", "s_aux", "scaling", "sin", "sliding_window", "softcap", "target_dtype"),
         *("use_cache", "use_top_left_mask"),
     }
 )
@@ -54,6 +54,8 @@ class ProbedLayer:
 
     module_name: str
     spec: LayerSpec
+    sinks: str | None = None
+    """The parameter that has its sinks, one for each head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
     UnsupportedModel: the forward fails, or holds something other than `num_layers` causal
     self-attention layers that go through transformers' attention interface.
     """
-    probe = _Probe({module: name for name, module in model.named_modules()})
+    probe = _Probe(model)
     config = model.config
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
     with _registered(probe), _implementation(model), torch.inference_mode(), probe.storages:
@@ -149,10 +151,11 @@ class _UsedStorages(TorchDispatchMode):
 class _Probe:
     """Takes the place of attention, masks and experts, and records how they are called."""
 
-    def __init__(self, module_names: dict[nn.Module, str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.layers: list[ProbedLayer] = []
         self.storages = _UsedStorages()
-        self._module_names = module_names
+        self._module_names = {module: name for name, module in model.named_modules()}
+        self._parameters = dict(model.named_parameters())
 
     def attention(
         self,
@@ -178,8 +181,19 @@ class _Probe:
                 f" and {num_value_heads} value heads"
             )
         spec = LayerSpec(num_heads, num_kv_heads, head_dim, value_head_dim, window)
-        self.layers.append(ProbedLayer(name, spec))
+        sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
+        self.layers.append(ProbedLayer(name, spec, sinks))
         return query.new_empty(batch, length, num_heads, value_head_dim), None
+
+    def _sinks(self, name: str, sinks: object, num_heads: int) -> str | None:
+        """Return the name of the parameter that a call has for sinks, if it has any."""
+        if sinks is None:
+            return None
+        for parameter_name, parameter in self._parameters.items():
+            if parameter is sinks and parameter.shape == (num_heads,):
+                self.storages.add([parameter])
+                return parameter_name
+        raise UnsupportedModel(f"{name} has attention sinks that are not a parameter of each head")
 
     @staticmethod
     def _window(
@@ -200,8 +214,6 @@ class _Probe:
         strange = given - _HARMLESS_ARGUMENTS
         if args or strange:
             described = ", ".join(sorted(strange)) or "positional arguments"
-            if "s_aux" in strange:
-                described += " (attention sinks)"
             raise UnsupportedModel(f"{name} asks for more than attention: {described}")
         window = kwargs.get("sliding_window")
         if window is not None and mask.window is None:

@@ -29,8 +29,9 @@ class DecodeGroup:
 
     rows: torch.Tensor  # [B]: indices in the packed row
     block_ids: torch.Tensor  # [B · W]: padded with the null block
+    positions: torch.Tensor  # [B, W · block_size]: of the keys
     hidden: torch.Tensor  # [B, W · block_size, 1, 1]: positions that are not attended to
-    bias: torch.Tensor  # [B, 1, 1, W · block_size]: 0, and -inf where hidden; added to scores
+    mask: torch.Tensor  # [B, 1, 1, W · block_size]: 0, and -inf where hidden; added to scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,9 @@ class Chunk:
 
     rows: slice
     block_ids: torch.Tensor | None  # of the context; None: the context is the chunk itself
-    bias: torch.Tensor | None  # [T, L]; None: causal
-    context_len: int
+    mask: torch.Tensor | None  # [T, L]; None: causal
+    first: int  # position of the first key
+    context_len: int  # L
 
 
 class Rule(NamedTuple):
@@ -48,6 +50,15 @@ class Rule(NamedTuple):
 
     group: int
     window: int | None  # of the layers; that of the group is at least as large
+    is_chunked: bool = False
+
+
+class ScoreTerms(NamedTuple):
+    """What scores have beside products, in shapes that fit them."""
+
+    mask: torch.Tensor | None  # 0, and -inf for what a query does not attend to; None: causal
+    sinks: torch.Tensor | None  # [..., heads, 1, 1]
+    biases: torch.Tensor | None  # [..., heads, 1, L]
 
 
 Decodes = list[tuple[int, ScheduledRequest]]  # parts of one token, each with its row
@@ -65,7 +76,7 @@ class SdpaBackend:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._metadata: dict[tuple[int, int | None], tuple[list[DecodeGroup], list[Chunk]]] = {}
+        self._metadata: dict[Rule, tuple[list[DecodeGroup], list[Chunk]]] = {}
         self._slots: list[torch.Tensor] = []
 
     def pool_shapes(self, spec: LayerSpec, num_blocks: int) -> Shapes:
@@ -80,11 +91,12 @@ class SdpaBackend:
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
         query, key, value = rows
         kv, spec, slots = layer.kv, layer.spec, self._slots[layer.group]
-        kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, slots, key)
-        if not spec.is_latent:
+        if spec.kv_source is None:
+            kv.keys.view(-1, spec.num_kv_heads, spec.head_dim).index_copy_(0, slots, key)
+        if spec.kv_source is None and not spec.is_latent:
             kv.values.view(-1, spec.num_kv_heads, spec.value_head_dim).index_copy_(0, slots, value)
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_dim)
-        groups, chunks = self._metadata[layer.group, spec.window]
+        groups, chunks = self._metadata[Rule(layer.group, spec.window, spec.is_chunked)]
         for group in groups:
             out[group.rows] = _attend_group(layer, query, group, scoring)
         for chunk in chunks:
@@ -93,7 +105,8 @@ class SdpaBackend:
                 keys = _gather(kv.keys, chunk.block_ids)[: chunk.context_len]
                 values = _gather(kv.values, chunk.block_ids)[: chunk.context_len]
                 values = values[..., : spec.value_head_dim]
-            out[chunk.rows] = _attend_chunk(query[chunk.rows], keys, values, chunk.bias, scoring)
+            terms = _terms_of_chunk(layer, chunk)
+            out[chunk.rows] = _attend_chunk(query[chunk.rows], keys, values, scoring, terms)
         return out
 
     def _build_metadata(
@@ -140,18 +153,20 @@ class SdpaBackend:
             block_ids += [NULL_BLOCK] * (width - len(span))
         queries = to_device([part.start for _, part in members], device).unsqueeze(1)
         firsts = to_device([span.start * size for span in spans], device).unsqueeze(1)
-        hidden = _hidden(queries, firsts + torch.arange(width * size, device=device), rule.window)
+        positions = firsts + torch.arange(width * size, device=device)
+        hidden = _hidden(queries, positions, rule)
         return DecodeGroup(
             rows=to_device([row for row, _ in members], device),
             block_ids=to_device(block_ids, device),
+            positions=positions,
             hidden=hidden[:, :, None, None],
-            bias=self._bias(hidden)[:, None, None, :],
+            mask=self._mask(hidden)[:, None, None, :],
         )
 
     def _chunk(self, first_row: int, part: ScheduledRequest, rule: Rule) -> Chunk:
         window, rows = rule.window, slice(first_row, first_row + part.num_tokens)
         if part.start == 0 and (window is None or part.end <= window):
-            return Chunk(rows, None, None, part.num_tokens)
+            return Chunk(rows, None, None, 0, part.num_tokens)
         span = self._span(part, rule)
         block_ids = None
         if part.start:
@@ -160,19 +175,45 @@ class SdpaBackend:
         first = span.start * self._block_size
         queries = torch.arange(part.start, part.end, device=self._device).unsqueeze(1)
         keys = torch.arange(first, part.end, device=self._device)
-        return Chunk(rows, block_ids, self._bias(_hidden(queries, keys, window)), part.end - first)
+        mask = self._mask(_hidden(queries, keys, rule))
+        return Chunk(rows, block_ids, mask, first, part.end - first)
 
-    def _bias(self, hidden: torch.Tensor) -> torch.Tensor:
-        bias = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return bias.masked_fill_(hidden, -torch.inf)
+    def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden, -torch.inf)
 
 
-def _hidden(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+def _hidden(queries: torch.Tensor, keys: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Return which keys the queries do not attend to, by their positions."""
     hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
+    if rule.window is not None and rule.is_chunked:
+        hidden |= keys < queries // rule.window * rule.window
+    elif rule.window is not None:
+        hidden |= keys <= queries - rule.window
     return hidden
+
+
+def _terms_of_group(layer: PagedLayer, group: DecodeGroup) -> ScoreTerms:
+    """Return the terms of scores `[B, kv_heads, heads of each, L]`."""
+    shape = (layer.spec.num_kv_heads, layer.spec.num_heads // layer.spec.num_kv_heads)
+    sinks, biases = layer.sinks, layer.biases
+    if sinks is not None:
+        sinks = sinks.view(1, *shape, 1)
+    if biases is not None:
+        known = group.positions.clamp(max=biases.shape[1] - 1)  # those behind are hidden
+        biases = biases[:, known].transpose(0, 1).unflatten(1, shape)
+    return ScoreTerms(group.mask, sinks, biases)
+
+
+def _terms_of_chunk(layer: PagedLayer, chunk: Chunk) -> ScoreTerms:
+    """Return the terms of scores `[kv_heads, heads of each, T, L]`."""
+    shape = (layer.spec.num_kv_heads, layer.spec.num_heads // layer.spec.num_kv_heads)
+    sinks, biases = layer.sinks, layer.biases
+    if sinks is not None:
+        sinks = sinks.view(*shape, 1, 1)
+    if biases is not None:
+        biases = biases[:, chunk.first : chunk.first + chunk.context_len].view(*shape, 1, -1)
+    return ScoreTerms(chunk.mask, sinks, biases)
 
 
 def _gather(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -189,12 +230,12 @@ def _attend_group(
     queries = query.index_select(0, group.rows).view(heads)
     keys = _gather(layer.kv.keys, group.block_ids)
     values = _gather(layer.kv.values, group.block_ids)[..., : spec.value_head_dim]
-    # A bias of -inf does not mask a NaN or inf that an earlier request left in a block.
+    # A mask of -inf does not hide a NaN or inf that an earlier request left in a block.
     keys = keys.view(size, -1, spec.num_kv_heads, spec.head_dim)
     values = values.reshape(size, -1, spec.num_kv_heads, spec.value_head_dim)
     keys = keys.masked_fill_(group.hidden, 0).transpose(1, 2)
     values = values.masked_fill_(group.hidden, 0).transpose(1, 2)
-    out = _attend(queries, keys, values, group.bias, scoring)
+    out = _attend(queries, keys, values, scoring, _terms_of_group(layer, group))
     return out.reshape(size, spec.num_heads, spec.value_head_dim)
 
 
@@ -202,8 +243,8 @@ def _attend_chunk(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    bias: torch.Tensor | None,
     scoring: Scoring,
+    terms: ScoreTerms,
 ) -> torch.Tensor:
     """Attend for one chunk, `[T, heads, dim]` in and out.
 
@@ -217,7 +258,7 @@ def _attend_chunk(
     shared = (num_kv_heads, per_kv, -1, -1)
     keys = keys.transpose(0, 1).unsqueeze(1).expand(shared)
     values = values.transpose(0, 1).unsqueeze(1).expand(shared)
-    out = _attend(queries, keys, values, bias, scoring)
+    out = _attend(queries, keys, values, scoring, terms)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, -1)
 
 
@@ -225,21 +266,27 @@ def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    bias: torch.Tensor | None,
     scoring: Scoring,
+    terms: ScoreTerms,
 ) -> torch.Tensor:
+    mask, sinks, biases = terms
     scale, softcap = scoring
-    if softcap is None:
+    if softcap is None and sinks is None and biases is None:
         return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=bias, is_causal=bias is None, scale=scale
+            query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
         )
-    scores = torch.matmul(query, keys.transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
-    if bias is None:
+    scores = torch.matmul(query, keys.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if biases is not None:
+        scores += biases
+    if mask is None:
         length = query.shape[-2]
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu_(1)
         scores = scores.masked_fill(future, -torch.inf)
     else:
-        scores = scores + bias
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]].to(query.dtype)
     return torch.matmul(weights, values)

@@ -28,6 +28,7 @@ def can_attend_by_triton(specs: Sequence[LayerSpec]) -> bool:
     return all(
         max(spec.head_dim, spec.value_head_dim) <= MAX_HEAD_DIM
         and spec.num_heads // spec.num_kv_heads <= MAX_HEADS_PER_KV_HEAD
+        and not spec.is_chunked
         for spec in specs
     )
 
@@ -104,14 +105,15 @@ class TritonBackend:
         return host.to(self._device, non_blocking=True)
 
     def attend(self, layer: PagedLayer, rows: Rows, scoring: Scoring) -> torch.Tensor:
-        store(self.place(layer), _dense(rows.key), _dense(rows.value))
+        if layer.spec.kv_source is None:
+            store(self.place(layer), _dense(rows.key), _dense(rows.value))
         return self.attend_stored(layer, _dense(rows.query), scoring)
 
     def attend_stored(
         self, layer: PagedLayer, query: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Attend where the step's keys and values are stored already."""
-        return attend(self.place(layer), query, layer.spec, scoring)
+        return attend(self.place(layer), query, layer.spec, scoring, layer.sinks)
 
     def place(self, layer: PagedLayer) -> PagedStep:
         """Return the present step over a layer's KV."""

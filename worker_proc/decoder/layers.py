@@ -116,7 +116,8 @@ def read_layer(layer: nn.Module, factor: float) -> DecoderLayer | None:
     norms, attention, mlp = found
     if not isinstance(mlp, FusedMLP | FusedExperts):
         return None
-    if next(attention.parameters(recurse=False), None) is not None:
+    own = {name for name, _ in attention.named_parameters(recurse=False)}
+    if own - ({"sinks"} if attention.__dict__["paged_layer"].sinks is not None else set()):
         return None
     parts = dict(attention.named_children())
     names = ["qkv_proj"] if "qkv_proj" in parts else ["q_proj", "k_proj", "v_proj"]

@@ -26,6 +26,10 @@ class LayerSpec:
     value_head_dim: int
     window: int | None  # positions that a token attends to, itself included; None: all before it
     is_latent: bool = False  # values are the first numbers of the keys, and not stored again
+    is_chunked: bool = False
+    """Whether a token sees only its chunk of `window` positions, which begins at a multiple."""
+    kv_source: int | None = None
+    """The earlier layer whose keys and values it attends to; None: it has its own."""
 
     @property
     def stored_dims(self) -> tuple[int, ...]:

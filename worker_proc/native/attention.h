@@ -48,14 +48,19 @@ void store(Team& team, const Layer& layer, const Step& step, const Rows& key, co
 }
 
 struct Exponential {
+  static constexpr float kUnit = 1.0f;
   float operator()(float x) const { return exp_of(splat(x))[0]; }
 };
 
 // Some query rows of one KV head, with the state of their softmax over the present section.
 struct Tile {
-  int num_rows, dim, vdim, padded_vdim, window;
+  int num_rows, dim, vdim, padded_vdim;
   float softcap;
+  bool has_biases;
   int position[kTileRows];
+  int visible_from[kTileRows];
+  const float* biases[kTileRows];  // by position, if there are any
+  float own_bias[kTileRows];       // at the row's own position: the others are relative to it
   float top[kTileRows];
   EndedSections<kTileRows, Exponential> ended;
   alignas(64) float query[kTileRows * kMaxDim];
@@ -140,7 +145,7 @@ void score(Tile& tile, int first, const Span<T>& span) {
 // Turns a row's scores into weights; false where it sees none of the keys.
 inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   float* const weights = tile.weight[r];
-  const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - first_position;
+  const int low = tile.visible_from[r] - first_position;
   const int end = std::min(tile.position[r] - first_position + 1, num_slots);
   if (end <= 0 || low >= kLanes) return false;
   if (tile.softcap > 0) {
@@ -149,6 +154,9 @@ inline bool weigh(Tile& tile, int r, int first_position, int num_slots) {
   }
   Part s[kParts];
   for (int p = 0; p < kParts; p++) s[p] = part_at(weights + p * kPartLanes);
+  if (tile.has_biases)
+    for (int p = 0; p < kParts; p++)
+      s[p] += part_at(tile.biases[r] + first_position + p * kPartLanes) - tile.own_bias[r];
   if (low > 0 || end < kLanes)
     for (int p = 0; p < kParts; p++)
       for (int i = 0; i < kPartLanes; i++) {
@@ -294,8 +302,7 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
                     Positions positions, SpanCopy& copy) {
   const int size = layer.block_size;
   const int last = std::min(tile.position[tile.num_rows - 1], positions.end - 1);
-  const int visible_from = tile.window ? tile.position[0] - tile.window + 1 : 0;
-  const int earliest = std::max(visible_from, positions.begin);
+  const int earliest = std::max(tile.visible_from[0], positions.begin);
   const auto head_in = [&](int block) {
     const int64_t id = step.tables[step.table_offset[segment] + block];
     return id * layer.num_kv_heads + kv_head;
@@ -377,6 +384,11 @@ class Head {
                    head * query_.head_stride;
       for (int d = 0; d < tile_.dim; d++) tile_.query[r * tile_.dim + d] = widen(q[d]) * scale_;
       tile_.position[r] = step_.start[segment] + first_token + token;
+      tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
+      if (tile_.has_biases) {
+        tile_.biases[r] = layer_.biases + head * layer_.bias_stride;
+        tile_.own_bias[r] = tile_.biases[r][tile_.position[r]];
+      }
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
@@ -411,21 +423,24 @@ class Head {
 template <typename T>
 void attend(Team& team, const Layer& layer, const Step& step, const Rows& query, const Rows& key,
             const Rows& value, T* out, int64_t out_stride, float scale, float softcap) {
-  if (layer.kv_format == kPlainPools)
-    store<T>(team, layer, step, key, value);
-  else
-    with_codes(layer, [&](auto code) { store_codes<decltype(code), T>(team, layer, step, key, value); });
-  team.barrier();
+  if (!layer.is_shared) {
+    if (layer.kv_format == kPlainPools)
+      store<T>(team, layer, step, key, value);
+    else
+      with_codes(layer,
+                 [&](auto code) { store_codes<decltype(code), T>(team, layer, step, key, value); });
+    team.barrier();
+  }
   static thread_local Tile tile;
   static thread_local SpanCopy copy;
   tile.dim = layer.head_dim;
   tile.vdim = layer.value_head_dim;
   tile.padded_vdim = padded_dim(layer);
-  tile.window = layer.window;
   tile.softcap = softcap;
+  tile.has_biases = layer.biases != nullptr;
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     T* o = out + row * out_stride + head * layer.value_head_dim;
-    const float factor = 1.0f / sums.weights;
+    const float factor = averaging_factor<Exponential>(layer, head, sums);
     for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
   };
   attend_pieces<Exponential>(

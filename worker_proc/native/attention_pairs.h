@@ -38,7 +38,10 @@ inline __m512 power_of_two(__m512 x) {
   return _mm512_maskz_scalef_ps(is_normal, y, whole);
 }
 
+constexpr float kLog2E = 1.44269504f;
+
 struct PowerOfTwo {
+  static constexpr float kUnit = kLog2E;
   float operator()(float x) const { return _mm512_cvtss_f32(power_of_two(_mm512_set1_ps(x))); }
 };
 
@@ -69,9 +72,13 @@ inline __m512i bf16_of(const Fp8Code* p) {
 // Some query rows of one KV head, with the state of their softmax over the present section. Scores
 // are in powers of two.
 struct PairTile {
-  int dim, vdim, window;
+  int dim, vdim;
   float scale, softcap;  // the scale is positive
+  bool has_biases;
   int position[kPairRows];
+  int visible_from[kPairRows];
+  const float* biases[kPairRows];  // by position, if there are any
+  float own_bias[kPairRows];       // at the row's own position: the others are relative to it
   float top[kPairRows];
   alignas(64) float sums[kPairRows][kLanes];
   alignas(64) float scores[2][kPairRows][kSpanSlots];  // of a span, and of the next one
@@ -379,8 +386,7 @@ inline void raise_top(PairTile& tile, int r, float top) {
 // Turns a row's scores of a span into weights.
 template <bool kHasScales>
 void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores) {
-  constexpr float kLog2E = 1.44269504f;
-  const int low = (tile.window ? tile.position[r] - tile.window + 1 : 0) - span.base;
+  const int low = tile.visible_from[r] - span.base;
   const int end = std::min(tile.position[r] - span.base + 1, span.count);
   float factor = tile.scale * kLog2E;
   __m512 s[kSpanGroups];
@@ -392,6 +398,15 @@ void weigh_row(PairTile& tile, int r, const PairSpan& span, const float* scores)
     factor = tile.softcap * kLog2E;
     for (int g = 0; g < kSpanGroups; g++)
       s[g] = (__m512)tanh_of((Vec)s[g] * (tile.scale / tile.softcap));
+  }
+  if (tile.has_biases) {
+    const __m512 unit = _mm512_set1_ps(kLog2E), own = _mm512_set1_ps(tile.own_bias[r]);
+    for (int g = 0; g < kSpanGroups; g++) {
+      const __m512 bias =
+          _mm512_sub_ps(_mm512_loadu_ps(tile.biases[r] + span.base + g * kLanes), own);
+      s[g] = _mm512_fmadd_ps(s[g], _mm512_set1_ps(factor), _mm512_mul_ps(bias, unit));
+    }
+    factor = 1.0f;
   }
   const __m512 unseen = _mm512_set1_ps(kNegInf);
   if (low > 0 || end < kSpanSlots)
@@ -518,8 +533,7 @@ class PairContext {
 // the second half is in the tile, too.
 inline void attend_pair_rows(PairTile& tile, RowRange rows, const PairContext& context,
                              Positions positions) {
-  const int visible_from = tile.window ? tile.position[rows.first] - tile.window + 1 : 0;
-  const int earliest = std::max(visible_from, positions.begin);
+  const int earliest = std::max(tile.visible_from[rows.first], positions.begin);
   const int last = std::min(tile.position[rows.first + rows.count - 1], positions.end - 1);
   if (earliest > last) return;
   const bool waits_for_memory = rows.count <= kHalfRows / 2;  // longer than it computes
@@ -695,6 +709,11 @@ class PairHead {
                       head * query_.head_stride;
       std::memcpy(tile_.query(r), q, tile_.dim * sizeof(Bf16));
       tile_.position[r] = step_.start[queries.segment] + token;
+      tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
+      if (tile_.has_biases) {
+        tile_.biases[r] = layer_.biases + head * layer_.bias_stride;
+        tile_.own_bias[r] = tile_.biases[r][tile_.position[r]];
+      }
       tile_.ended.clear(r);
       tile_.begin_section(r);
     }
@@ -747,21 +766,24 @@ inline void store_pairs(Team& team, const Layer& layer, const Step& step, const 
 inline void attend_pairs(Team& team, const Layer& layer, const Step& step, const Rows& query,
                          const Rows& key, const Rows& value, Bf16* out, int64_t out_stride,
                          float scale, float softcap) {
-  if (layer.kv_format == kPlainPools)
-    store_pairs(team, layer, step, key, value);
-  else
-    with_codes(layer,
-               [&](auto code) { store_codes<decltype(code), Bf16>(team, layer, step, key, value); });
-  team.barrier();
+  if (!layer.is_shared) {
+    if (layer.kv_format == kPlainPools)
+      store_pairs(team, layer, step, key, value);
+    else
+      with_codes(layer, [&](auto code) {
+        store_codes<decltype(code), Bf16>(team, layer, step, key, value);
+      });
+    team.barrier();
+  }
   static thread_local PairTile tile;
   tile.dim = layer.head_dim;
   tile.vdim = layer.value_head_dim;
-  tile.window = layer.window;
+  tile.has_biases = layer.biases != nullptr;
   tile.scale = scale;
   tile.softcap = softcap;
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     Bf16* o = out + row * out_stride + head * layer.value_head_dim;
-    const float factor = 1.0f / sums.weights;
+    const float factor = averaging_factor<PowerOfTwo>(layer, head, sums);
     for (int d = 0; d < layer.value_head_dim; d += kLanes) {
       // A sum of zeros may have either sign.
       const Vec v = load(sums.values + d) * factor + 0.0f;

@@ -126,7 +126,9 @@ class LayerArgs(ctypes.Structure):
     _fields_ = (
         *_fields("keys values", _POINTER),
         *_fields("num_heads num_kv_heads head_dim value_head_dim block_size window", _INT),
-        *_fields("is_bf16 has_pairs kv_format is_latent", _INT),
+        *_fields("is_bf16 has_pairs kv_format is_latent is_chunked is_shared", _INT),
+        *_fields("sinks biases", _POINTER),
+        *_fields("bias_stride", _LONG),
     )
 
 

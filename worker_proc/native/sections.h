@@ -20,6 +20,13 @@ inline int padded_dim(const Layer& layer) {
   return (layer.value_head_dim + kLanes - 1) / kLanes * kLanes;
 }
 
+// The first position that a token attends to.
+inline int first_visible(const Layer& layer, int position) {
+  if (layer.window == 0) return 0;
+  if (layer.is_chunked) return position / layer.window * layer.window;
+  return std::max(0, position - layer.window + 1);
+}
+
 // From `begin` on, up to `end`.
 struct Positions {
   int begin, end;
@@ -55,6 +62,19 @@ template <class Power>
     const float factor = power(next.top - total.top);
     combine([&](auto sum, auto more) { return sum + more * factor; });
   }
+}
+
+// The factor that turns the values of all sections into their average. A sink adds to the weights and
+// not to the values: it enters here, once. kUnit is how much of the scores of `Power` is one of the sink.
+template <class Power>
+float averaging_factor(const Layer& layer, int head, const RowSums& sums) {
+  if (layer.sinks == nullptr) return 1.0f / sums.weights;
+  const float sink = layer.sinks[head] * Power::kUnit;
+  if (sink > sums.top) {
+    const float factor = Power()(sums.top - sink);
+    return factor / (sums.weights * factor + 1.0f);
+  }
+  return 1.0f / (sums.weights + Power()(sink - sums.top));
 }
 
 // What the sections that have ended have come to, for the rows of a tile.
@@ -178,8 +198,7 @@ void attend_pieces(Team& team, const Layer& layer, const Step& step, const Atten
     const Piece first(layer, step, first_piece);
     for_tokens(step, first.first_item, first.num_items, [&](int index, int segment, int token) {
       const int position = step.start[segment] + token;
-      const int earliest = layer.window ? std::max(0, position - layer.window + 1) : 0;
-      const int begin = std::max(first.section, earliest / kSectionSlots);
+      const int begin = std::max(first.section, first_visible(layer, position) / kSectionSlots);
       alignas(64) float values[kMaxDim] = {};  // which stay where all scores are -infinity
       RowSums sums{kNegInf, 0.0f, values};
       for (int section = begin; section <= position / kSectionSlots; section++) {

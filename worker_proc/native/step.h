@@ -17,11 +17,19 @@ struct Layer {
   void* values;
   int32_t num_heads, num_kv_heads, head_dim, value_head_dim;
   int32_t block_size;
-  int32_t window;  // 0: none
+  int32_t window;  // 0: none; else the positions that a token sees, itself included
   int32_t is_bf16;
   int32_t has_pairs;  // the layout is that of attention_pairs.h
   int32_t kv_format;
   int32_t is_latent;  // values are the first numbers of keys, as in latent_attention.h
+  int32_t is_chunked;  // the window begins at a multiple of its size, where the token's chunk does
+  int32_t is_shared;   // an earlier layer has stored the keys and values
+  // For each head a score without a value, which adds to the weights of the softmax; null: none.
+  const float* sinks;
+  // For each head and position of a key what is added to the score, [num_heads][bias_stride], with
+  // room for 64 more; null: nothing.
+  const float* biases;
+  int64_t bias_stride;
 };
 
 // One step, shared by its layers. Segment s computes num_tokens[s] tokens, which lie in the packed

@@ -87,7 +87,7 @@ def make_backend(
         if can_attend_by_triton(specs):
             return TritonBackend(specs, len(layout.groups), layout.block_size, loaded.device)
     rules = {
-        Rule(number, specs[index].window)
+        Rule(number, specs[index].window, specs[index].is_chunked)
         for number, group in enumerate(layout.groups)
         for index in group.layers
     }
