@@ -18,6 +18,7 @@ from worker_proc.quantization.scheme import (
     UNUSED_PARTS,
     CheckpointFormat,
     Scheme,
+    StackedScheme,
 )
 from worker_proc.quantization.weight import QuantizedWeight
 
@@ -52,6 +53,35 @@ class DenseWeight:
         return self._stored.read().dequantize(self._dtype)
 
 
+class StoredExperts:
+    """The weight of all experts of a mixture, in its files."""
+
+    def __init__(
+        self, name: str, scheme: StackedScheme, shape: tuple[int, ...], slices: Mapping[str, Any]
+    ) -> None:
+        """`slices` are those of the files, by the ends of their names."""
+        self.name = name
+        self.shape = torch.Size(shape)
+        self._scheme, self._slices = scheme, slices
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in `dtype`."""
+        try:
+            return self._scheme.read(self._slices, self.shape, dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self.name} {error}") from error
+
+
+class DenseExperts:
+    """Experts that are dequantized when they are read, by the slice of all of them."""
+
+    def __init__(self, stored: StoredExperts, dtype: torch.dtype) -> None:
+        self._stored, self._dtype = stored, dtype
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self._stored.read(self._dtype)
+
+
 class QuantizedFiles:
     """The files of a quantized checkpoint: weights of layers by their names, and other tensors."""
 
@@ -64,6 +94,8 @@ class QuantizedFiles:
         self._open: dict[str, Any] = {}
         self.weights: dict[str, StoredWeight] = {}
         """By the names that plain weights would have."""
+        self.experts: dict[str, StoredExperts] = {}
+        """Likewise, those of all experts of a mixture."""
         self.plain: dict[str, StoredTensor] = {}
         layers = _layers(stored, format)
         for layer, names in layers.items():
@@ -76,9 +108,26 @@ class QuantizedFiles:
             tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
             self.weights[f"{layer}.weight"] = StoredWeight(layer, scheme, shape, tensors)
         used = {f"{layer}.{name}" for layer, names in layers.items() for name in names}
+        if format.experts is not None:
+            used |= self._find_experts(stored, format.experts)
         for name, tensor in stored.items():
             if name not in used and name.rpartition(".")[2] not in UNUSED_PARTS:
                 self.plain[name] = tensor
+
+    def _find_experts(self, stored: Mapping[str, StoredTensor], scheme: StackedScheme) -> set[str]:
+        """Add the weights of experts; returns the names of their tensors."""
+        used = set()
+        for codes in (name for name in stored if name.endswith(scheme.ends[0])):
+            weight = codes.removesuffix(scheme.ends[0])
+            own = {end: stored[weight + end] for end in scheme.ends if weight + end in stored}
+            try:
+                shape = scheme.shape(own)
+            except ValueError as error:
+                raise CheckpointError(f"{self._directory}: {weight} {error}") from error
+            slices = {end: self._slice(weight + end, tensor) for end, tensor in own.items()}
+            self.experts[weight] = StoredExperts(weight, scheme, shape, slices)
+            used |= {weight + end for end in own}
+        return used
 
     @property
     def description(self) -> str:

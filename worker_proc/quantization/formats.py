@@ -10,6 +10,7 @@ from worker_proc.quantization.awq import read_awq
 from worker_proc.quantization.compressed_tensors import read_compressed_tensors
 from worker_proc.quantization.fp8 import read_fp8
 from worker_proc.quantization.gptq import read_gptq
+from worker_proc.quantization.mxfp4 import read_mxfp4
 from worker_proc.quantization.scheme import CheckpointFormat, Settings
 
 KEY = "quantization_config"
@@ -18,6 +19,7 @@ _READERS: dict[str, Callable[[Settings], CheckpointFormat]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from worker_proc.quantization.files import DenseWeight, QuantizedFiles
+from worker_proc.quantization.files import DenseExperts, DenseWeight, QuantizedFiles
 
 
 def load_quantized(
@@ -23,6 +23,8 @@ def load_quantized(
     weights = files.plain_slices()
     for name, stored in files.weights.items():
         weights[name] = DenseWeight(stored, dtype)
+    for name, experts in files.experts.items():
+        weights[name] = DenseExperts(experts, dtype)
     model, info = type(skeleton).from_pretrained(
         None, config=skeleton.config, state_dict=weights, dtype=dtype, **options
     )

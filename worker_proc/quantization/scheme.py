@@ -5,7 +5,7 @@ which tensors stand for a weight, and turn them into a `QuantizedWeight`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,24 @@ class Scheme(Protocol):
         """Return the weight of a layer from its tensors."""
 
 
+class StackedScheme(Protocol):
+    """How one weight of all experts of a mixture is stored."""
+
+    ends: tuple[str, ...]
+    """What the names of its tensors have behind the name of the weight, that of the codes first."""
+
+    def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+        """Return the shape of a weight, from the headers of its tensors by their ends.
+
+        Raises ValueError if a tensor is missing, or has another shape or type than the scheme's.
+        """
+
+    def read(
+        self, slices: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a weight from slices of its tensors; raises ValueError for values out of range."""
+
+
 class CheckpointFormat(NamedTuple):
     """The format of a quantized checkpoint."""
 
@@ -44,6 +62,8 @@ class CheckpointFormat(NamedTuple):
     """The other tensors of a quantized layer, those that it need not have included."""
     scheme_of: Callable[[str], Scheme]
     """Returns the scheme of a layer by its name."""
+    experts: StackedScheme | None = None
+    """How weights of all experts are stored together."""
 
 
 CODE_DTYPES = frozenset({"F8_E4M3", "I8"})
