@@ -26,16 +26,20 @@ def attach_cache(
         from worker_proc.cuda.swap import copy_blocks
     dtype = layout.format.pool_dtype(loaded.dtype)
     pool = KVPool(shapes, num_host_blocks, dtype, loaded.device, copy_blocks)
-    for number, group in enumerate(layout.groups):
-        for tensors, index in zip(pool.tensors, group.layers, strict=False):
-            layer = loaded.layers[index]
-            module = loaded.model.get_submodule(layer.module_name)
-            sinks = None
-            if layer.sinks is not None:
-                sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
-            paged = PagedLayer(layer.spec, tensors, backend, number, sinks)
-            # Not by setattr: the layer is not a submodule and owns no parameter.
-            module.__dict__["paged_layer"] = paged
+    places = {
+        index: (number, tensors)
+        for number, group in enumerate(layout.groups)
+        for tensors, index in zip(pool.tensors, group.layers, strict=False)
+    }
+    for index, layer in enumerate(loaded.layers):
+        source = layer.spec.kv_source
+        number, tensors = places[index if source is None else source]
+        sinks = None
+        if layer.sinks is not None:
+            sinks = loaded.model.get_parameter(layer.sinks).detach().float().contiguous()
+        paged = PagedLayer(layer.spec, tensors, backend, number, sinks)
+        # Not by setattr: the layer is not a submodule and owns no parameter.
+        loaded.model.get_submodule(layer.module_name).__dict__["paged_layer"] = paged
     return pool
 
 

@@ -12,7 +12,9 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeLiteConfig,
     GPT2Config,
@@ -67,6 +69,15 @@ VISION: dict[str, Any] = {
 """Of a tower in front of the language model."""
 THREE_ROWS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 """Angles of three rows of positions, which are the same in texts."""
+_SHARED_KV: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": WINDOW},
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention", "sliding_attention"),
+        "full_attention",
+    ],
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE},
+}
+"""The last two layers attend to the keys and values of the third one and of the second."""
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 LATENT_NAMES = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"}
 """The architectures with multi-head latent attention."""
@@ -119,6 +130,19 @@ ARCHITECTURES = (
             sliding_window=WINDOW,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
+    ),
+    Architecture(
+        "gemma3n_shared",
+        lambda: Gemma3nTextConfig(
+            **SHAPE | _SHARED_KV,
+            altup_num_inputs=2,
+            laurel_rank=8,
+            activation_sparsity_pattern=None,
+        ),
+    ),
+    Architecture(
+        "gemma4_shared",
+        lambda: Gemma4TextConfig(**SHAPE | _SHARED_KV, use_double_wide_mlp=True),
     ),
     Architecture(
         "gemma3_vision",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4Config,
     GPT2Config,
@@ -98,6 +99,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **(_ODD | {"num_hidden_layers": 3}),
         sliding_window=37,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3n_shared": Gemma3nTextConfig(
+        **(_ODD | {"num_hidden_layers": 4}),
+        num_kv_shared_layers=2,
+        sliding_window=37,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=509,
+        altup_num_inputs=2,
+        laurel_rank=8,
+        activation_sparsity_pattern=None,
     ),
     "glm4": Glm4Config(**_EVEN, attention_bias=True),
     "olmo2": Olmo2Config(**(_ODD | {"head_dim": 12})),

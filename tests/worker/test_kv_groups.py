@@ -1,6 +1,7 @@
 """Layers share block tables by window; a request holds no more blocks than its windows need."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,15 @@ def test_kinds_of_about_equal_number_fill_a_group_each(
     num_full: int, num_sliding: int, expected: list[tuple[int | None, int]]
 ) -> None:
     assert sizes(layout([None] * num_full + [9] * num_sliding)) == expected
+
+
+def test_layers_that_share_kv_are_in_no_group_and_take_no_memory() -> None:
+    own = [spec(9), spec(None), spec(9)]
+    sharing = [replace(spec(9), kv_source=2), replace(spec(None), kv_source=1)]
+    found = lay_out([*own, *sharing], 4, 8, FAR, True)
+    assert found == lay_out(own, 4, 8, FAR, True)
+    wide = [spec(9), spec(None, num_kv_heads=4)]
+    assert sizes(lay_out([*wide, replace(wide[0], kv_source=0)], 4, 8, FAR, True)) == [(None, 2)]
 
 
 def test_layers_that_cannot_share_tensors_form_one_group() -> None:

@@ -79,7 +79,8 @@ def probe_model(model: PreTrainedModel, num_layers: int) -> ProbedModel:
     tokens = torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long, device="meta")
     with _registered(probe), _implementation(model), torch.inference_mode(), probe.storages:
         try:
-            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+            kept = tokens[0]  # all rows; with a number some models skip rows of the last layers
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=kept)
         except UnsupportedModel:
             raise
         except Exception as error:
@@ -156,6 +157,7 @@ class _Probe:
         self.storages = _UsedStorages()
         self._module_names = {module: name for name, module in model.named_modules()}
         self._parameters = dict(model.named_parameters())
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values by layer
 
     def attention(
         self,
@@ -180,10 +182,29 @@ class _Probe:
                 f"{name} has {num_heads} query, {num_kv_heads} key"
                 f" and {num_value_heads} value heads"
             )
-        spec = LayerSpec(num_heads, num_kv_heads, head_dim, value_head_dim, window)
+        source = self._source(name, key, value, window)
+        spec = LayerSpec(
+            num_heads, num_kv_heads, head_dim, value_head_dim, window, kv_source=source
+        )
         sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
         self.layers.append(ProbedLayer(name, spec, sinks))
         return query.new_empty(batch, length, num_heads, value_head_dim), None
+
+    def _source(
+        self, name: str, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> int | None:
+        """Return the earlier layer whose keys and values a call has, if they are not its own."""
+        self._stored.append((key, value))
+        for index, layer in enumerate(self.layers):
+            earlier_key, earlier_value = self._stored[index]
+            if key is not earlier_key and value is not earlier_value:
+                continue
+            if key is earlier_key and value is earlier_value and window == layer.spec.window:
+                return index
+            raise UnsupportedModel(
+                f"{name} shares keys or values with {layer.module_name}, and attends otherwise"
+            )
+        return None
 
     def _sinks(self, name: str, sinks: object, num_heads: int) -> str | None:
         """Return the name of the parameter that a call has for sinks, if it has any."""

@@ -1,5 +1,6 @@
 """Groups layers by window, so that the blocks that a window has passed can be freed.
 
+A layer that shares the KV of an earlier one is in no group: it reads what that one has stored.
 A block of the pool belongs to one group at a time. All groups have the same number of layers and
 share the tensors: layer i of every group keeps its KV in tensor pair i. So one pool of equal blocks
 serves all groups, and a request holds only the blocks that each window needs.
@@ -89,19 +90,20 @@ def lay_out(
     *,
     format: KVFormat = KVFormat.PLAIN,
 ) -> KVLayout:
-    """Divide the layers of a model into groups, first those without a window.
+    """Divide the layers of a model that have KV into groups, first those without a window.
 
     A window of `max_model_len` counts as none. Unless `hybrid`, and where several kinds of layers
     cannot share tensors, all layers form one group that frees no blocks.
     """
     kinds: dict[int | None, list[int]] = {}
-    for index, spec in enumerate(specs):
+    own = {index: spec for index, spec in enumerate(specs) if spec.kv_source is None}
+    for index, spec in own.items():
         passes = hybrid and spec.window is not None and spec.window < max_model_len
         kinds.setdefault(spec.window if passes else None, []).append(index)
     groups = _cut(kinds)
-    shapes = {(s.num_kv_heads, s.head_dim, s.value_head_dim, s.is_latent) for s in specs}
+    shapes = {(s.num_kv_heads, s.head_dim, s.value_head_dim, s.is_latent) for s in own.values()}
     if len(groups) > MAX_GROUPS or (len(kinds) > 1 and len(shapes) > 1):
-        groups = [LayerGroup(None, tuple(range(len(specs))))]
+        groups = [LayerGroup(None, tuple(own))]
     return KVLayout(tuple(groups), block_size, max_chunk, format)
 
 

@@ -203,7 +203,6 @@ def _rejections(directory: str, unsupported: str) -> Iterator[None]:
 def _check_config(config: PretrainedConfig, text_config: PretrainedConfig) -> None:
     for holder, key, feature in (
         (config, "is_encoder_decoder", "encoder-decoder models are"),
-        (text_config, "num_kv_shared_layers", "layers that share their KV are"),
         (text_config, "add_cross_attention", "cross attention is"),
     ):
         if getattr(holder, key, None) not in (None, False, 0):
