@@ -1,6 +1,6 @@
 """What must hold between any two steps of a scheduler: for tests and for debugging."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from core_proc.kv.event_recorder import group_key
 from core_proc.kv.kv_cache import KVCacheManager, live_blocks, prefix_root
@@ -61,14 +61,16 @@ def _num_owed(scheduler: Scheduler, request: Request) -> int:
     return sum(sampling.count(request) for _, sampling in scheduler.in_flight)
 
 
-def check_blocks(kv: KVCacheManager, holders: Iterable[Request]) -> None:
-    """Compare the pool with the tables of all requests that hold blocks."""
+def check_blocks(kv: KVCacheManager, holders: Sequence[Request]) -> None:
+    """Compare the pools with the tables of all requests that hold blocks."""
     kv.pool.check_invariants()
+    if kv.states is not None:
+        kv.states.check_invariants(holders)
     counts: dict[int, int] = {}
     texts: dict[int, int] = {}
     for request in holders:
         assert len({len(table) for table in request.block_tables}) == 1
-        for group, table in enumerate(request.block_tables):
+        for group, table in enumerate(kv.kv_tables(request.block_tables)):
             live = live_blocks(table)
             assert len(set(live)) == len(live)
             assert len(live) == len(table) or kv.groups[group].window is not None

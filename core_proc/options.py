@@ -8,6 +8,7 @@ import msgspec
 from protocol.config import EngineConfig
 from protocol.core_worker import KVGroup, ModelFacts
 
+DEFAULT_MAMBA_BLOCK_SIZE = 512
 VICTIM_CHOICES = ("policy", "cheapest")
 
 
@@ -19,6 +20,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With the null block."""
     block_size: int = 16
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
+    num_state_blocks: int = 0
+    """With the null block; 0: no group holds states."""
     num_host_blocks: int = 0
     """Blocks for requests that are swapped out; 0: victims are always computed again."""
     swap_cost_tokens: float = 0.0
@@ -55,6 +58,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     # The KV cache.
     enable_prefix_caching: bool = True
+    mamba_block_size: int = DEFAULT_MAMBA_BLOCK_SIZE
+    """Tokens; a multiple of `block_size`."""
     enable_kv_events: bool = False
     scheduler_reserve_full_isl: bool = True
     watermark: float = 0.0
@@ -71,8 +76,28 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"watermark {self.watermark} must be in [0, 1)")
         if not self.kv_groups:
             raise ValueError("kv_groups must not be empty")
+        if any(group.is_state for group in self.kv_groups[:-1]):
+            raise ValueError("kv_groups must hold the state group at the end, and only one")
+        if self.kv_groups[-1].is_state:
+            self._check_states()
+        elif self.num_state_blocks:
+            raise ValueError("num_state_blocks needs a state group in kv_groups")
         if self.max_long_partial_prefills and not self.long_prefill_token_threshold:
             raise ValueError("max_long_partial_prefills needs a long_prefill_token_threshold")
+
+    def _check_states(self) -> None:
+        """Check the options of a model with recurrent layers."""
+        if self.num_state_blocks < 2:
+            raise ValueError(f"num_state_blocks {self.num_state_blocks} must be at least 2")
+        if self.mamba_block_size % self.block_size:
+            raise ValueError(
+                f"mamba_block_size {self.mamba_block_size} must be a multiple of block_size"
+                f" {self.block_size}"
+            )
+        if self.num_speculative_tokens:
+            raise ValueError("num_speculative_tokens must be 0 for a model with recurrent layers")
+        if self.num_host_blocks:
+            raise ValueError("num_host_blocks must be 0 for a model with recurrent layers")
 
     @classmethod
     def combine(
@@ -82,11 +107,13 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, Any] = {}
         for source in (config.cache, config.scheduler, facts):  # facts replace what was asked for
             values |= {name: getattr(source, name) for name in source.__struct_fields__}
+        spacing = -(-DEFAULT_MAMBA_BLOCK_SIZE // facts.block_size) * facts.block_size
         values |= {
             "num_blocks": facts.num_gpu_blocks,
             "kv_groups": tuple(facts.kv_groups),
             "eos_token_ids": tuple(facts.eos_token_ids),
             "swap_cost_tokens": swap_cost_tokens,
+            "mamba_block_size": config.cache.mamba_block_size or spacing,
             "policy": config.scheduler.scheduling_policy,
             "has_draft_model": config.model.speculative_model is not None,
         }
@@ -102,6 +129,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 _LEAST = {
     "num_blocks": 2,
     "block_size": 1,
+    "mamba_block_size": 1,
+    "num_state_blocks": 0,
     "num_host_blocks": 0,
     "swap_cost_tokens": 0.0,
     "max_model_len": 2,

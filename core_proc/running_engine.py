@@ -56,6 +56,13 @@ class RunningEngine:
         self._num_worker_restarts = 0
         self.facts = facts
         self.scheduler = Scheduler(SchedulerOptions.combine(config, facts, swap_cost_tokens))
+        num_states = facts.num_state_blocks - 1
+        if 0 < num_states < config.scheduler.max_num_seqs:
+            log.info(
+                "max_num_seqs is %d, but there are state blocks for %d requests at a time",
+                config.scheduler.max_num_seqs,
+                num_states,
+            )
         self.grammars = Grammars(self.scheduler)
         self.progress = PromptProgress(self.scheduler.requests)
         self.pausing = Pausing(self.scheduler, owners.post)

@@ -128,6 +128,7 @@ class Scheduler:
         self.is_preparing = False
         if len(self.in_flight) >= self.options.max_steps_in_flight:
             return None
+        self.kv.begin_step()
         if self.pause_mode is PauseMode.PAUSED_ALL:
             step = ScheduledStep(0, 0)
             step.granted.update((request.req_id, 0) for request in self.running)
@@ -145,6 +146,8 @@ class Scheduler:
             self._schedule_waiting(step)
         if self.options.elastic_token_budget:
             self._stretch(step)
+        if self.kv.states is not None:
+            step.put_states(self.kv.states.keep_snapshots())
         return self._send(step)
 
     def _decodes(self, request: Request) -> bool:
@@ -166,7 +169,7 @@ class Scheduler:
         num_sharing = num_partial
         front = self._front()
         if front is not None and not self._admission.still_refuses(front):
-            num_free_slots = options.max_num_seqs - num_running
+            num_free_slots = self._admission.num_slots - num_running
             num_sharing += min(num_free_slots, self.waiting.num_admissible)
         num_left = options.token_budget - (num_running - num_partial)
         return max(threshold, num_left // max(num_sharing, 1), 1)
@@ -277,7 +280,7 @@ class Scheduler:
                 if not self.kv.prepare(request):
                     self.is_preparing = True
                     return
-                has_slot = step.budget > 0 and len(self.running) < self.options.max_num_seqs
+                has_slot = step.budget > 0 and self._admission.has_slot(len(self.running))
                 is_admitted = has_slot and self._admit(request, step)
                 if not is_admitted and not self._make_room(request, step):
                     return

@@ -43,7 +43,8 @@ MAX_ROOT_FILES = 12
 STATE_MACHINES = {
     "core_proc": [
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
-        *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/swap"),
+        *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/state_blocks"),
+        *("kv/swap",),
         *("links/event_log", "links/grammars", "links/owners", "links/workers"),
         *("recovery/quarantine",),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
@@ -52,7 +53,7 @@ STATE_MACHINES = {
         *("scheduling/request_queues", "scheduling/results", "scheduling/step"),
         *("scheduling/victims", "scheduling/waiting"),
     ],
-    "worker_proc": ["kv/kv_groups", "mirror", "null_runner", "runner", "shim"],
+    "worker_proc": ["kv/kv_groups", "kv/null_states", "mirror", "null_runner", "runner", "shim"],
     "protocol": [
         *("api_core", "core_worker", "kv_events", "message", "sampling"),
         *("client/controls", "client/ledger"),

@@ -38,7 +38,7 @@ class MirroredRequest:
     token_ids: list[int]  # prompt and outputs so far; grows with every sampled token
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    block_tables: "list[array[int]]"  # one per KV group, of type "i"
+    block_tables: "list[array[int]]"  # one per group, of type "i"; that of the states is the last
     num_computed_tokens: int
     num_cached_tokens: int  # no KV is written for positions before this one
     draft_token_ids: list[int] = field(default_factory=list)
@@ -123,6 +123,7 @@ class Mirror:
 
     def __init__(self, facts: ModelFacts, num_speculative_tokens: int = 0) -> None:
         self._facts = facts
+        self._has_states = facts.kv_groups[-1].is_state
         self._num_speculative_tokens = num_speculative_tokens
         self.requests: dict[int, MirroredRequest] = {}
         self.num_constrained = 0
@@ -130,7 +131,7 @@ class Mirror:
         self.pooling: set[int] = set()
         """The requests that return a vector."""
         self.highest_block = NULL_BLOCK
-        """The highest that a request has had."""
+        """The highest KV block that a request has had."""
         self._next_step_id: int | None = None
 
     def reset(self) -> None:
@@ -269,6 +270,8 @@ class Mirror:
         if max(token_ids) >= self._facts.vocab_size:
             raise MirrorError(f"{name} holds a token outside vocab_size {self._facts.vocab_size}")
         self._check_tables(new.req_id, new.block_ids, new.num_computed_tokens)
+        if self._has_states and new.num_cached_tokens > new.num_computed_tokens:
+            raise MirrorError(f"{name} has a cached token after the state that it begins from")
         self._record_use(new.block_ids)
         params = new.sampling_params
         self.num_constrained += params.grammar is not None
@@ -299,8 +302,8 @@ class Mirror:
                 table.extend(block_ids)
 
     def _record_use(self, tables: list[list[int]]) -> None:
-        for table in tables:
-            if table:
+        for table, group in zip(tables, self._facts.kv_groups, strict=True):
+            if table and not group.is_state:
                 self.highest_block = max(self.highest_block, *table)
 
     def _check_tables(self, req_id: int, tables: list[list[int]], start: int | None) -> None:
@@ -312,11 +315,37 @@ class Mirror:
                 f" instead of {len(groups)} equal ones"
             )
         for group, table in zip(groups, tables, strict=True):
+            if group.is_state:
+                self._check_state_table(req_id, table)
+                continue
             first = 0
             if start is not None:
                 first = first_visible(group.window, start) // self._facts.block_size
             self._check_blocks(f"request {req_id}", table[:first], lowest=NULL_BLOCK)
             self._check_blocks(f"request {req_id}", table[first:])
+
+    def _check_state_table(self, req_id: int, table: list[int]) -> None:
+        """Check a state table, or what is added to one."""
+        bound = self._facts.num_state_blocks
+        for block_id in table:
+            if not NULL_BLOCK <= block_id < bound:
+                raise MirrorError(
+                    f"request {req_id} got state block {block_id}, outside 0 to {bound - 1}"
+                )
+        if table and table[-1] == NULL_BLOCK:
+            raise MirrorError(f"request {req_id} got no state block at the end of its table")
+
+    def _check_states(self, scheduled: list[ScheduledRequest]) -> None:
+        """Check that each part has a state block to begin from, and one for its last state."""
+        size = self._facts.block_size
+        for part in scheduled:
+            table = part.request.block_tables[-1]
+            for position in (part.start, part.end):
+                if position and table[(position - 1) // size] == NULL_BLOCK:
+                    raise MirrorError(
+                        f"request {part.request.req_id} has no block for its state after"
+                        f" {position} tokens"
+                    )
 
     def _check_blocks(self, name: str, block_ids: list[int], lowest: int = NULL_BLOCK + 1) -> None:
         num_blocks = self._facts.num_gpu_blocks
@@ -360,6 +389,8 @@ class Mirror:
                 f"total_num_scheduled_tokens is {step.total_num_scheduled_tokens},"
                 f" and the mirror adds up to {total}"
             )
+        if self._has_states:
+            self._check_states(scheduled)
         return scheduled
 
     def _part(self, request: MirroredRequest, num_tokens: int) -> ScheduledRequest:

@@ -9,7 +9,7 @@ import struct
 import time
 from binascii import crc32
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from protocol.core_worker import (
     ModelFacts,
@@ -23,11 +23,13 @@ from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
+from worker_proc.kv.null_states import NullStates
 from worker_proc.mirror import Mirror, MirroredRequest, MirrorError, ScheduledRequest, first_visible
 from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid
 
+T = TypeVar("T")
 CONTEXT_TOKENS = 4  # tokens before the next one that it depends on, besides its position
 ONE_DRAFT_WRONG_IN = 4
 ONE_STEP_SHORT_IN = 8  # such a step has fewer drafts than configured, down to none
@@ -130,6 +132,8 @@ class NullRunner:
         self._writers: dict[int, BlockOwner] = {}
         """By block of the pool: the entry that was last written through."""
         self._host_blocks: set[int] = set()
+        has_states = facts.kv_groups[-1].is_state
+        self._states = NullStates(facts.block_size) if has_states else None
 
     def reset(self) -> None:
         self._mirror.reset()
@@ -142,6 +146,8 @@ class NullRunner:
         self._mirror.check_empty()
         self._writers.clear()
         self._host_blocks.clear()
+        if self._states is not None:
+            self._states.clear()
 
     def launch(self, step: SchedulerOutput) -> ComputedStep:
         return ComputedStep(self.execute(step))
@@ -149,8 +155,8 @@ class NullRunner:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Check the step and return its tokens; see `Runner`.
 
-        Besides the mirror's rules, no step may write to a block that another request reads, or copy
-        from a host block that was never written.
+        Besides the mirror's rules, no step may write to a block that another request reads, copy
+        from a host block that was never written, or begin from the state of other tokens.
         """
         began_ns = self._clock.monotonic_ns()
         scheduled = self._mirror.apply(step)
@@ -161,6 +167,8 @@ class NullRunner:
             self._swap_in(step)
         for part in scheduled:
             self._claim_blocks(part)
+        if self._states is not None:
+            self._states.execute(scheduled, step.preempted_req_ids + step.finished_req_ids)
         delay_s = self._step_delay_s + self._token_delay_s * step.total_num_scheduled_tokens
         if delay_s > 0:
             self._clock.sleep(delay_s)
@@ -270,7 +278,7 @@ class NullRunner:
         owners: dict[int, BlockOwner] = {}
         for new in step.scheduled_new_reqs:  # the first request with a block writes it
             request = self._mirror.requests[new.req_id]
-            for group, table in enumerate(new.block_ids):
+            for group, table in enumerate(self._kv_tables(new.block_ids)):
                 for index, block_id in enumerate(table):
                     owners.setdefault(block_id, BlockOwner(request, group, index))
         for block_id in step.swap_in.device_block_ids:
@@ -278,13 +286,16 @@ class NullRunner:
                 raise MirrorError(f"swap_in fills block {block_id}, which no new request holds")
             self._claim(block_id, owners[block_id])
 
+    def _kv_tables(self, tables: list[T]) -> list[T]:
+        return tables if self._states is None else tables[:-1]
+
     def _claim_blocks(self, part: ScheduledRequest) -> None:
         request, block_size = part.request, self.facts.block_size
         is_in_block = part.num_tokens == 1 and part.start % block_size
         if is_in_block and part.start > request.num_cached_tokens:
             return  # its entry was claimed with the token before
         first = max(part.start, request.num_cached_tokens) // block_size
-        for group, table in enumerate(request.block_tables):
+        for group, table in enumerate(self._kv_tables(request.block_tables)):
             for index in range(first, (part.end - 1) // block_size + 1):
                 self._claim(table[index], BlockOwner(request, group, index))
 

@@ -6,6 +6,8 @@ implies the whole prefix.
 
 Layers with a sliding window form KV groups, whose tables take blocks from the same pool. Blocks
 that the window has passed are freed, and a hit needs only the blocks that it still sees.
+
+Recurrent layers form the last group, whose table holds state blocks: see `StateBlocks`.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import EventRecorder, group_key
+from core_proc.kv.state_blocks import StateBlocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol.core_worker import NULL_BLOCK, KVGroup
@@ -26,7 +29,7 @@ _HASHED_AT_ONCE = 2**15
 """Tokens; about a millisecond."""
 
 Tables = list[list[int]]
-"""Block ids, one list per KV group, all equally long."""
+"""Block ids, one list per KV group, all equally long; the last one of state blocks, if any."""
 
 
 class KVCacheManager:
@@ -35,8 +38,10 @@ class KVCacheManager:
     def __init__(self, options: SchedulerOptions) -> None:
         self.block_size = options.block_size
         self.enable_prefix_caching = options.enable_prefix_caching
-        self.groups = options.kv_groups
-        self._has_windows = any(group.window is not None for group in options.kv_groups)
+        self.groups = tuple(group for group in options.kv_groups if not group.is_state)
+        """The groups whose blocks come from `pool`."""
+        self.states = StateBlocks(options) if options.kv_groups[-1].is_state else None
+        self._has_windows = any(group.window is not None for group in self.groups)
         self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
         self.pool = BlockPool(options.num_blocks, self._recorder)
 
@@ -46,8 +51,17 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Held share of the usable blocks, 0 to 1."""
+        """Held share of the usable KV blocks, 0 to 1."""
         return 1.0 - self.pool.num_free / self.pool.num_usable
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more request can have a state block, if it needs one."""
+        return self.states is None or self.states.num_available > 0
+
+    def kv_tables(self, tables: Tables) -> Tables:
+        """Return the tables, or hits, of the groups whose blocks come from `pool`."""
+        return tables if self.states is None else tables[:-1]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of one table that hold `num_tokens` tokens; the last may be filled in part."""
@@ -74,18 +88,24 @@ class KVCacheManager:
 
     def find_cached_prefix(self, request: Request) -> Tables:
         """Find the longest cached prefix: equally long tables, NULL_BLOCK where a window passed."""
+        num_groups = len(self.groups) + (self.states is not None)
         if not self.may_read_cache(request):
-            return [[] for _ in self.groups]
+            return [[] for _ in range(num_groups)]
         self._extend_hashes(request, request.num_tokens // self.block_size)
         limit = len(request.block_hashes)
+        if self.states is not None:  # the last token is computed from the state before it
+            limit = (request.num_tokens - 1) // self.block_size
         while True:
-            hits = [self._hits(request, index, limit) for index in range(len(self.groups))]
+            hits = [self._hits(request, index, limit) for index in range(num_groups)]
             shortest = min(map(len, hits))
             if shortest == limit or len(hits) == 1:
                 return hits
             limit = shortest
 
     def _hits(self, request: Request, group: int, limit: int) -> list[int]:
+        if group == len(self.groups):
+            assert self.states is not None
+            return self.states.find_hit(request, limit)
         if self.groups[group].window is not None:
             return self._hits_in_window(request, group, limit)
         keys = request.block_hashes[:limit]
@@ -109,17 +129,29 @@ class KVCacheManager:
         return [NULL_BLOCK] * (end - len(run)) + run[::-1]
 
     def without_passed(self, hits: Tables, start: int) -> Tables:
-        """Drop the hits that no token from position `start` on attends to."""
+        """Drop the hits that no token from position `start` on attends to, or begins from."""
+        num_hit = len(hits[0])
+        if self.states is not None and start > num_hit * self.block_size:
+            hits = [*hits[:-1], [NULL_BLOCK] * num_hit]
         if not self._has_windows:
             return hits
-        num_passed = [min(self._first_seen(g.window, start), len(hits[0])) for g in self.groups]
-        return [[NULL_BLOCK] * n + t[n:] for n, t in zip(num_passed, hits, strict=True)]
+        num_passed = [min(self._first_seen(g.window, start), num_hit) for g in self.groups]
+        tables = zip(num_passed, self.kv_tables(hits), strict=True)
+        return [[NULL_BLOCK] * n + t[n:] for n, t in tables] + hits[len(self.groups) :]
 
     def watch_prefix(self, request: Request) -> None:
         """Watch all contents that `find_cached_prefix` could find for the request."""
         hashes = request.block_hashes if self.may_read_cache(request) else []
         keys = (group_key(key, group) for group in range(len(self.groups)) for key in hashes)
         self.pool.watch(keys)
+        if self.states is not None:
+            self.states.watch(hashes)
+
+    @property
+    def is_prefix_unchanged(self) -> bool:
+        """Whether `find_cached_prefix` would find what it could find at the last `watch_prefix`."""
+        is_unchanged = self.pool.is_watched_unchanged
+        return is_unchanged and (self.states is None or self.states.pool.is_watched_unchanged)
 
     def _first_seen(self, window: int | None, num_computed: int) -> int:
         """First entry of a table that tokens from position `num_computed` on attend to."""
@@ -127,9 +159,11 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents; refused (False) while any block is held."""
-        if self.pool.num_free != self.pool.num_usable:
+        pools = [self.pool] if self.states is None else [self.pool, self.states.pool]
+        if any(pool.num_free != pool.num_usable for pool in pools):
             return False
-        self.pool.forget_all()
+        for pool in pools:
+            pool.forget_all()
         return True
 
     def take_events(self) -> list[KVEvent]:
@@ -142,9 +176,9 @@ class KVCacheManager:
     def num_missing_blocks(
         self, hits: Tables, start: int, num_tokens: int, num_reserved: int
     ) -> int:
-        """Count the free blocks that `admit` would lack; negative: that it would leave."""
+        """Count the free KV blocks that `admit` would lack; negative: that it would leave."""
         num_wanted = 0
-        for group, table in zip(self.groups, hits, strict=True):
+        for group, table in zip(self.groups, self.kv_tables(hits), strict=True):
             first_new = self._first_new(group, table, start)
             num_new = self.num_blocks_for(num_tokens) - first_new
             num_reserve = self.num_blocks_for(max(num_tokens, num_reserved)) - first_new
@@ -173,7 +207,8 @@ class KVCacheManager:
 
         Computing begins at position `start`; KV between the hits and it comes from elsewhere before
         that. `num_tokens` need slots now; the blocks for `num_reserved` must fit, too, but are not
-        taken yet, and `headroom` blocks must stay free.
+        taken yet, and `headroom` blocks must stay free. There must be a state block, if it needs
+        one: `has_slot`.
         """
         assert not request.block_tables
         if self.num_missing_blocks(hits, start, num_tokens, num_reserved) + headroom > 0:
@@ -184,6 +219,7 @@ class KVCacheManager:
 
     def hold(self, request: Request, num_tokens: int) -> bool:
         """Give a waiting request blocks that a remote load fills, if they fit."""
+        assert self.states is None, "a remote load brings no states"
         no_hits: Tables = [[] for _ in self.groups]
         if self.num_missing_blocks(no_hits, 0, num_tokens, 0) > 0:
             return False
@@ -191,14 +227,18 @@ class KVCacheManager:
         return True
 
     def _take(self, request: Request, hits: Tables, start: int, num_tokens: int) -> None:
-        for table in hits:
+        kv_hits = self.kv_tables(hits)
+        for table in kv_hits:
             self.pool.touch(live_blocks(table))
         num_entries = self.num_blocks_for(num_tokens)
-        for group, table in zip(self.groups, hits, strict=True):
+        for group, table in zip(self.groups, kv_hits, strict=True):
             first_new = self._first_new(group, table, start)
             passed = [NULL_BLOCK] * (first_new - len(table))
             new_ids = self.pool.allocate(max(0, num_entries - first_new))
             request.block_tables.append(table + passed + new_ids)
+        if self.states is not None:
+            table = self.states.admit(request, hits[-1], start, num_entries)
+            request.block_tables.append(table)
         request.num_hashed_blocks = len(hits[0])
 
     def grow(self, request: Request, num_tokens: int, *, again: bool = False) -> Tables | None:
@@ -214,18 +254,20 @@ class KVCacheManager:
         new: Tables = []
         num_new = -(-num_tokens // self.block_size) - len(tables[0])
         if num_new > 0:
-            if num_new * len(tables) > pool.num_free:
+            if num_new * len(self.groups) > pool.num_free:
                 return None
-            for table in tables:
+            for table in self.kv_tables(tables):
                 new_ids = pool.allocate(num_new)
                 table.extend(new_ids)
                 new.append(new_ids)
+            if self.states is not None:
+                new.append(self.states.grow(request, num_new))
         self.remember_full_blocks(request, num_tokens)
         return new
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         num_new = self.num_blocks_for(num_tokens) - len(request.block_tables[0])
-        return num_new * len(request.block_tables) <= self.pool.num_free
+        return num_new * len(self.groups) <= self.pool.num_free
 
     def _free_passed(self, request: Request) -> None:
         """Free the blocks that no window reaches from the next token on.
@@ -233,7 +275,7 @@ class KVCacheManager:
         Steps in flight may still read these blocks. That is safe: the worker runs steps strictly
         in order, so the next holder of a block writes to it after them.
         """
-        for group, table in zip(self.groups, request.block_tables, strict=True):
+        for group, table in zip(self.groups, self.kv_tables(request.block_tables), strict=True):
             end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
             first = end
             while first > 0 and table[first - 1] != NULL_BLOCK:
@@ -246,15 +288,18 @@ class KVCacheManager:
         return len(request.block_tables[0]) * self.block_size
 
     def num_blocks_gained(self, requests: Sequence[Request], besides: Tables) -> int:
-        """Count the blocks that no other request holds, without those in `besides`."""
-        held = Counter(i for r in requests for table in r.block_tables for i in table)
-        for block_id in {NULL_BLOCK}.union(*besides):
+        """Count the KV blocks that no other request holds, without those in `besides`."""
+        tables = (table for r in requests for table in self.kv_tables(r.block_tables))
+        held = Counter(block_id for table in tables for block_id in table)
+        for block_id in {NULL_BLOCK}.union(*self.kv_tables(besides)):
             del held[block_id]
         ref_count = self.pool.ref_count
         return sum(ref_count(block_id) == count for block_id, count in held.items())
 
     def num_shared_blocks(self, request: Request) -> int:
         """Count the request's blocks that others hold too, and so keep cached."""
+        if not self.groups:
+            return 0
         ref_count = self.pool.ref_count
         return sum(ref_count(block_id) > 1 for block_id in request.block_tables[0])
 
@@ -264,7 +309,7 @@ class KVCacheManager:
         A block that another request holds too was a hit, and has been filled.
         """
         first = request.num_computed_tokens // self.block_size
-        for table in request.block_tables:
+        for table in self.kv_tables(request.block_tables):
             for block_id in live_blocks(table[first : request.num_hashed_blocks]):
                 if self.pool.ref_count(block_id) == 1:
                     self.pool.forget(block_id)
@@ -274,6 +319,8 @@ class KVCacheManager:
         """Free all blocks, though steps in flight may still write to them: see `_free_passed`."""
         try:
             self.remember_full_blocks(request, request.num_computed_tokens)
+            if self.states is not None:
+                self.states.remember(request)
         except AssertionError:
             raise  # the books are wrong
         except Exception:
@@ -284,8 +331,10 @@ class KVCacheManager:
 
     def discard(self, request: Request) -> None:
         """Free all blocks, and cache no more of them than was cached before."""
-        for table in request.block_tables:
+        for table in self.kv_tables(request.block_tables):
             self.pool.free(live_blocks(table))
+        if self.states is not None:
+            self.states.release(request)
         request.block_tables = []
         request.num_hashed_blocks = 0
 
@@ -303,14 +352,32 @@ class KVCacheManager:
             return
         self._extend_hashes(request, num_full)
         hashes, recorder = request.block_hashes, self._recorder
+        tables = self.kv_tables(request.block_tables)
         for index in range(first, num_full):
-            for group, table in enumerate(request.block_tables):
+            for group, table in enumerate(tables):
                 block_id = table[index]
                 if block_id != NULL_BLOCK:
                     key = hashes[index] if group == 0 else group_key(hashes[index], group)
                     if self.pool.remember(block_id, key) and recorder is not None:
                         recorder.stored(request, index, group)
             request.num_hashed_blocks = index + 1
+
+    def begin_step(self) -> None:
+        """Cache the states that were kept in earlier steps: see `StateBlocks`."""
+        states = self.states
+        if states is None:
+            return
+        states.begin_step()
+        for request, num_blocks in states.blocks_to_hash().items():
+            try:
+                num_known = request.num_tokens // self.block_size
+                self._extend_hashes(request, min(num_blocks, num_known))
+                states.remember(request)
+            except AssertionError:
+                raise  # the books are wrong
+            except Exception:
+                log.exception("states of request %d are not cached", request.req_id)
+                states.give_up(request)
 
     def _extend_hashes(self, request: Request, num_full: int) -> None:
         hashes, size = request.block_hashes, self.block_size

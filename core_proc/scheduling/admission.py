@@ -56,6 +56,16 @@ class Admission:
         self._watermark_blocks = int(options.watermark * options.num_blocks)
         self._refusal: _Refusal | None = None
 
+    @property
+    def num_slots(self) -> int:
+        """Most requests that run at a time."""
+        most, states = self._options.max_num_seqs, self._kv.states
+        return most if states is None else min(most, states.pool.num_usable)
+
+    def has_slot(self, num_running: int) -> bool:
+        """Whether one more request may run beside those that run now."""
+        return num_running < self._options.max_num_seqs and self._kv.has_slot
+
     def candidate(self, request: Request) -> Candidate:
         """Look for KV of the request in the prefix cache and on the host."""
         refusal = self._current_refusal(request)
@@ -72,7 +82,7 @@ class Admission:
         refusal = self._refusal
         if refusal is None or refusal.candidate.request is not request:
             return None
-        return refusal if self._kv.pool.is_watched_unchanged else None
+        return refusal if self._kv.is_prefix_unchanged else None
 
     def knows(self, request: Request) -> bool:
         """Whether `candidate` returns what it returned when the request was refused."""
@@ -142,7 +152,7 @@ class Admission:
         Below 1: it can be admitted. None: it lacks a slot or tokens, whatever the blocks.
         """
         num_new = self.first_chunk(candidate, step, capacity.budget)
-        if num_new == 0 or capacity.num_running >= self._options.max_num_seqs:
+        if num_new == 0 or capacity.num_running >= self.num_slots:
             return None
         num_missing = self._kv.num_missing_blocks(
             candidate.hits,

@@ -144,6 +144,10 @@ class CacheConfig(Section):
     of 8 bits with a scale for each token and head, on the CPU."""
     enable_prefix_caching: bool = True
     """Share KV blocks between requests that begin alike."""
+    mamba_block_size: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    """Of a model with recurrent layers: tokens between two states that are kept for the prefix
+    cache, beside the one at the end of each prompt; a multiple of block_size. Default: 512, or the
+    next multiple."""
     swap_space_bytes: Annotated[int, Meta(ge=0, lt=2**46)] = 0
     """Host memory for the KV of preempted requests, where copying is quicker than computing again;
     0: always compute again."""
@@ -233,6 +237,8 @@ class WorkerConfig(Section):
     """On CUDA, launch the kernels of every decode step one by one instead of replaying graphs."""
     null_step_ms: Annotated[float, Meta(ge=0.0, le=60_000.0)] = 0.0
     """Time a step of the null worker takes."""
+    null_state_blocks: Annotated[int, Meta(ge=0, lt=2**30)] = 0
+    """State blocks of the null worker, as if its model had recurrent layers; 0: it has none."""
 
 
 class ApiConfig(Section):
@@ -383,6 +389,15 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
         config.cache.enable_kv_events and not config.cache.enable_prefix_caching,
         "enable_kv_events needs enable_prefix_caching: events report what is cached",
     )
+    spacing, block_size = config.cache.mamba_block_size, config.cache.block_size
+    yield (
+        spacing is not None and spacing % block_size != 0,
+        f"mamba_block_size {spacing} must be a multiple of block_size {block_size}",
+    )
+    yield (
+        spacing is not None and not config.cache.enable_prefix_caching,
+        "mamba_block_size needs enable_prefix_caching: it places what is kept for that",
+    )
     scheduled = scheduler.max_num_scheduled_tokens
     yield (
         scheduled is not None and scheduled > batched,
@@ -468,6 +483,15 @@ def _rules(config: EngineConfig) -> Iterator[tuple[bool, str]]:
     yield (
         has_codes and config.model.dtype is Dtype.FLOAT16,
         "kv_cache_dtype needs dtype float32 or bfloat16: there are no kernels for float16",
+    )
+    has_states = config.worker.null_state_blocks > 0
+    yield (
+        has_states and scheduler.num_speculative_tokens > 0,
+        "null_state_blocks works without num_speculative_tokens only",
+    )
+    yield (
+        has_states and config.cache.swap_space_bytes > 0,
+        "null_state_blocks works without swap_space_bytes only",
     )
     max_model_len = config.model.max_model_len
     if max_model_len is not None:

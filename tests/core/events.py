@@ -25,6 +25,9 @@ OPTIONS: Values = {
     "block_size": (4, 1, 2, 16),
     "room": (1.0, 0.5, 0.7, 1.3, 4.0),
     "windows": ((None,), (None,), (8,), (None, 8), (5, 17)),
+    "num_states": (0, 0, 0, 1, 2, 3, 5, 12),
+    "only_states": (False, False, False, True),
+    "blocks_per_snapshot": (1, 2, 4, 100),
     "num_host_blocks": (0, 0, 7, 60),
     "swap_cost_tokens": (0.0, 0.5, 1e9),
     "max_model_len": (64, 24, 200),
@@ -95,12 +98,22 @@ EVENT_NAMES = [name for name, (weight, _) in EVENTS.items() for _ in range(weigh
 def make_options(drawn: Mapping[str, Any], max_steps_in_flight: int) -> SchedulerOptions:
     """Complete a draw of `OPTIONS` to consistent scheduler options.
 
-    `room` is the pool's size in requests of the greatest length.
+    `room` is the pool's size in requests of the greatest length, `num_states` the number of usable
+    state blocks: with 0 there is no state group.
     """
     settings = dict(drawn)
     room, windows, block_size = settings.pop("room"), settings.pop("windows"), drawn["block_size"]
     chunk = drawn["max_num_batched_tokens"]
     groups = tuple(make_group(window, chunk, block_size) for window in windows)
+    num_states, only_states = settings.pop("num_states"), settings.pop("only_states")
+    settings["mamba_block_size"] = settings.pop("blocks_per_snapshot") * block_size
+    if num_states:
+        groups = (() if only_states else groups) + (KVGroup(is_state=True),)
+        settings |= {
+            "num_state_blocks": 1 + num_states,
+            "num_host_blocks": 0,
+            "num_speculative_tokens": 0,
+        }
     if not drawn["long_prefill_token_threshold"]:
         settings["max_long_partial_prefills"] = 0
     if drawn["max_num_scheduled_tokens"] is not None:
@@ -125,7 +138,8 @@ def make_group(window: int | None, chunk: int, block_size: int) -> KVGroup:
 def num_blocks_for(num_tokens: int, block_size: int, groups: Sequence[KVGroup]) -> int:
     """Return the largest number of blocks that a request with these computed tokens holds."""
     num_blocks = -(-num_tokens // block_size)
-    return sum(min(num_blocks, group.max_blocks or num_blocks) for group in groups)
+    counts = (group.max_blocks or num_blocks for group in groups if not group.is_state)
+    return sum(min(num_blocks, count) for count in counts)
 
 
 def sample(req_id: int, position: int) -> int:

@@ -4,6 +4,7 @@ Each KV slot holds a value that identifies a KV group and the prefix up to its t
 copies blocks to and from the host, then writes the slots of all tokens it computes, then checks
 that every slot that a request attends to holds that request's own prefix. So a wrong block
 table, a stale cache hit or a block freed too soon fails here, whatever the scheduler's state is.
+State blocks hold such a value, too: see `FakeStates`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from protocol.core_worker import (
     decode_from_core,
 )
 from protocol.message import encode, unpack_token_ids
+from tests.core.fake_states import FakeStates
 
 SampleFn = Callable[[int, int], int]
 """Returns the token of a request id and output position."""
@@ -33,7 +35,7 @@ class MirroredRequest:
     new: NewRequestData
     token_ids: list[int]
     block_tables: list[list[int]]
-    """One block table per KV group."""
+    """One block table per KV group, and that of the state blocks, if there are any."""
     num_computed_tokens: int
     draft_limit: int
     drafts: list[int] = field(default_factory=list)
@@ -59,10 +61,15 @@ class FakeWorker:
         windows: Sequence[int | None] = (None,),
         num_host_blocks: int = 0,
         *,
+        num_state_blocks: int = 0,
         guess: GuessFn | None = None,
         most_drafts: int = 0,
     ) -> None:
-        """Take the shape of the KV cache: one window per KV group, None where all is seen."""
+        """Take the shape of the KV cache: one window per KV group, None where all is seen.
+
+        With `num_state_blocks` a state group follows these.
+        """
+        self._states = FakeStates(block_size, num_state_blocks) if num_state_blocks else None
         self._guess = guess
         self._most_drafts = most_drafts
         self.times_ns: tuple[int, int, int] | None = None
@@ -98,6 +105,8 @@ class FakeWorker:
         counts = {req_id: step.num_scheduled_tokens.get(req_id, 1) for req_id in self.mirror}
         assert sum(counts.values()) == step.total_num_scheduled_tokens
         self.total_scheduled += step.total_num_scheduled_tokens
+        if self._states is not None:
+            self._states.execute([(self.mirror[req_id], n) for req_id, n in counts.items() if n])
         for req_id, num_tokens in counts.items():
             self._write(self.mirror[req_id], num_tokens)
         return self._advance(step.step_id, counts)
@@ -107,6 +116,8 @@ class FakeWorker:
         assert not self.mirror
         self._kv.clear()
         self._host.clear()
+        if self._states is not None:
+            self._states.clear()
 
     def write_from_outside(self, token_ids: list[int], tables: list[list[int]]) -> None:
         """Write the KV of the first tokens of a prompt, as a remote load does."""
@@ -141,7 +152,9 @@ class FakeWorker:
         assert new.num_cached_tokens in (new.num_computed_tokens, len(token_ids))
         assert new.num_cached_tokens - new.num_computed_tokens in (0, 1)
         assert len({len(table) for table in new.block_ids}) == 1
-        assert len(new.block_ids) == len(self._windows)
+        assert len(new.block_ids) == len(self._windows) + (self._states is not None)
+        if self._states is not None:
+            assert new.num_cached_tokens == new.num_computed_tokens
         self.mirror[new.req_id] = MirroredRequest(
             new,
             token_ids,
@@ -154,9 +167,9 @@ class FakeWorker:
         for req_id, columns in zip(cached.req_ids, cached.new_block_ids, strict=True):
             assert len({len(column) for column in columns}) == 1
             assert columns[0]
-            for table, column in zip(self.mirror[req_id].block_tables, columns, strict=True):
-                assert NULL_BLOCK not in column
-                table.extend(column)
+            for group, column in enumerate(columns):
+                assert NULL_BLOCK not in column or group == len(self._windows)
+                self.mirror[req_id].block_tables[group].extend(column)
 
     @staticmethod
     def _first_seen(window: int | None, position: int) -> int:
@@ -170,7 +183,8 @@ class FakeWorker:
     def _write(self, request: MirroredRequest, num_tokens: int) -> None:
         start = request.num_computed_tokens
         first = max(start, request.new.num_cached_tokens)
-        for group, table in enumerate(request.block_tables):
+        for group in range(len(self._windows)):
+            table = request.block_tables[group]
             for position in range(first, start + num_tokens):
                 block_id, offset = self._slot(table, position)
                 block = self._kv.setdefault(block_id, [None] * self._block_size)
@@ -179,8 +193,8 @@ class FakeWorker:
 
     def _read(self, request: MirroredRequest, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        tables = zip(self._windows, request.block_tables, strict=True)
-        for group, (window, table) in enumerate(tables):
+        for group, window in enumerate(self._windows):
+            table = request.block_tables[group]
             for position in range(self._first_seen(window, start), start + num_tokens):
                 block_id, offset = self._slot(table, position)
                 assert self._kv[block_id][offset] == (group, request.prefix(position))

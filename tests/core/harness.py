@@ -28,13 +28,14 @@ def make_worker(
         places = range(position, position + num_drafts)
         return [sample(req_id, place) + ((req_id + place) % 4 == 3) for place in places]
 
-    windows = tuple(group.window for group in options.kv_groups)
+    windows = tuple(group.window for group in options.kv_groups if not group.is_state)
     return FakeWorker(
         options.block_size,
         options.num_blocks,
         sample,
         windows,
         options.num_host_blocks,
+        num_state_blocks=options.num_state_blocks,
         guess=guess or now_and_then if options.num_speculative_tokens else None,
         most_drafts=options.num_speculative_tokens,
     )

@@ -244,7 +244,8 @@ class Machine:
 
     def _on_begin_load(self, which: int, share: float) -> None:
         request = self._pick(which, RequestStatus.WAITING)
-        if request is None or not self.scheduler.kv.may_read_cache(request):
+        kv = self.scheduler.kv
+        if request is None or kv.states is not None or not kv.may_read_cache(request):
             return
         size = self.options.block_size
         num_tokens = int(share * (request.num_tokens // size)) * size
@@ -366,8 +367,7 @@ class Machine:
         self.scheduler.pause(PauseMode.PAUSED_ALL)
 
     def _reset(self) -> None:
-        is_idle = self.scheduler.kv.num_free_blocks == self.options.num_blocks - 1
-        assert self.scheduler.reset_prefix_cache() == is_idle
+        assert self.scheduler.reset_prefix_cache() == (not self._holders())
 
     def _reset_all(self) -> None:
         assert self.scheduler.reset_prefix_cache(True) != bool(self._loading)
@@ -421,7 +421,7 @@ class Machine:
         """Assert that a block is in two tables only if both have the same tokens up to its end."""
         owners: dict[int, tuple[int, int, Request]] = {}
         for request in self._holders():
-            for group, table in enumerate(request.block_tables):
+            for group, table in enumerate(self.scheduler.kv.kv_tables(request.block_tables)):
                 for index, block_id in enumerate(table):
                     if block_id == NULL_BLOCK:
                         continue
@@ -465,6 +465,9 @@ class Machine:
         assert self.scheduler.kv.num_free_blocks == self.options.num_blocks - 1
         assert self.scheduler.swapper.num_free_blocks == self.options.num_host_blocks
         assert self.scheduler.kv.usage == 0.0
+        if (states := self.scheduler.kv.states) is not None:
+            assert states.usage == 0.0
+            assert states.pool.num_free == self.options.num_state_blocks - 1
 
     def _run_to_rest(self, limit: int) -> None:
         for _ in range(limit):

@@ -205,17 +205,21 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
         "max_model_len": 512,
         "eos_token_ids": (2,),
     }
-    unset = {"tenant_weights", "target_itl_ms"}
+    unset = {"tenant_weights", "target_itl_ms", "mamba_block_size", "num_state_blocks"}
     names = set(SchedulerOptions.__struct_fields__) - unset
     assert {name: getattr(options, name) for name in names} == {n: expected[n] for n in names}
     others = {"tenant_weights": "gold=4", "enable_kv_events": True}
     others["target_itl_ms"] = 30.0
+    others["mamba_block_size"] = 96
     fair = EngineCore(configure(model="null", scheduling_policy="fair", **others))
-    fair.adopt_workers(FACTS)
+    recurrent = [KVGroup(), KVGroup(is_state=True)]
+    fair.adopt_workers(msgspec.structs.replace(FACTS, kv_groups=recurrent, num_state_blocks=7))
     assert fair.running is not None
     assert fair.running.scheduler.options.tenant_weights == {"gold": 4.0}
     assert fair.running.scheduler.options.enable_kv_events
     assert fair.running.scheduler.options.target_itl_ms == 30.0
+    assert fair.running.scheduler.options.mamba_block_size == 96
+    assert fair.running.scheduler.options.num_state_blocks == 7
 
 
 def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:
@@ -251,3 +255,16 @@ def test_an_error_after_a_request_was_queued_ends_that_request_alone(
     assert not engine.has_unfinished
     assert engine.add(CLIENT, add(2)) is None
     assert {row.request_id for _, row in run_all(engine)} == {2}
+
+
+@pytest.mark.parametrize(("num_states", "is_logged"), [(3, True), (64, False), (0, False)])
+def test_fewer_state_blocks_than_slots_are_announced(
+    num_states: int, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [KVGroup(), *[KVGroup(is_state=True)] * (num_states > 0)]
+    num_blocks = num_states + 1 if num_states else 0
+    facts = msgspec.structs.replace(FACTS, kv_groups=groups, num_state_blocks=num_blocks)
+    with caplog.at_level(logging.INFO):
+        EngineCore(configure(model="null")).adopt_workers(facts)
+    text = "max_num_seqs is 64, but there are state blocks for 3 requests at a time"
+    assert (text in caplog.text) == is_logged

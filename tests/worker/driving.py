@@ -41,6 +41,7 @@ def make_scheduler(facts: ModelFacts, **options: object) -> Scheduler:
         "eos_token_ids": tuple(facts.eos_token_ids),
         "kv_groups": tuple(facts.kv_groups),
         "num_host_blocks": facts.num_host_blocks,
+        "num_state_blocks": facts.num_state_blocks,
     }
     return Scheduler(SchedulerOptions(**(settings | options)))  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ import time
 import zmq
 
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.core_worker import KVGroup, ModelFacts
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
@@ -107,6 +107,7 @@ def work(child: ChildProcess, make: RunnerFactory, *, is_standby: bool = False) 
 
 def null_facts(config: EngineConfig) -> ModelFacts:
     """Return the facts that the null runner announces."""
+    num_state_blocks = config.worker.null_state_blocks
     return ModelFacts(
         model="null",
         vocab_size=NULL_VOCAB_SIZE,
@@ -117,6 +118,8 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         dtype="",
         device="",
         num_host_blocks=config.cache.swap_space_bytes // NULL_BLOCK_BYTES,
+        kv_groups=[KVGroup(), KVGroup(is_state=True)] if num_state_blocks else [KVGroup()],
+        num_state_blocks=num_state_blocks + 1 if num_state_blocks else 0,
         exact_resume=True,
         embedding_size=NULL_EMBEDDING_SIZE,
         speculation=(

@@ -1,0 +1,168 @@
+"""State tables: what the mirror refuses, and what the null runner finds wrong in their contents."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from protocol.core_worker import KVGroup, ModelFacts, NewRequestData, SchedulerOutput
+from tests.worker.driving import drive
+from tests.worker.test_mirror import new, step
+from tests.worker.test_null_runner import PARAMS, expected, facts, prompts
+from worker_proc.mirror import Mirror, MirrorError
+from worker_proc.null_runner import NullRunner
+
+BLOCK_SIZE = 4
+
+
+def state_facts(num_states: int = 20, num_blocks: int = 400, *, has_kv: bool = True) -> ModelFacts:
+    groups = [KVGroup()] * has_kv + [KVGroup(is_state=True)]
+    return msgspec.structs.replace(
+        facts(num_blocks), kv_groups=groups, num_state_blocks=num_states + 1
+    )
+
+
+def with_states(
+    req_id: int,
+    table: Sequence[int],
+    num_tokens: int = 6,
+    computed: int = 0,
+    *,
+    cached: int | None = None,
+) -> NewRequestData:
+    """Return a request of tokens 10, 11, ... with KV blocks of its own and this state table."""
+    first = 10 * req_id
+    return msgspec.structs.replace(
+        new(req_id, num_tokens, computed=computed, cached=cached),
+        block_ids=[list(range(first, first + len(table))), list(table)],
+    )
+
+
+def runner_after(*steps: SchedulerOutput) -> NullRunner:
+    runner = NullRunner(state_facts())
+    for sent in steps:
+        runner.execute(sent)
+    return runner
+
+
+FIRST = step(0, 6, [with_states(1, [3, 4])], counts={1: 6})
+"""Request 1 leaves its state after 4 tokens in block 3, and after 6 in block 4."""
+
+
+# Contents ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_kv", [True, False])
+@pytest.mark.parametrize("budget", [16, 2048])
+@pytest.mark.parametrize("num_states", [2, 5, 60])
+@pytest.mark.parametrize("num_blocks", [60, 600])
+def test_tokens_are_the_same_however_few_states_there_are(
+    num_blocks: int, num_states: int, budget: int, has_kv: bool
+) -> None:
+    run = drive(
+        NullRunner(state_facts(num_states, num_blocks if has_kv else 2, has_kv=has_kv)),
+        prompts(),
+        PARAMS,
+        max_num_batched_tokens=budget,
+        mamba_block_size=8,
+        max_steps_in_flight=2,
+        scheduler_reserve_full_isl=False,
+    )
+    assert [expected(prompt, 20) for prompt in prompts()] == run.output_token_ids
+    assert run.num_cached_tokens > 0 or num_states < 60 or budget == 2048
+
+
+def test_a_snapshot_is_read_by_other_requests_of_the_same_tokens() -> None:
+    runner = runner_after(FIRST)
+    both = [with_states(2, [3, 5], computed=4), with_states(3, [3, 6], computed=4)]
+    runner.execute(step(1, 5, both, counts={2: 2, 3: 2}))
+
+
+def test_a_block_moves_along_to_the_next_entry() -> None:
+    runner = runner_after(FIRST)
+    for step_id in range(1, 8):
+        grown = {1: [[30 + step_id], [4]]} if step_id in (3, 7) else None
+        runner.execute(step(step_id, 1, grown=grown))
+
+
+def test_a_state_of_other_tokens_is_refused() -> None:
+    for table, message in (
+        ([4, 5], "request 2 begins after 4 tokens from state block 4, which has 6 other tokens"),
+        ([7, 5], "begins after 4 tokens from state block 7, which was never written"),
+    ):
+        with pytest.raises(MirrorError, match=message):
+            runner_after(FIRST).execute(
+                step(1, 3, [with_states(2, table, computed=4)], counts={2: 2})
+            )
+    other = msgspec.structs.replace(with_states(2, [3, 5], computed=4), token_ids=b"\x01\0\0\0" * 6)
+    with pytest.raises(MirrorError, match="state block 3, which has 4 other tokens"):
+        runner_after(FIRST).execute(step(1, 3, [other], counts={2: 2}))
+
+
+def test_a_block_of_two_owners_is_found_in_the_next_step() -> None:
+    runner = runner_after(FIRST, step(1, 3, [with_states(2, [4], 3)], counts={1: 0, 2: 3}))
+    with pytest.raises(MirrorError, match="request 1 begins after 6 tokens from state block 4"):
+        runner.execute(step(2, 2))
+
+
+def test_requests_of_one_step_are_not_ordered() -> None:
+    hit = with_states(2, [3, 5], computed=4)
+    with pytest.raises(MirrorError, match="state block 3, which was never written"):
+        runner_after().execute(step(0, 8, [FIRST.scheduled_new_reqs[0], hit], counts={1: 6, 2: 2}))
+    reader, writer = with_states(2, [3, 5], computed=4), with_states(3, [3], 3)
+    for news in ([reader, writer], [writer, reader]):
+        with pytest.raises(MirrorError, match="state block 3 is written by request 3 and used by"):
+            runner_after(FIRST).execute(step(1, 6, news, counts={2: 2, 3: 3}))
+    twice = [with_states(2, [5], 3), with_states(3, [5], 3)]
+    with pytest.raises(MirrorError, match="state block 5 is written by request 3 and used by"):
+        runner_after(FIRST).execute(step(1, 7, twice, counts={2: 3, 3: 3}))
+
+
+def test_a_block_may_be_written_again_when_its_owner_is_gone() -> None:
+    runner = runner_after(FIRST)
+    runner.execute(step(1, 6, [with_states(2, [3, 4])], counts={2: 6}, finished=[1]))
+    runner.execute(step(2, 6, [with_states(1, [3, 4])], counts={1: 6}, preempted=[2]))
+
+
+def test_a_sleep_loses_the_states() -> None:
+    runner = runner_after(FIRST, step(1, 0, finished=[1]))
+    runner.sleep()
+    with pytest.raises(MirrorError, match="was never written"):
+        runner.execute(step(2, 2, [with_states(1, [3, 4], computed=4)], counts={1: 2}))
+
+
+# Tables -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (with_states(1, [3, 21]), "got state block 21, outside 0 to 20"),
+        (with_states(1, [4, 0]), "got no state block at the end of its table"),
+        (with_states(1, [0, 4], computed=4), "has no block for its state after 4 tokens"),
+        (with_states(1, [3, 4], computed=4, cached=5), "has a cached token after the state"),
+    ],
+)
+def test_wrong_state_tables_are_refused(request_: NewRequestData, message: str) -> None:
+    count = 6 - request_.num_computed_tokens
+    with pytest.raises(MirrorError, match=message):
+        Mirror(state_facts()).apply(step(0, count, [request_], counts={1: count}))
+
+
+def test_each_part_of_a_request_ends_in_a_block() -> None:
+    mirror = Mirror(state_facts())
+    with pytest.raises(MirrorError, match="has no block for its state after 3 tokens"):
+        mirror.apply(step(0, 3, [with_states(1, [0, 4])], counts={1: 3}))
+
+
+def test_growth_brings_a_block_for_the_last_state() -> None:
+    mirror = Mirror(state_facts())
+    mirror.advance(mirror.apply(FIRST), [5])
+    with pytest.raises(MirrorError, match="request 1 got no state block at the end"):
+        mirror.apply(step(1, 1, grown={1: [[30], [0]]}))
+
+
+def test_state_blocks_do_not_count_as_kv_blocks() -> None:
+    mirror = Mirror(state_facts())
+    mirror.apply(step(0, 6, [with_states(1, [19, 20])], counts={1: 6}))
+    assert mirror.highest_block == 11

@@ -1,0 +1,95 @@
+"""State blocks of the null runner: each remembers which tokens its state stands for.
+
+So a wrong table, a snapshot that is hit too early, a block with two owners and a state of other
+tokens are errors, whatever the core's books say.
+"""
+
+from binascii import crc32
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from protocol.core_worker import NULL_BLOCK
+from protocol.message import pack_token_ids
+from worker_proc.mirror import MirroredRequest, MirrorError, ScheduledRequest
+
+
+class State(NamedTuple):
+    """What a state stands for: the first tokens of a text."""
+
+    num_tokens: int = 0
+    digest: int = 0
+
+    def after(self, token_ids: Sequence[int]) -> "State":
+        """Return the state after these tokens."""
+        digest = crc32(pack_token_ids(token_ids), self.digest)
+        return State(self.num_tokens + len(token_ids), digest)
+
+
+class NullStates:
+    """Executes the rules of state tables, as in `protocol/core_worker.py`."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[int, State] = {}
+        self._computed: dict[int, State] = {}
+        """By request: the state that its tokens have."""
+
+    def clear(self) -> None:
+        """Lose all states, as by a sleep."""
+        self._blocks.clear()
+        self._computed.clear()
+
+    def execute(self, scheduled: Sequence[ScheduledRequest], left: Iterable[int]) -> None:
+        """Begin each part from its state, and write the states that its table asks for.
+
+        `left`: the requests that have left before. MirrorError if a state is not the one of the
+        request's own tokens, or if the result depends on the order of the requests.
+        """
+        for req_id in left:
+            self._computed.pop(req_id, None)
+        readers: dict[int, list[MirroredRequest]] = {}
+        for part in scheduled:
+            if part.start:
+                readers.setdefault(self._begin(part), []).append(part.request)
+        writers: dict[int, MirroredRequest] = {}
+        for part in scheduled:
+            for block_id, state in self._compute(part).items():
+                others = [writers.get(block_id), *readers.get(block_id, ())]
+                for other in others:
+                    if other is not None and other is not part.request:
+                        raise MirrorError(
+                            f"state block {block_id} is written by request {part.request.req_id}"
+                            f" and used by request {other.req_id} in the same step"
+                        )
+                writers[block_id] = part.request
+                self._blocks[block_id] = state
+
+    def _begin(self, part: ScheduledRequest) -> int:
+        """Check the state that a part begins from; returns its block."""
+        request, start = part.request, part.start
+        own = self._computed.get(request.req_id)
+        if own is None or own.num_tokens != start:  # it is new, or new again
+            own = self._computed[request.req_id] = State().after(request.token_ids[:start])
+        block_id = request.block_tables[-1][(start - 1) // self._block_size]
+        found = self._blocks.get(block_id)
+        if found != own:
+            what = "was never written" if found is None else f"has {found.num_tokens} other tokens"
+            raise MirrorError(
+                f"request {request.req_id} begins after {start} tokens from state block {block_id},"
+                f" which {what}"
+            )
+        return block_id
+
+    def _compute(self, part: ScheduledRequest) -> dict[int, State]:
+        """Return the states that a part writes, by block."""
+        request, size = part.request, self._block_size
+        state = self._computed[request.req_id] if part.start else State()
+        written: dict[int, State] = {}
+        for entry in range(part.start // size, (part.end - 1) // size + 1):
+            end = min((entry + 1) * size, part.end)
+            state = state.after(request.token_ids[state.num_tokens : end])
+            block_id = request.block_tables[-1][entry]
+            if block_id != NULL_BLOCK:
+                written[block_id] = state
+        self._computed[request.req_id] = state
+        return written
