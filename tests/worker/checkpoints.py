@@ -21,6 +21,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniCPM3Config,
     MistralConfig,
@@ -222,6 +223,15 @@ ARCHITECTURES = (
     Architecture(
         "gpt_oss",
         lambda: GptOssConfig(**SHAPE, **_EXPERTS, num_local_experts=4, sliding_window=WINDOW),
+    ),
+    Architecture(
+        "llama4",
+        lambda: Llama4TextConfig(
+            **SHAPE | {"num_hidden_layers": 3},
+            **{"intermediate_size_mlp": 96, "moe_layers": [1], "num_local_experts": 4},
+            **{"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0, 1]},
+            **{"floor_scale": 3, "attn_scale": 0.7},
+        ),
     ),
     Architecture("mixtral", lambda: MixtralConfig(**SHAPE, **_EXPERTS, num_local_experts=4)),
     Architecture(

@@ -18,13 +18,12 @@ from transformers import (
     T5Config,
     modeling_utils,
 )
-from transformers.models.llama4 import Llama4TextConfig
 
 from protocol.config import CacheConfig, Device, EngineConfig, ModelConfig, WorkerConfig
 from tests.worker.checkpoints import ARCHITECTURES, EOS_TOKEN_ID, VOCAB_SIZE, build_checkpoint
 from tests.worker.families import VISION_LANGUAGE
 from worker_proc.attention.interface import set_implementation
-from worker_proc.attention.probe import observed_window
+from worker_proc.attention.observed_masks import Visibility, observe
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
@@ -137,12 +136,6 @@ REFUSED: dict[str, Refusal] = {
         lambda: BloomConfig(**SMALL, n_head=4),
         "does not go through|0 of 2 layers call the attention interface",
     ),
-    "chunked": (
-        lambda: Llama4TextConfig(
-            **SMALL, num_attention_heads=4, num_key_value_heads=4, intermediate_size=32
-        ),
-        "chunked_attention",
-    ),
 }
 
 
@@ -158,7 +151,6 @@ def test_refuses_from_the_configuration_alone(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_kv_shared_layers": 1}, "share their KV"),
         ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}, "no code of its"),
         ({"is_causal": False}, "not causal"),
     ],
@@ -280,13 +272,21 @@ def test_windows_are_read_off_mask_functions() -> None:
     def windowed(size: int) -> Callable[..., Any]:
         return lambda b, h, q, k: (k <= q) & (k > q - size)
 
-    assert observed_window(causal) is None
-    assert [observed_window(windowed(size)) for size in (1, 4, 5000)] == [1, 4, 5000]
+    def chunked(size: int, first: int = 0) -> Callable[..., Any]:
+        return lambda b, h, q, k: (k <= q) & ((k - first) // size == (q - first) // size)
+
+    assert observe(causal) == Visibility(None)
+    assert [observe(windowed(size)) for size in (1, 4, 5000)] == [
+        Visibility(size) for size in (1, 4, 5000)
+    ]
+    assert [observe(chunked(size)) for size in (2, 13, 64, 8192)] == [
+        Visibility(size, is_chunked=True) for size in (2, 13, 64, 8192)
+    ]
     for refused in (
         lambda b, h, q, k: k >= 0,
-        lambda b, h, q, k: (k <= q) & (k // 64 == q // 64),
+        chunked(64, first=3),
         lambda b, h, q, k: (k <= q) & ((q - k) % 8 == 0),
         lambda b, h, q, k: k < q,
     ):
         with pytest.raises(UnsupportedModel):
-            observed_window(refused)
+            observe(refused)

@@ -7,7 +7,7 @@ rejected before weights are read. Code cannot branch on values of the meta devic
 that one forward uses are those of every forward over text.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 
 PROBE = "troika_probe"
 NUM_PROBE_TOKENS = 8
-FAR_POSITION = 2**24  # position whose query sees the whole of any window
 
 _HARMLESS_ARGUMENTS = frozenset(
     {
@@ -37,14 +37,12 @@ _HARMLESS_ARGUMENTS = frozenset(
     }
 )
 
-MaskFunction = Callable[..., Any]
-
 
 @dataclass(frozen=True, slots=True)
 class ProbedMask:
-    """Takes the place of a mask, with its window."""
+    """Takes the place of a mask, with what it shows."""
 
-    window: int | None
+    visible: Visibility
     problem: str = ""  # raised only if a layer uses the mask
 
 
@@ -171,7 +169,7 @@ class _Probe:
     ) -> tuple[torch.Tensor, None]:
         """Record the call, and return an output of the right shape."""
         name = self._module_names.get(module, type(module).__name__)
-        window = self._window(name, module, attention_mask, args, kwargs)
+        visible = self._visible(name, module, attention_mask, args, kwargs)
         batch, num_heads, length, _ = query.shape
         _, num_kv_heads, key_length, head_dim = key.shape
         _, num_value_heads, value_length, value_head_dim = value.shape
@@ -182,16 +180,15 @@ class _Probe:
                 f"{name} has {num_heads} query, {num_kv_heads} key"
                 f" and {num_value_heads} value heads"
             )
-        source = self._source(name, key, value, window)
-        spec = LayerSpec(
-            num_heads, num_kv_heads, head_dim, value_head_dim, window, kv_source=source
-        )
+        shape = (num_heads, num_kv_heads, head_dim, value_head_dim)
+        source = self._source(name, key, value, visible)
+        spec = LayerSpec(*shape, visible.window, is_chunked=visible.is_chunked, kv_source=source)
         sinks = self._sinks(name, kwargs.get("s_aux"), num_heads)
         self.layers.append(ProbedLayer(name, spec, sinks))
         return query.new_empty(batch, length, num_heads, value_head_dim), None
 
     def _source(
-        self, name: str, key: torch.Tensor, value: torch.Tensor, window: int | None
+        self, name: str, key: torch.Tensor, value: torch.Tensor, visible: Visibility
     ) -> int | None:
         """Return the earlier layer whose keys and values a call has, if they are not its own."""
         self._stored.append((key, value))
@@ -199,7 +196,8 @@ class _Probe:
             earlier_key, earlier_value = self._stored[index]
             if key is not earlier_key and value is not earlier_value:
                 continue
-            if key is earlier_key and value is earlier_value and window == layer.spec.window:
+            same = (layer.spec.window, layer.spec.is_chunked) == visible
+            if key is earlier_key and value is earlier_value and same:
                 return index
             raise UnsupportedModel(
                 f"{name} shares keys or values with {layer.module_name}, and attends otherwise"
@@ -217,14 +215,14 @@ class _Probe:
         raise UnsupportedModel(f"{name} has attention sinks that are not a parameter of each head")
 
     @staticmethod
-    def _window(
+    def _visible(
         name: str,
         module: nn.Module,
         mask: object,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-    ) -> int | None:
-        """Return the window of a call of plain causal attention; other calls are rejected."""
+    ) -> Visibility:
+        """Return what a call of causal attention shows; other calls are rejected."""
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
             raise UnsupportedModel(f"{name} is not causal")
         if not isinstance(mask, ProbedMask):
@@ -237,19 +235,21 @@ class _Probe:
             described = ", ".join(sorted(strange)) or "positional arguments"
             raise UnsupportedModel(f"{name} asks for more than attention: {described}")
         window = kwargs.get("sliding_window")
-        if window is not None and mask.window is None:
+        if window is not None and (mask.visible.window is None or mask.visible.is_chunked):
             raise UnsupportedModel(f"{name} has a sliding window of {window} and a mask without")
-        return mask.window
+        return mask.visible
 
     @staticmethod
     def mask(*args: object, mask_function: MaskFunction, **kwargs: object) -> ProbedMask:
-        """Return the window of a mask instead of the mask."""
+        """Return what a mask shows instead of the mask."""
         try:
-            return ProbedMask(observed_window(mask_function))
+            return ProbedMask(observe(mask_function))
         except UnsupportedModel as error:
-            return ProbedMask(None, str(error))
+            return ProbedMask(Visibility(None), str(error))
         except Exception as error:
-            return ProbedMask(None, f"its mask depends on more than positions ({error})")
+            return ProbedMask(
+                Visibility(None), f"its mask depends on more than positions ({error})"
+            )
 
     def experts(
         self, module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
@@ -257,37 +257,6 @@ class _Probe:
         """Record parameters that are computed with; the experts' code branches on values."""
         self.storages.add(module.parameters())
         return torch.empty_like(hidden)
-
-
-def observed_window(mask_function: MaskFunction) -> int | None:
-    """Return the sliding window of a mask, None for a plain causal one; others are rejected."""
-    windows = {_window_at(mask_function, FAR_POSITION + offset) for offset in (0, 1, 77_777)}
-    if len(windows) != 1:
-        raise UnsupportedModel("its mask moves with the position (chunked attention)")
-    return windows.pop()
-
-
-def _window_at(mask_function: MaskFunction, position: int) -> int | None:
-    def sees(distance: int) -> bool:
-        query = torch.tensor(position, device="cpu")
-        zero = torch.zeros_like(query)
-        return bool(mask_function(zero, zero, query, query - distance))
-
-    if sees(-1) or not sees(0):
-        raise UnsupportedModel("its mask is not causal")
-    if sees(position):
-        window = None
-    else:
-        low, high = 0, position
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if sees(middle) else (low, middle)
-        window = high
-    limit = position if window is None else window - 1
-    samples = [2**k for k in range(24) if 2**k <= position]
-    if any(sees(distance) != (distance <= limit) for distance in samples):
-        raise UnsupportedModel("its mask has gaps")
-    return window
 
 
 @contextmanager
@@ -303,10 +272,16 @@ def _registered(probe: _Probe) -> Iterator[None]:
     # does not where models are served, since no mask is registered there.
     find_packed = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # Chunks begin behind the padding of a row. There is none, but the meta device has no values.
+    chunked = masking_utils.chunked_causal_mask_function
+    masking_utils.chunked_causal_mask_function = lambda size, padding: chunked(
+        size, torch.zeros(padding.shape, dtype=torch.long, device="cpu")
+    )
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find_packed
+        masking_utils.chunked_causal_mask_function = chunked
         for registry, _ in functions:
             registry._global_mapping.pop(PROBE, None)
 

@@ -41,6 +41,7 @@ from worker_proc.loading.checkpoint import (
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.host_limits import available_memory
 from worker_proc.loading.proofs import proven
+from worker_proc.loading.row_positions import give_positions
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import auto_class, building_without
 from worker_proc.quantization.files import QuantizedFiles
@@ -51,7 +52,7 @@ from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.runner import ReportProgress
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _OPTIONS: dict[str, Any] = {
     "attn_implementation": IMPLEMENTATION,
     "local_files_only": True,
@@ -112,6 +113,7 @@ def load_model(
     model = _load_weights(directory, inspected, stored, progress, device, files=files).to(device)
     _release_unused(model, probed.parameters)
     _ignore_padding(model)
+    give_positions(model, probed.layers, inspected.model_len)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         layers=probed.layers,

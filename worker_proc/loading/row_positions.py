@@ -1,0 +1,130 @@
+"""Gives attention modules the positions of packed rows, where they count them from a cache.
+
+Llama-4's layers without rotation multiply queries by a factor that grows with the position. They
+take the number of a row plus the length of the cache for it. A packed row holds tokens of several
+texts, so each such layer is given a stand-in for the cache, whose length is another one for each
+row: what is missing to its position. The layer's own code computes the factor.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
+from worker_proc.attention.probe import ProbedLayer
+from worker_proc.errors import UnsupportedModel
+from worker_proc.loading.deferred_module import make_generator
+
+_CAPTURE = "troika_capture"
+_NUM_ROWS = 5
+
+
+class PackedPositions:
+    """Stands in for the cache of a forward whose rows have positions of their own."""
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        """`position_ids` are `[1, T]`."""
+        rows = position_ids[0]
+        self._missing = rows - torch.arange(len(rows), device=rows.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
+        """Return what each row's number lacks to its position, `[T]`."""
+        return self._missing
+
+    @staticmethod
+    def update(
+        key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values: the KV cache is behind the attention function."""
+        return key, value
+
+
+class _PastTokens(PackedPositions):
+    """Stands in for a cache with a number of tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._missing = torch.tensor(num_tokens)
+
+
+def counts_rows(module: nn.Module) -> bool:
+    """Return whether a module multiplies queries by a factor of the number of their row."""
+    has_factor = bool(getattr(module, "attn_temperature_tuning", False))
+    return has_factor and not getattr(module, "use_rope", False)
+
+
+def give_positions(model: nn.Module, layers: Sequence[ProbedLayer], model_len: int) -> None:
+    """Let the attention modules that count rows take the positions of packed rows.
+
+    UnsupportedModel: with them a module gives other queries than with a cache.
+    """
+    names = [layer.module_name for layer in layers]
+    counting = [name for name in names if counts_rows(model.get_submodule(name))]
+    if not counting:
+        return
+    with _captured_queries(model) as queries:
+        for name in counting:
+            if not _takes_positions(model.get_submodule(name), queries, model_len):
+                raise UnsupportedModel(f"{name} counts rows in place of positions")
+    for name in counting:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        parent.register_forward_pre_hook(_replace_cache, with_kwargs=True)
+
+
+def _replace_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if kwargs.get("past_key_values") is None:
+        kwargs = kwargs | {"past_key_values": PackedPositions(kwargs["position_ids"])}
+    return args, kwargs
+
+
+@contextmanager
+def _captured_queries(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Let the attention function note its queries, and return zeros."""
+    queries: list[torch.Tensor] = []
+
+    def capture(
+        module: nn.Module, query: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, None]:
+        queries.append(query)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register(_CAPTURE, capture)
+    set_implementation(model, _CAPTURE)
+    try:
+        yield queries
+    finally:
+        set_implementation(model, IMPLEMENTATION)
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(_CAPTURE, None)
+
+
+@torch.inference_mode()
+def _takes_positions(module: Any, queries: list[torch.Tensor], model_len: int) -> bool:
+    """Return whether packed rows get the queries that each gets behind as many cached tokens."""
+    weight = module.q_proj.weight
+    rows = torch.randn(1, _NUM_ROWS, weight.shape[1], generator=make_generator(1))
+    rows = rows.to(weight)
+    positions = [model_len - 1, 0, 1, model_len // 2, model_len // 3]
+
+    def query_of(hidden: torch.Tensor, cache: PackedPositions) -> torch.Tensor:
+        queries.clear()
+        module(
+            hidden_states=hidden,
+            position_embeddings=None,
+            attention_mask=None,
+            past_key_values=cache,
+        )
+        return queries.pop()
+
+    packed = torch.tensor([positions], device=weight.device)
+    found = query_of(rows, PackedPositions(packed))
+    for row, position in enumerate(positions):
+        # All rows at once, as products of a single row may be rounded otherwise.
+        expected = query_of(rows, _PastTokens(position - row))
+        if not torch.equal(found[:, :, row], expected[:, :, row]):
+            return False
+    return True
