@@ -34,6 +34,8 @@ class Rounding(NamedTuple):
 
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    model: Path | None = None
+    """Another checkpoint of the same model."""
 
 
 class Error(NamedTuple):
@@ -78,9 +80,11 @@ def measure(model: Path, rounding: Rounding, windows: list[torch.Tensor]) -> Err
     sums = torch.zeros(3, dtype=torch.float64)
     count = 0
     both = zip(
-        windows, log_probs(model, Rounding(), windows), log_probs(model, rounding, windows),
+        windows,
+        log_probs(model, Rounding(), windows),
+        log_probs(rounding.model or model, rounding, windows),
         strict=True,
-    )  # fmt: skip
+    )
     for window, plain, rounded in both:
         targets = window[1:].unsqueeze(1)
         sums[0] += (plain.exp() * (plain - rounded)).sum(-1)[:-1].sum()

@@ -134,8 +134,7 @@ def test_a_single_expert_has_the_bits_of_a_layer_with_the_same_codes(
     for count in (1, 3, 20, 100, 700):
         found = mixture(rows[:count])
         for expert in range(num_experts):
-            down = nn.Linear(size, hidden_size, bias=False)
-            down.weight.data = weights.down[expert]
+            down = weights.down[expert], None
             gates = weights.gate_up[expert], None
             alone = FusedMLP(kernels, Activation.SILU, gates, down, format)
             mine = choices[:count] == expert

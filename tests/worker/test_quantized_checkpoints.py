@@ -3,6 +3,8 @@
 The reference of a layout is a plain checkpoint with the weights that its codes stand for.
 """
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,28 @@ from tests.worker.quantized_checkpoints import (
     WIDE,
     Layout,
     awq,
+    float_quantized,
     fp8_blocks,
+    fp8_tensor,
     gptq,
     int_quantized,
     pack_quantized,
     write_quantized,
 )
+from tests.worker.test_bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.test_loader import change_config, load
 from tests.worker.test_parity import generate, make_prompts, make_runner
 from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.loading.experts import FusedExperts
+from worker_proc.loading.fused import FusedMLP
 from worker_proc.loading.loader import inspect_config
+from worker_proc.loading.packed_linear import NativeLinear
+from worker_proc.model_runner import ModelRunner
+from worker_proc.native.build import compiler
+from worker_proc.native.kernels import GROUPED, Format
 from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.headers import read_headers
+from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 12
@@ -63,26 +75,103 @@ MOE = Qwen3MoeConfig(
     moe_intermediate_size=64,
 )
 SERVED = (
+    (gptq(4, 128, is_symmetric=True), None),
     (gptq(4, 64, is_symmetric=False, has_order=True), None),
+    (gptq(8, -1, is_symmetric=False, version=2), MOE),
     (awq(64), MOE),
-    (pack_quantized(4, 32, is_symmetric=False), None),
+    (pack_quantized(4, 32, is_symmetric=False), MOE),
+    (pack_quantized(8, -1, is_symmetric=True), None),
+    (int_quantized(codes_rows=False), MOE),
     (int_quantized(codes_rows=True), None),
+    (float_quantized("channel"), None),
+    (float_quantized("tensor"), MOE),
     (fp8_blocks(), MOE),
+    (fp8_tensor(), None),
 )
 
 
+def coded_formats(runner: ModelRunner) -> set[Format]:
+    """Return the formats of all weights but those of the output layer and of routers."""
+    formats = set()
+    for module in runner._model.modules():
+        if isinstance(module, NativeLinear) and module is not runner._model.lm_head:
+            formats.add(module.packed.format)
+        if isinstance(module, FusedMLP):
+            formats.add(module.gate_up.format)
+        if isinstance(module, FusedExperts):
+            formats |= {module.gate_up.format, module._down.format}
+    return formats
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("layout", "config"), SERVED, ids=lambda value: getattr(value, "name", ""))
 def test_tokens_in_float32_are_those_of_the_dequantized_checkpoint(
     layout: Layout, config: Any, tmp_path: Path
 ) -> None:
+    """The kernels compute them from the codes: no weight is dequantized in memory."""
     dense = write_quantized(tmp_path / "coded", layout, config)
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     prompts = make_prompts()[:6]
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    run = drive(make_runner(tmp_path / "coded", 200), prompts, params, max_num_seqs=6)
+    runner = make_runner(tmp_path / "coded", 200)
+    assert len(coded_formats(runner)) == 1
+    assert coded_formats(runner) <= set(GROUPED)
+    assert runner.facts.quantization == layout.description
+    assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
+    run = drive(runner, prompts, params, max_num_seqs=6)
     assert run.output_token_ids == expected
     assert len(set(map(tuple, expected))) == len(prompts)
+
+
+SCHEDULED = (
+    (gptq(4, 64, is_symmetric=False, has_order=True), None),
+    (pack_quantized(4, 32, is_symmetric=False), MOE),
+    (int_quantized(codes_rows=True), MOE),
+    (int_quantized(codes_rows=True), None),
+    (fp8_blocks(), None),
+)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("layout", "config"), SCHEDULED, ids=lambda value: getattr(value, "name", "")
+)
+def test_logits_are_the_same_bits_in_every_schedule(
+    layout: Layout, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_quantized(tmp_path, layout, config)
+    change_config(tmp_path, max_position_embeddings=512)
+    runners = [
+        load_model_runner(engine_config(tmp_path, "bfloat16", threads), lambda *_: None)
+        for threads in NUM_THREADS
+    ]
+    for runner in runners:
+        assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
+        rounds_rows = layout.name == "int_quantized_w8a8"
+        assert (Format.INT8_FOR_CODES in coded_formats(runner)) == rounds_rows
+    compare(runners, monkeypatch)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_weights_that_no_kernel_reads_are_dequantized_and_a_line_states_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tiles of codes have 32 inputs, so 48 of them cannot be a group."""
+    layout = fp8_blocks()
+    changed = layout.settings | {"weight_block_size": [128, 48]}
+    write_quantized(tmp_path, replace(layout, settings=changed))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+        columns = -(-tensors[name.replace("weight_scale_inv", "weight")].shape[1] // 48)
+        tensors[name] = torch.full((len(tensors[name]), columns), 0.01)
+    save_file(tensors, path, {"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        runner = make_runner(tmp_path, 200)
+    assert "fp8: 14 weights are dequantized to float32: groups of 48 inputs" in caplog.text
+    assert runner.facts.quantization == ""
+    assert coded_formats(runner) == {Format.UNITS}
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
@@ -186,7 +275,7 @@ def test_tensors_that_do_not_fit_are_named(
         tensors[f"{LAYER}.{part}"] = value
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=reason) as caught:
-        load(tmp_path / "coded")
+        make_runner(tmp_path / "coded", 200)  # the values are checked when codes are packed
     assert LAYER in str(caught.value)
 
 

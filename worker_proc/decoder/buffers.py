@@ -22,6 +22,7 @@ from worker_proc.decoder.program import (
     SPLIT,
     codes_stride,
     expert_codes_stride,
+    permuted_width,
     split_width,
 )
 from worker_proc.loading.experts import FusedExperts
@@ -45,7 +46,8 @@ class Buffers:
         self._strides = [row_stride(widths[i], dtype.itemsize) for i in range(len(widths))]
         self._strides.append(max(map(codes_stride, layers)))
         self._strides.append(max(map(expert_codes_stride, layers)))
-        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1, num_chosen]
+        self._strides.append(row_stride(max(map(permuted_width, layers)), dtype.itemsize))
+        self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1, num_chosen, 1]
         self._max_rows = 0
         self._memory: list[torch.Tensor] = []
         """The rows of each buffer."""

@@ -37,7 +37,9 @@ LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
 CODES, EXPERT_CODES = 11, 12
 """The rows that projections take, where weights need codes of them. EXPERT_CODES has a row for each
 expert of each token."""
-OUTPUT = 13
+PERMUTED = 13
+"""The rows that a projection takes in an order of its own."""
+OUTPUT = 14
 """Logits, of a program that ends with them."""
 GATES = (Projection.GATE, Projection.UP)
 _NOWHERE = Columns(HIDDEN, 0, 0)
@@ -120,6 +122,13 @@ def expert_codes_stride(layer: DecoderLayer) -> int:
     return layer.mlp.codes_stride if isinstance(layer.mlp, FusedExperts) else coded_stride(0)
 
 
+def permuted_width(layer: DecoderLayer) -> int:
+    """Return the most values of a row that a layer's projections take in an order of their own."""
+    weights = (*layer.qkv, layer.out, layer.mlp.gate_up, layer.down)
+    orders = [weight.order for weight in weights if weight is not None]
+    return max((len(order) for order in orders if order is not None), default=0)
+
+
 class ProgramWriter:
     """Writes layer after layer, with cuts where there are hooks."""
 
@@ -131,6 +140,8 @@ class ProgramWriter:
         self._points = points
         self._coded = HIDDEN
         """The buffer that CODES is made of."""
+        self._permuted: tuple[int, torch.Tensor] | None = None
+        """The buffer that PERMUTED is made of, and in which order."""
 
     def add_layer(
         self,
@@ -218,7 +229,7 @@ class ProgramWriter:
         groups = [outputs] if len(layer.qkv) == 1 else [{name: outputs[name]} for name in outputs]
         for weight, first, group in zip(layer.qkv, firsts, groups, strict=False):
             instruction = projection(weight, source=source, target=QKV, column=first)
-            self._project(instruction, inputs, group)
+            self._project(instruction, weight, inputs, group)
         norms = layer.query_norm, layer.key_norm
         if norms[0] is not None and norms[1] is not None and not layer.norms_each_head:
             self.instructions.append(_norm(norms[0], QKV, QKV))
@@ -234,7 +245,7 @@ class ProgramWriter:
                 epilogue=Epilogue.ACTIVATE,
                 activation=mlp.activation,
             )
-            self._project(instruction, inputs, dict.fromkeys(GATES, _NOWHERE))
+            self._project(instruction, mlp.gate_up, inputs, dict.fromkeys(GATES, _NOWHERE))
             return
         column = _first_factor(mlp)
         outputs = {
@@ -248,7 +259,7 @@ class ProgramWriter:
             column=column,
             epilogue=Epilogue.SPLIT,
         )
-        self._project(instruction, inputs, outputs)
+        self._project(instruction, mlp.gate_up, inputs, outputs)
         self.instructions.append(
             Instruction(
                 kind=Kind.GATE,
@@ -272,10 +283,11 @@ class ProgramWriter:
         if norm is None and not self._is_hooked(name, When.AFTER):
             adding = {"epilogue": Epilogue.ADD_TO, "factor": layer.residual_factor}
             instruction = projection(weight, source=inputs.buffer, target=HIDDEN, **adding)
-            self._project(instruction, inputs, {name: _NOWHERE})
+            self._project(instruction, weight, inputs, {name: _NOWHERE})
             return
         instruction = projection(weight, source=inputs.buffer, target=PROJECTED)
-        self._project(instruction, inputs, {name: Columns(PROJECTED, 0, layer.hidden_size)})
+        outputs = {name: Columns(PROJECTED, 0, layer.hidden_size)}
+        self._project(instruction, weight, inputs, outputs)
         self._add_projected(layer, norm)
 
     def _add_projected(self, layer: DecoderLayer, norm: FusedRMSNorm | None) -> None:
@@ -288,15 +300,42 @@ class ProgramWriter:
         )
 
     def _project(
-        self, instruction: Instruction, inputs: Columns, outputs: dict[Projection, Columns]
+        self,
+        instruction: Instruction,
+        weight: PackedWeight,
+        inputs: Columns,
+        outputs: dict[Projection, Columns],
     ) -> None:
         """Write one instruction, with hooks on both sides of the projections that it computes."""
         self._cut(When.BEFORE, inputs, outputs)
+        if weight.order is not None:
+            self._permute(inputs.buffer, weight.order)
+            instruction.source = PERMUTED
         if instruction.format == Format.INT8_FOR_CODES:
             self._code(inputs.buffer, instruction.size)
             instruction.source = CODES
         self.instructions.append(instruction)
         self._cut(When.AFTER, inputs, outputs)
+
+    def _permute(self, source: int, order: torch.Tensor) -> None:
+        """Write rows in an order, unless the projection before has taken the same ones."""
+        before = self.instructions[-1] if self.instructions else None
+        is_cut = bool(self.cuts) and self.cuts[-1].position == len(self.instructions)
+        is_there = before is not None and before.source == PERMUTED and not is_cut
+        if is_there and self._permuted is not None:
+            same_source, same_order = self._permuted
+            if same_source == source and torch.equal(same_order, order):
+                return
+        self.instructions.append(
+            Instruction(
+                kind=Kind.PERMUTE,
+                source=source,
+                target=PERMUTED,
+                weight=order.data_ptr(),
+                size=len(order),
+            )
+        )
+        self._permuted = source, order
 
     def _code(self, source: int, size: int) -> None:
         """Write codes of rows, unless the projection before has taken the same rows."""

@@ -210,6 +210,7 @@ def _fits(
         and embedding.weight.is_contiguous()
         and len(norm.weight) == head.in_features == size
         and head.packed.format is not Format.INT8_FOR_CODES
+        and head.packed.order is None
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from worker_proc.loading.coded_weights import pack_expert_weights
 from worker_proc.loading.packed_linear import coded_rows, coded_weight, rounded_copy
 from worker_proc.native.kernels import (
     CHOICE_BYTES,
@@ -118,8 +119,8 @@ class FusedExperts(nn.Module):
         self.activation = activation
         self.dtype = down.dtype
         self._router = library.pack(router.detach(), None)
-        self.gate_up = library.pack_experts(gate_up.detach(), format, gates=True)
-        self._down = library.pack_experts(down.detach(), format)
+        self.gate_up = pack_expert_weights(library, gate_up, format, gates=True)
+        self._down = pack_expert_weights(library, down, format)
         self._library = library
         instructions = self.instructions(ExpertBuffers(*range(_NUM_BUFFERS)))
         self._instructions = (Instruction * len(instructions))(*instructions)

@@ -9,7 +9,7 @@ a tensor in another way: there a row's bits can depend on its place.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from worker_proc.loading.coded_weights import dequantized, pack_weight, takes_row_codes
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.experts import (
     FusedExperts,
@@ -104,14 +105,14 @@ class FusedMLP(nn.Module):
         library: NativeLibrary,
         activation: Activation,
         gates: tuple[torch.Tensor, torch.Tensor | None],
-        down: nn.Linear,
+        down: tuple[torch.Tensor, torch.Tensor | None],
         format: Format = Format.UNITS,
     ) -> None:
-        """`gates` are a weight, `[2 * size, in_features]`, gates before factors, and biases."""
+        """Pack weights and biases; `gates` is `[2 * size, in_features]`, gates before factors."""
         super().__init__()
         weight, bias = gates
-        self.gate_up = library.pack(weight.detach(), bias, format, gates=True)
-        self.down_proj = make_linear(down.weight, down.bias, library, format)
+        self.gate_up = pack_weight(library, weight, bias, format, gates=True)
+        self.down_proj = make_linear(*down, library, format)
         self.activation = activation
         self.size = len(weight) // 2
         self._library = library
@@ -121,7 +122,8 @@ class FusedMLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         width = self.gate_up.num_outputs // 2
-        product = self._library.project(self._instruction, hidden, width)[:, : self.size]
+        product = self._library.project(self._instruction, hidden, width, self.gate_up.order)
+        product = product[:, : self.size]
         out: torch.Tensor = self.down_proj(product.view(*hidden.shape[:-1], self.size))
         return out
 
@@ -218,14 +220,24 @@ def _fused_mlp(
     gates, down = _gates_of(parts), parts["down_proj"]
     fused = None
     if gates is not None and isinstance(down, nn.Linear):
-        candidates = {int(activation): lambda: FusedMLP(library, activation, gates, down, format)}
-        has_codes = format is Format.INT8_FOR_CODES and number is None
-        with computing_codes(parts.values() if has_codes else ()):
+        back = down.weight, down.bias  # of the module as it is, which is tried dequantized
+        candidates = {int(activation): lambda: FusedMLP(library, activation, gates, back, format)}
+        coded = [part for part in parts.values() if _takes_row_codes(part, format)]
+        with ExitStack() as stack:
+            if number is None:
+                stack.enter_context(computing_codes(coded))
+                stack.enter_context(dequantized(module))
             fused = _agreeing(module, gates[0].shape[1], candidates, number)
     if fused is None:  # the rounded copies would stay until all modules have been tried
         for linear, weight in before:
             linear.weight = weight
     return fused
+
+
+def _takes_row_codes(part: nn.Module, format: Format) -> bool:
+    return isinstance(part, nn.Linear) and (
+        format is Format.INT8_FOR_CODES or takes_row_codes(part.weight)
+    )
 
 
 def _fused_experts(
@@ -259,7 +271,11 @@ def _fused_experts(
         assert weights is not None
     make = partial(FusedExperts, library, activation, routing, weights, format)
     has_codes = format is Format.INT8_FOR_CODES and known is None
-    with computing_expert_codes(experts) if has_codes else nullcontext():
+    with ExitStack() as stack:
+        if has_codes:
+            stack.enter_context(computing_expert_codes(experts))
+        if known is None:
+            stack.enter_context(dequantized(experts))
         return _agreeing(
             module,
             hidden_size,

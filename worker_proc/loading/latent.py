@@ -28,6 +28,7 @@ from worker_proc.attention.latent_products import (
 from worker_proc.attention.native import can_attend
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
+from worker_proc.loading.coded_weights import dequantize_weights, dequantized
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.native.kernels import NativeLibrary, Rotation
@@ -85,6 +86,7 @@ def install_latent(
         return loaded, {}
     for layer in layers:
         name, module, shape = layer
+        dequantize_weights([layer.expansion], "the projection of latent rows is split by heads")
         products = _products(library, shape, proven[name], layer.expansion.weight)
         parent, _, child = name.rpartition(".")
         setattr(loaded.model.get_submodule(parent), child, LatentAttention(module, shape, products))
@@ -222,7 +224,8 @@ def _rotation_of(
     layer: _Layer, calls: list[_Call], library: NativeLibrary | None
 ) -> Rotation | None:
     """Return the rotation with which the replacement is closest to a module, if it agrees."""
-    module = copy.deepcopy(layer.module).float()
+    with dequantized(layer.module):
+        module = copy.deepcopy(layer.module).float()
     weight = layer.expansion.weight.float()
     best, least = None, MAX_ERROR
     for rotation in Rotation:

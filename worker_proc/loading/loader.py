@@ -48,6 +48,7 @@ from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.quantization.model import load_quantized
+from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.runner import ReportProgress
 
@@ -74,6 +75,8 @@ class LoadedModel:
     vocab_size: int
     model_len: int  # longest context that the model can compute
     eos_token_ids: list[int]
+    codes: CodesReport | None = None
+    """What becomes of the weights of a quantized checkpoint."""
 
 
 class InspectedModel(NamedTuple):
@@ -109,6 +112,10 @@ def load_model(
     if inspected.format is not None:
         files = QuantizedFiles(directory, stored, inspected.format)
     check_stored_dtypes(directory, stored if files is None else files.plain)
+    if files is not None:
+        keeps_codes = device.type == "cpu"
+        num_bytes = probed.num_weights * torch_dtype.itemsize
+        check_room(files.num_bytes(torch_dtype) if keeps_codes else num_bytes, device)
     progress("inspect", 1, 1)
     model = _load_weights(directory, inspected, stored, progress, device, files=files).to(device)
     _release_unused(model, probed.parameters)
@@ -122,6 +129,7 @@ def load_model(
         vocab_size=inspected.text_config.vocab_size,
         model_len=inspected.model_len,
         eos_token_ids=_eos_token_ids(model, inspected.text_config),
+        codes=None if files is None else files.report,
     )
 
 
@@ -149,7 +157,8 @@ def inspect_config(
     _check_config(config, text_config)
     probed = proven(proofs, "probe", ProbedModel, lambda: _probe(directory, config))
     torch_dtype = _resolve_dtype(dtype, config, device, is_quantized=format is not None)
-    check_room(probed.num_weights * torch_dtype.itemsize, device)
+    if format is None:
+        check_room(probed.num_weights * torch_dtype.itemsize, device)
     model_len = _model_len(text_config)
     return InspectedModel(config, text_config, probed, model_len, torch_dtype, format)
 
@@ -267,7 +276,7 @@ def _load_weights(
             _straight_to(device) as placement,
             building_without(unused_modules),
         ):
-            read = _reader(directory, inspected, files)
+            read = _reader(directory, inspected, files, device)
             try:
                 model, info = read(_OPTIONS | placement)
             except NotImplementedError:  # a module computes something while it is built
@@ -292,7 +301,7 @@ def _load_weights(
 
 
 def _reader(
-    directory: str, inspected: InspectedModel, files: QuantizedFiles | None
+    directory: str, inspected: InspectedModel, files: QuantizedFiles | None, device: torch.device
 ) -> Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]:
     """Return what loads a model with options of transformers.
 
@@ -301,9 +310,8 @@ def _reader(
     if files is None:
         return partial(_from_pretrained, directory, inspected)
     skeleton = _build_skeleton(directory, inspected.config)
-    computed = str(inspected.dtype).removeprefix("torch.")
-    _log.info("%s weights are computed as %s", files.description, computed)
-    return partial(load_quantized, skeleton, directory, files, inspected.dtype)
+    load = partial(load_quantized, skeleton, directory, files, inspected.dtype)
+    return partial(load, keeps_codes=device.type == "cpu")
 
 
 def _from_pretrained(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from worker_proc.loading.coded_weights import pack_coded, pack_weight
 from worker_proc.native.kernels import (
     PANEL_OUTPUTS,
     Format,
@@ -21,6 +22,7 @@ from worker_proc.native.kernels import (
     PackedWeight,
     projection,
 )
+from worker_proc.quantization.coded_tensor import CodedTensor
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 WIDE_OUT_FEATURES = 16_384
@@ -65,7 +67,8 @@ class NativeLinear(PackedLinear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden @ weight.T + bias` for `[..., in_features]`."""
-        out = self._library.project(self._instruction, hidden, self.packed.num_outputs)
+        width, order = self.packed.num_outputs, self.packed.order
+        out = self._library.project(self._instruction, hidden, width, order)
         return out[:, : self.out_features].view(*hidden.shape[:-1], self.out_features)
 
 
@@ -118,7 +121,7 @@ def make_linear(
     """Pack `weight`, `[out_features, in_features]`; without `library` there are no codes."""
     if library is None:
         return OneDnnLinear(weight, bias)
-    packed = library.pack(weight.detach(), bias, format)
+    packed = pack_weight(library, weight, bias, format)
     return NativeLinear(library, packed, weight.shape, weight.dtype)
 
 
@@ -200,7 +203,11 @@ def computing_codes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _coded_forward(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight = coded_weight(module.weight)
+    stored: torch.Tensor = module.weight
+    if isinstance(stored, CodedTensor):
+        weight = stored.dequantize(torch.float32)
+    else:
+        weight = coded_weight(stored)
     bias = None if module.bias is None else module.bias.float()
     return lambda rows: functional.linear(coded_rows(rows), weight, bias).to(rows.dtype)
 
@@ -243,7 +250,13 @@ def _merged(
     ):
         return {}
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    whole = library.pack(weight, torch.cat(biases) if biases else None, format)
+    bias = torch.cat(biases) if biases else None
+    if isinstance(weight, CodedTensor):
+        whole = pack_coded(weight, bias)
+        if whole is None:
+            return {}
+    else:
+        whole = library.pack(weight, bias, format)
     parts: dict[nn.Module, PackedLinear] = {}
     first = 0
     for linear in linears:

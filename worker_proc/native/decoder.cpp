@@ -7,6 +7,7 @@
 #include "attention_pairs.h"
 #include "coded_rows.h"
 #include "experts.h"
+#include "grouped_codes.h"
 #include "pointwise.h"
 #include "products.h"
 
@@ -29,6 +30,7 @@ enum Kind : int32_t {
   kEmbed,
   kNormalizeKept,
   kProjectHeads,
+  kPermute,
 };
 
 enum Epilogue : int32_t {
@@ -66,8 +68,10 @@ struct Instruction {
   int32_t num_outputs, target_dim;  // of each head, and the values between heads in the target
   float factor, epsilon, scale, softcap;
   int32_t format;  // of a packed weight
+  int32_t scale_type, zero, group_tiles;  // of grouped codes
   int64_t num_units, num_pairs;
   const void *weight, *scales;
+  const uint8_t* zeros;
   const float *bias, *query_norm, *key_norm;
   const Layer* layer;
 };
@@ -113,6 +117,7 @@ class Executor {
       case kEmbed: return embed(i);
       case kNormalizeKept: return normalize_kept(i);
       case kProjectHeads: return project_heads(i);
+      case kPermute: return permute(i);
     }
   }
 
@@ -183,7 +188,15 @@ class Executor {
 #endif
       if (i.format == kInt4) return f(T{}, coded<CodedPanels<Int4>, Int4>(i), rows);
     }
+    if (i.format >= kGroupedInt4) return f(T{}, grouped(i), rows);
     f(T{}, panels, rows);
+  }
+
+  static GroupedPanels<T> grouped(const Instruction& i) {
+    const auto* codes = static_cast<const uint8_t*>(i.weight);
+    return {{codes, i.scales, i.zeros, i.format, i.scale_type, i.zero, i.group_tiles},
+            i.num_units,
+            i.num_pairs};
   }
 
   template <class Out>
@@ -373,6 +386,18 @@ class Executor {
     if constexpr (std::is_same<T, Bf16>::value)
       for (int64_t r = team_.first(count); r < team_.last(count); r++)
         code_row(row(i.source, r), i.size, coded_row(i.target, r));
+  }
+
+  // target = the values of source in the order of `weight`, int32, and zeros behind them
+  void permute(const Instruction& i) {
+    const auto* order = static_cast<const int32_t*>(i.weight);
+    const int64_t width = run_.buffers[i.target].stride / static_cast<int64_t>(sizeof(T));
+    for (int64_t r = team_.first(num_rows(i)); r < team_.last(num_rows(i)); r++) {
+      const T* from = row(i.source, r);
+      T* out = row(i.target, r);
+      for (int64_t d = 0; d < i.size; d++) out[d] = from[order[d]];
+      std::memset(static_cast<void*>(out + i.size), 0, (width - i.size) * sizeof(T));
+    }
   }
 
   // choices = the experts of each row, by the logits in source

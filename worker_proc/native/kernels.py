@@ -53,6 +53,10 @@ class Format(enum.IntEnum):
     INT4 = 2
     INT8_FOR_CODES = 3
     """The codes of INT8, for rows that are codes, too."""
+    GROUPED_INT4 = 4
+    """Whole numbers of a quantized checkpoint, as grouped_codes.h reads them."""
+    GROUPED_INT8 = 5
+    GROUPED_E4M3 = 6
 
 
 class _Codes(NamedTuple):
@@ -69,6 +73,8 @@ _CODES = {
     Format.INT4: _Codes(2, 2, 128, torch.bfloat16),
     Format.INT8_FOR_CODES: _Codes(1, 4, None, torch.float32),
 }
+GROUPED = (Format.GROUPED_INT4, Format.GROUPED_INT8, Format.GROUPED_E4M3)
+"""Formats of grouped_codes.h, for rows of either type."""
 MAX_CODED_INPUTS = (2**31 - 1) // 127**2
 """Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
 
@@ -97,6 +103,7 @@ class Kind(enum.IntEnum):
     EMBED = 11
     NORMALIZE_KEPT = 12
     PROJECT_HEADS = 13
+    PERMUTE = 14
 
 
 class Rotation(enum.IntEnum):
@@ -167,9 +174,9 @@ class Instruction(ctypes.Structure):
             _INT,
         ),
         *_fields("factor epsilon scale softcap", _FLOAT),
-        *_fields("format", _INT),
+        *_fields("format scale_type zero group_tiles", _INT),
         *_fields("num_units num_pairs", _LONG),
-        *_fields("weight scales bias query_norm key_norm layer", _POINTER),
+        *_fields("weight scales zeros bias query_norm key_norm layer", _POINTER),
     )
 
 
@@ -230,8 +237,24 @@ class ChoiceState(enum.IntEnum):
     NOT_FINITE = 1
 
 
+class Grouping(NamedTuple):
+    """What the groups of inputs of a weight in grouped codes have in common."""
+
+    zeros: torch.Tensor | None
+    """uint8, in the order of the scales; None: all are `zero`."""
+    zero: int
+    num_tiles: int
+    """Of 32 inputs, in a group."""
+    order: torch.Tensor | None = None
+    """int32, `[num_inputs]`: the input that stands at each place of the packed weight."""
+
+
+SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types of the scales of grouped codes, by their numbers in grouped_codes.h."""
+
+
 class PackedWeight(NamedTuple):
-    """A weight in a layout of weights.h, with its bias."""
+    """A weight in a layout of weights.h or grouped_codes.h, with its bias."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None  # of codes
@@ -240,11 +263,18 @@ class PackedWeight(NamedTuple):
     num_units: int
     num_pairs: int
     format: Format
+    grouping: Grouping | None = None
+    """Of grouped codes."""
 
     @property
     def num_outputs(self) -> int:
         """The outputs, those that only fill the last panels included."""
         return self.num_pairs * PANEL_OUTPUTS
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """The order in which the weight takes its inputs, where it is not their own."""
+        return None if self.grouping is None else self.grouping.order
 
     def outputs(self, first: int, count: int) -> "PackedWeight":
         """Return a part of the outputs, which shares the memory; both are multiples of 32."""
@@ -254,7 +284,11 @@ class PackedWeight(NamedTuple):
             pairs = whole.view(self.num_pairs, -1)
             return pairs[first_pair : first_pair + num_pairs].view(-1)
 
+        grouping = self.grouping
+        if grouping is not None and grouping.zeros is not None:
+            grouping = grouping._replace(zeros=part(grouping.zeros))
         return self._replace(
+            grouping=grouping,
             panels=part(self.panels),
             scales=None if self.scales is None else part(self.scales),
             bias=None if self.bias is None else part(self.bias),
@@ -347,6 +381,7 @@ class NativeLibrary:
         columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
         num_pairs = -(-columns // step)
         shape = num_outputs, num_inputs, gates
+        assert format not in GROUPED  # whose codes are read, and not made of weights
         if format is Format.UNITS:
             scales = None
             panels = torch.empty(num_pairs * PANEL_OUTPUTS * num_units, dtype=torch.int32)
@@ -363,9 +398,7 @@ class NativeLibrary:
             pointers = panels.data_ptr(), scales.data_ptr()
             self._library.troika_pack_codes(weight.data_ptr(), format, *shape, *pointers)
         if bias is not None:
-            halves = bias.float().view(2 if gates else 1, columns)
-            halves = pad(halves.detach(), (0, num_pairs * step - columns))
-            bias = halves.view(len(halves), num_pairs, step).transpose(0, 1).reshape(-1)
+            bias = packed_bias(bias, gates=gates)
         return PackedWeight(panels, scales, bias, num_inputs, num_units, num_pairs, format)
 
     def round(self, weight: torch.Tensor, format: Format) -> None:
@@ -398,10 +431,22 @@ class NativeLibrary:
             panels=panels.view(-1), scales=None if scales is None else scales.view(-1)
         )
 
-    def project(self, instruction: Instruction, hidden: torch.Tensor, width: int) -> torch.Tensor:
-        """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it."""
+    def project(
+        self,
+        instruction: Instruction,
+        hidden: torch.Tensor,
+        width: int,
+        order: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return `[rows, width]` for `[rows, num_inputs]`, as one instruction computes it.
+
+        `order` is that in which its weight takes the inputs.
+        """
         is_bf16 = hidden.dtype == torch.bfloat16
-        assert is_bf16 or instruction.format == Format.UNITS  # codes would be read as units
+        # Other codes would be read as units.
+        assert is_bf16 or instruction.format in (Format.UNITS, *GROUPED)
+        if order is not None:
+            hidden = hidden[..., order]
         rows, codes = _dense_rows(hidden), torch.empty(0, 0, dtype=torch.uint8)
         if instruction.format == Format.INT8_FOR_CODES:
             codes = torch.empty(len(rows), coded_stride(instruction.size), dtype=torch.uint8)
@@ -448,8 +493,11 @@ class NativeLibrary:
 
 
 def projection(weight: PackedWeight, **fields: Any) -> Instruction:
-    """Return the instruction for a product with a packed weight, from buffer 0 to buffer 1."""
-    return Instruction(
+    """Return the instruction for a product with a packed weight, from buffer 0 to buffer 1.
+
+    Its rows must be in the weight's order of inputs.
+    """
+    instruction = Instruction(
         kind=Kind.PROJECT,
         weight=weight.panels.data_ptr(),
         scales=None if weight.scales is None else weight.scales.data_ptr(),
@@ -460,6 +508,36 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
         num_pairs=weight.num_pairs,
         **{"target": 1, "factor": 1.0, **fields},
     )
+    if weight.grouping is not None and weight.scales is not None:
+        zeros = weight.grouping.zeros
+        instruction.scale_type = SCALE_TYPES[weight.scales.dtype]
+        instruction.zeros = None if zeros is None else zeros.data_ptr()
+        instruction.zero = weight.grouping.zero
+        instruction.group_tiles = weight.grouping.num_tiles
+    return instruction
+
+
+def by_panels(values: torch.Tensor, *, gates: bool = False) -> torch.Tensor:
+    """Return `[pairs, 2 panels, 16 outputs, ...]` of `[num_outputs, ...]`, filled up with zeros.
+
+    With `gates`, half of the outputs are gates and half factors, and the panels alternate.
+    """
+    halves = 2 if gates else 1
+    step = PANEL_OUTPUTS // halves
+    columns = len(values) // halves
+    num_pairs = -(-columns // step)
+    if num_pairs * step > columns:
+        filled = values.new_zeros(halves, num_pairs * step, *values.shape[1:])
+        filled[:, :columns] = values.unflatten(0, (halves, columns))
+        values = filled.flatten(0, 1)
+    if gates:
+        return values.view(2, num_pairs, step, *values.shape[1:]).transpose(0, 1)
+    return values.view(num_pairs, 2, PANEL_OUTPUTS // 2, *values.shape[1:])
+
+
+def packed_bias(bias: torch.Tensor, *, gates: bool = False) -> torch.Tensor:
+    """Return a bias in float32 and in the order of the panels."""
+    return by_panels(bias.detach().float(), gates=gates).reshape(-1)
 
 
 def row_stride(width: int, itemsize: int) -> int:

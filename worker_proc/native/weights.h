@@ -32,6 +32,9 @@ enum Format : int32_t {
   kInt8,
   kInt4,
   kInt8ForCodes,  // rows are codes, too
+  kGroupedInt4,   // those of grouped_codes.h
+  kGroupedInt8,
+  kGroupedE4m3,
 };
 
 // Weights as units, [outputs / 16][units][16].

@@ -4,6 +4,7 @@ Nothing is read before it is needed: files are mapped, and a weight is dequantiz
 asks for it, or never, where its codes stay in memory.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors import safe_open
 
 from worker_proc.errors import CheckpointError
 from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import (
     CODE_DTYPES,
     UNUSED_PARTS,
@@ -27,11 +29,17 @@ class StoredWeight:
     """The weight of one layer, in its files."""
 
     def __init__(
-        self, name: str, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Any]
+        self,
+        name: str,
+        scheme: Scheme,
+        shape: tuple[int, int],
+        tensors: Mapping[str, Any],
+        report: CodesReport,
     ) -> None:
         """`tensors` are slices of the files, by their names within the layer."""
         self.name = name
         self.scheme = scheme
+        self.report = report
         self.shape = torch.Size(shape)
         self._tensors = tensors
 
@@ -90,7 +98,7 @@ class QuantizedFiles:
     ) -> None:
         """Check all tensors by the headers of their files; raises CheckpointError."""
         self._directory = Path(directory)
-        self._method = format.method
+        self.report = CodesReport(format.method)
         self._open: dict[str, Any] = {}
         self.weights: dict[str, StoredWeight] = {}
         """By the names that plain weights would have."""
@@ -106,7 +114,8 @@ class QuantizedFiles:
             except ValueError as error:
                 raise CheckpointError(f"{directory}: {layer} {error}") from error
             tensors = {name: self._slice(f"{layer}.{name}", own[name]) for name in names}
-            self.weights[f"{layer}.weight"] = StoredWeight(layer, scheme, shape, tensors)
+            weight = StoredWeight(layer, scheme, shape, tensors, self.report)
+            self.weights[f"{layer}.weight"] = weight
         used = {f"{layer}.{name}" for layer, names in layers.items() for name in names}
         if format.experts is not None:
             used |= self._find_experts(stored, format.experts)
@@ -126,14 +135,18 @@ class QuantizedFiles:
                 raise CheckpointError(f"{self._directory}: {weight} {error}") from error
             slices = {end: self._slice(weight + end, tensor) for end, tensor in own.items()}
             self.experts[weight] = StoredExperts(weight, scheme, shape, slices)
+            self.report.add(weight, self.report.method, "no kernel reads the codes of its experts")
             used |= {weight + end for end in own}
         return used
 
-    @property
-    def description(self) -> str:
-        """The format and its codes, for people."""
-        kinds = sorted({weight.scheme.kind.value for weight in self.weights.values()})
-        return " ".join(dict.fromkeys([self._method, *kinds]))
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return what all tensors need if their codes stay; others are of `dtype`."""
+        plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
+        plain += sum(experts.shape.numel() for experts in self.experts.values())
+        codes = sum(
+            weight.shape.numel() * weight.scheme.kind.bits // 8 for weight in self.weights.values()
+        )
+        return plain * dtype.itemsize + codes
 
     def plain_slices(self) -> dict[str, Any]:
         """Return slices of the tensors that are not quantized."""

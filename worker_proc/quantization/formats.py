@@ -1,5 +1,6 @@
 """Reads `quantization_config` of config.json: which format a checkpoint is stored in."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,3 +45,12 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
             f"{path}: {KEY}.quant_method is {method!r}; supported: {', '.join(_READERS)}"
         )
     return reader(settings)
+
+
+def is_quantized(directory: str) -> bool:
+    """Return whether config.json of a checkpoint names a format, which may be unsupported."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_bytes())
+        return any(KEY in section for section in (config, config.get("text_config") or {}))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False  # the loader gives the reason

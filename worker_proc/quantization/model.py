@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from worker_proc.quantization.coded_tensor import CodedSlice
 from worker_proc.quantization.files import DenseExperts, DenseWeight, QuantizedFiles
 
 
@@ -15,14 +16,18 @@ def load_quantized(
     files: QuantizedFiles,
     dtype: torch.dtype,
     options: dict[str, Any],
+    *,
+    keeps_codes: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return the model with all weights in `dtype`, and the names of those that are missing.
 
-    `skeleton` is the model on the meta device; `options` are those of transformers.
+    `skeleton` is the model on the meta device; `options` are those of transformers. With
+    `keeps_codes` weights in codes are not read: they are `CodedTensor`.
     """
     weights = files.plain_slices()
+    as_slice = CodedSlice if keeps_codes else DenseWeight
     for name, stored in files.weights.items():
-        weights[name] = DenseWeight(stored, dtype)
+        weights[name] = as_slice(stored, dtype)
     for name, experts in files.experts.items():
         weights[name] = DenseExperts(experts, dtype)
     model, info = type(skeleton).from_pretrained(

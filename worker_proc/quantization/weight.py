@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-FP8_NAN = 0x7F
-"""The code of e4m3 that is not a number, without its sign."""
-
 
 class CodeKind(enum.Enum):
     """What a code stands for, before it is multiplied by a scale."""
@@ -19,6 +16,11 @@ class CodeKind(enum.Enum):
     """A whole number from 0 to 255, less the zero point."""
     FP8 = "fp8"
     """The bits of a number in e4m3."""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self is CodeKind.INT4 else 8
 
 
 class QuantizedWeight(NamedTuple):
@@ -57,9 +59,29 @@ class QuantizedWeight(NamedTuple):
         return of_groups.repeat_interleave(self.group_size, 1)[:, : self.codes.shape[1]]
 
 
-def join_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the outputs of several, which have equal kinds and groups."""
+def can_join(weights: Sequence[QuantizedWeight]) -> bool:
+    """Return whether weights have equal kinds and groups of inputs."""
     first = weights[0]
+    return all(
+        weight.kind is first.kind
+        and weight.group_size == first.group_size
+        and weight.codes.shape[1] == first.codes.shape[1]
+        and _are_equal(weight.order, first.order)
+        for weight in weights[1:]
+    )
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def join_outputs(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return one weight with the outputs of several, which can be joined."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
     return first._replace(
         codes=torch.cat([weight.codes for weight in weights]),
         scales=torch.cat([weight.scales for weight in weights]),

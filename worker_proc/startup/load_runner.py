@@ -30,7 +30,7 @@ from worker_proc.startup.parts import (
     make_layout,
     make_sampler,
 )
-from worker_proc.startup.prepare import prepare_model
+from worker_proc.startup.prepare import describe_codes, prepare_model
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def _facts_of(
         embedding_size=calibration.embedding_size,
         decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
         speculation=describe_speculation(config),
-        quantization=config.model.quantization or "",
+        quantization=config.model.quantization or describe_codes(loaded),
         kv_cache_dtype=layout.format.config_name,
     )
 

@@ -1,14 +1,15 @@
 """Loads a checkpoint, and rounds, fuses and packs its modules."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from protocol.config import EngineConfig, KVCacheDtype, Quantization
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
-from worker_proc.errors import CheckpointError
+from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.loading.coded_weights import dequantize_weights, without_kernels
 from worker_proc.loading.draft import load_draft
 from worker_proc.loading.fused import fuse_modules
 from worker_proc.loading.heap import return_freed_memory
@@ -26,7 +27,8 @@ from worker_proc.loading.quantization import (
 )
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import start_building
-from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
+from worker_proc.quantization.formats import is_quantized
 from worker_proc.runner import ReportProgress
 
 _log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ def prepare_model(
     if (setting := _setting_of_codes(config)) is not None:
         progress("compile_kernels", 0, 0)
         library = load_coding_library(setting, device)
-    elif device.type == "cpu":
+    elif device.type == "cpu" and not is_quantized(config.model.model):
         start_building()
     proofs = None if kept is None else kept.without_kernels()
     model = config.model
@@ -58,7 +60,7 @@ def prepare_model(
         )
     draft = load_draft(config.model, loaded, progress)
     if library is None and device.type == "cpu":
-        library = load_library()
+        library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
     if device.type == "cpu":
         loaded = _attend_to_latent_rows(loaded, library, proofs, "latent")
@@ -78,10 +80,52 @@ def prepare_model(
                 on_tried = partial(progress, "fuse_modules")
                 _fuse(one, library, proofs, role, own, on_tried=on_tried)
             pack_linears(one.model, library, partial(progress, "pack_weights"), FORMATS[own])
+        _finish_codes(one)
     return_freed_memory()
     vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library)
     return PreparedModel(loaded, library, _load_grammars(vocabulary), executor, proofs, draft)
+
+
+def _library_for(
+    models: Iterable[LoadedModel | None], progress: ReportProgress
+) -> NativeLibrary | None:
+    """Return the kernels if there are any; for weights in codes they are compiled now.
+
+    Without kernels, or in a type that they do not compute, such weights are dequantized.
+    """
+    library = load_library()
+    for one in filter(None, models):
+        if one.codes is None:
+            continue
+        reason = ""
+        if library is None:
+            progress("compile_kernels", 0, 0)
+            try:
+                library = load_coding_library("their codes", one.device)
+            except UnsupportedModel as error:
+                reason = str(error)
+        if one.dtype not in NATIVE_DTYPES:
+            reason = f"no kernel computes in {str(one.dtype).removeprefix('torch.')}"
+        others = without_kernels(one.model)
+        dequantize_weights(others, "it is not the weight of a linear layer or of experts")
+        if reason:
+            dequantize_weights(one.model.modules(), reason)
+    return library
+
+
+def describe_codes(loaded: LoadedModel) -> str:
+    """Return the codes that a quantized checkpoint's weights have in memory, for people."""
+    return "" if loaded.codes is None else loaded.codes.description
+
+
+def _finish_codes(loaded: LoadedModel) -> None:
+    """Dequantize weights that no kernel has taken, and log what became of all of them."""
+    if loaded.codes is None:
+        return
+    dequantize_weights(loaded.model.modules(), "no kernel computes its module")
+    for line in loaded.codes.lines(loaded.dtype):
+        _log.info("%s", line)
 
 
 def _setting_of_codes(config: EngineConfig) -> str | None:

@@ -1,0 +1,178 @@
+"""Print the tables of quantized checkpoints in docs: `python -m tests.tools.checkpoint_formats`.
+
+`error` compares the demo model, rounded to the nearest codes of each format, with its weights.
+`speed DIRECTORY` makes checkpoints of Qwen3-0.6B's shape with random weights there, serves each in
+a process of its own, in turn, and prints memory and processor time. Output layers stay plain, but
+for those of the rows that name them.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from protocol.config import Quantization
+from protocol.config.settings import configure
+from protocol.sampling import SamplingParams
+from tests.tools.quantization_error import DEMO, Rounding, held_out_windows, measure
+from tests.worker.driving import drive
+from tests.worker.quantized_checkpoints import LAYOUTS, Layout, is_quantized
+from worker_proc.startup.load_runner import load_model_runner
+
+SHAPE = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    dtype="bfloat16",
+)
+MEASURED = (
+    *("gptq4_128_sym_v1", "gptq4_64_asym_order_v1", "awq_128", "pack_quantized4_32_asym"),
+    *("pack_quantized8_-1_sym", "int_quantized_w8a8", "float_quantized_channel", "fp8_blocks"),
+)
+NUM_TOKENS = 24
+HEAD = "+head"
+
+
+def layout_named(name: str) -> Layout:
+    """Return a layout of the tests by its name."""
+    [found] = [layout for layout in LAYOUTS if layout.name == name.removesuffix(HEAD)]
+    return found
+
+
+def quantize(source: Path, target: Path, name: str) -> None:
+    """Write a checkpoint with the weights of another one in a layout."""
+    shutil.copytree(source, target)
+    layout, stored = layout_named(name), {}
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    if name.endswith(HEAD):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        config["tie_word_embeddings"] = False
+    for key, tensor in tensors.items():
+        if is_quantized(key, tensor) or key == "lm_head.weight":
+            parts, _ = layout.encode(tensor.float())
+            layer = key.removesuffix("weight")
+            stored |= {layer + part: value.contiguous() for part, value in parts.items()}
+        else:
+            stored[key] = tensor
+    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    config["quantization_config"] = layout.settings
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def print_errors(num_tokens: int) -> None:
+    """Print how far each format is from the demo model."""
+    windows = held_out_windows(DEMO, num_tokens)
+    print("| layout | mean divergence, nats | same most likely token | loss, nats per token |")
+    print("|---|---|---|---|")
+    for name in MEASURED:
+        with TemporaryDirectory() as scratch:
+            quantize(DEMO, Path(scratch) / "coded", name)
+            error = measure(DEMO, Rounding(model=Path(scratch) / "coded"), windows)
+        print(f"| {name} | {error.divergence:.5f} | {error.agreement:.2%} | {error.loss:.4f} |")
+
+
+def write_random(directory: Path) -> None:
+    """Write a plain checkpoint of the shape."""
+    from tests.worker.checkpoints import build_checkpoint
+
+    build_checkpoint(directory, SHAPE, torch.bfloat16, max_shard_size="8GB")
+
+
+def resident(field: str) -> int:
+    """Return a field of this process's status, in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(field + ":")]
+    return int(line.split()[1]) // 1000
+
+
+def print_speed(directory: Path, quantization: str | None) -> None:
+    """Load a checkpoint in this process, and print one row."""
+    config = configure(
+        model=str(directory),
+        dtype="bfloat16",
+        device="cpu",
+        quantization=Quantization(quantization) if quantization else None,
+        num_gpu_blocks_override=200,
+        num_threads=1,
+    )
+    before, peak = resident("RssAnon"), 0
+
+    def watch(*_: object) -> None:
+        nonlocal peak
+        peak = max(peak, resident("RssAnon"))
+
+    runner = load_model_runner(config, watch)
+    loaded = resident("RssAnon")
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    times = []
+    for first in range(4):
+        started = time.process_time()
+        drive(runner, [[5 + first, 7, 9]], params, max_num_seqs=1)
+        times.append((time.process_time() - started) / NUM_TOKENS * 1000)
+    started = time.process_time()
+    drive(runner, [list(range(100, 612))], SamplingParams(max_tokens=1), max_num_seqs=1)
+    prompt = time.process_time() - started
+    print(
+        f"{before} | {loaded} | {peak} | {statistics.median(times[1:]):.1f} ms | {prompt:.2f} s |",
+        flush=True,
+    )
+
+
+def print_speeds(directory: Path, names: list[str]) -> None:
+    """Make what is missing, and print a row for each checkpoint, in turn."""
+    plain = directory / "plain"
+    if not plain.exists():
+        write_random(plain)
+    rows: list[tuple[str, Path, str]] = [("bf16", plain, "")]
+    rows += [(f"`{each}` at load", plain, str(each)) for each in Quantization]
+    for name in names:
+        if not (directory / name).exists():
+            quantize(plain, directory / name, name)
+        rows.append((name, directory / name, ""))
+    print("| weights | MB before | MB after the load | MB at its peak | token | 512 tokens |")
+    print("|---|---|---|---|---|---|")
+    for title, path, quantization in rows:
+        print(f"| {title} | ", end="", flush=True)
+        command = [sys.executable, "-m", "tests.tools.checkpoint_formats", "load", str(path)]
+        subprocess.run([*command, *filter(None, [quantization])], check=True)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    error = commands.add_parser("error", help="the error of each format")
+    error.add_argument("--num-tokens", type=int, default=20_000)
+    speed = commands.add_parser("speed", help="memory and time of each format")
+    speed.add_argument("directory", type=Path)
+    speed.add_argument("--layouts", nargs="*", default=[*MEASURED, "awq_128" + HEAD])
+    load = commands.add_parser("load", help="one row of `speed`")
+    load.add_argument("directory", type=Path)
+    load.add_argument("quantization", nargs="?")
+    args = parser.parse_args()
+    if args.command == "error":
+        print_errors(args.num_tokens)
+    elif args.command == "speed":
+        print_speeds(args.directory, args.layouts)
+    else:
+        print_speed(args.directory, args.quantization)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Packs weights for the kernels, plain ones and those that are still codes in a checkpoint's files.
+
+Codes stay as they are where a kernel reads them (quantization/packing.py), and else the weight is
+dequantized. Each one is read, packed and freed before the next.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+
+from worker_proc.native.kernels import Format, NativeLibrary, PackedWeight
+from worker_proc.quantization.coded_tensor import CodedTensor, Parts
+from worker_proc.quantization.packing import (
+    can_take_codes,
+    join_packed,
+    obstacle,
+    pack_codes,
+    pack_for_codes,
+)
+
+
+def pack_weight(
+    library: NativeLibrary,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    format: Format = Format.UNITS,
+    *,
+    gates: bool = False,
+) -> PackedWeight:
+    """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates.
+
+    `format` is that of a plain weight.
+    """
+    if isinstance(weight, CodedTensor):
+        packed = pack_coded(weight, bias, gates=gates)
+        if packed is not None:
+            return packed
+        weight = weight.dequantize()
+    return library.pack(weight.detach(), bias, format, gates=gates)
+
+
+def pack_expert_weights(
+    library: NativeLibrary, weights: torch.Tensor, format: Format, *, gates: bool = False
+) -> PackedWeight:
+    """Pack `[num_experts, num_outputs, num_inputs]`, one expert after the other."""
+    if isinstance(weights, CodedTensor):
+        packed = _pack_coded_experts(weights, gates=gates)
+        if packed is not None:
+            return packed
+        weights = weights.dequantize()
+    return library.pack_experts(weights.detach(), format, gates=gates)
+
+
+def takes_row_codes(weight: torch.Tensor) -> bool:
+    """Return whether a weight's checkpoint asks for rows of codes, and kernels take them."""
+    return (
+        isinstance(weight, CodedTensor)
+        and weight.dtype == torch.bfloat16
+        and all(part.scheme.codes_rows for parts in weight.experts for part in parts)
+    )
+
+
+@contextmanager
+def dequantized(module: nn.Module) -> Iterator[None]:
+    """Let a module and its children compute with their dequantized weights, for a while."""
+    coded = [
+        (part, name, cast(CodedTensor, parameter))
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if isinstance(parameter, CodedTensor)
+    ]
+    for part, name, parameter in coded:
+        part._parameters[name] = nn.Parameter(parameter.dequantize(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, parameter in coded:
+            part._parameters[name] = cast(nn.Parameter, parameter)
+
+
+def dequantize_weights(modules: Iterable[nn.Module], reason: str) -> None:
+    """Dequantize the weights of modules, their children not included, for the reason."""
+    for module in modules:
+        for name, parameter in list(module._parameters.items()):
+            if isinstance(parameter, CodedTensor):
+                dense = parameter.dequantize()
+                module._parameters[name] = nn.Parameter(dense, requires_grad=False)
+                _note(parameter.experts, reason)
+
+
+def without_kernels(model: nn.Module) -> list[nn.Module]:
+    """Return modules whose coded weights are neither those of linear layers nor of experts."""
+    return [
+        module
+        for module in model.modules()
+        if type(module) is not nn.Linear
+        and any(
+            isinstance(parameter, CodedTensor) and parameter.dim() == 2
+            for parameter in module._parameters.values()
+        )
+    ]
+
+
+def pack_coded(
+    weight: CodedTensor, bias: torch.Tensor | None, *, gates: bool = False
+) -> PackedWeight | None:
+    """Pack the codes of a matrix; None: no kernel reads them."""
+    read = weight.read()
+    reason = "layers that are computed together differ" if read is None else obstacle(read)
+    _note(weight.experts, reason)
+    if read is None or reason:
+        return None
+    if takes_row_codes(weight) and can_take_codes(read):
+        return pack_for_codes(read, bias, gates=gates)
+    return pack_codes(read, bias, weight.dtype, gates=gates)
+
+
+def _pack_coded_experts(weights: CodedTensor, *, gates: bool) -> PackedWeight | None:
+    """Pack the codes of experts; None: no kernel reads those of all of them."""
+    packed: list[PackedWeight] = []
+    for number in range(len(weights)):
+        one = pack_coded(weights.of_expert(number), None, gates=gates)
+        if one is None or one.format is not (packed or [one])[0].format or one.order is not None:
+            _note(weights.experts, "experts whose inputs are in an order of their own, or differ")
+            return None
+        packed.append(one)
+    return join_packed(packed)
+
+
+def _note(experts: tuple[Parts, ...], reason: str) -> None:
+    for parts in experts:
+        for part in parts:
+            part.report.add(part.name, part.scheme.kind.value, reason)

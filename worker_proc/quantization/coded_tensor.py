@@ -1,0 +1,106 @@
+"""A parameter of a model whose values are still codes in the checkpoint's files.
+
+transformers' loader renames such tensors, and joins them to those of mixtures of experts, without
+reading them. Where a module computes with one, its values are dequantized for this one operation:
+so modules can be tried before their weights are packed, and at most one weight is in memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from worker_proc.quantization.files import StoredWeight
+from worker_proc.quantization.weight import QuantizedWeight, can_join, join_outputs
+
+_aten = torch.ops.aten
+Parts = tuple[StoredWeight, ...]
+"""Weights whose outputs lie one after another."""
+
+
+class CodedTensor(torch.Tensor):
+    """A matrix `[outputs, inputs]`, or those of experts, `[experts, outputs, inputs]`."""
+
+    experts: tuple[Parts, ...]
+    """The stored weights of each expert; a matrix counts as one."""
+
+    @staticmethod
+    def __new__(cls, experts: tuple[Parts, ...], dtype: torch.dtype, *, dim: int) -> "CodedTensor":
+        """Take weights of equal sizes, whose values are of `dtype`; `dim` is 2 or 3."""
+        num_outputs = sum(part.shape[0] for part in experts[0])
+        shape = (len(experts), num_outputs, experts[0][0].shape[1])[-dim:]
+        tensor: CodedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        tensor.experts = experts
+        return tensor
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"CodedTensor({self.experts[0][0].name}, shape={list(self.shape)})"
+
+    def read(self, expert: int = 0) -> QuantizedWeight | None:
+        """Read the codes of one expert, or of the matrix; None: its parts cannot be joined."""
+        weights = [part.read() for part in self.experts[expert]]
+        return join_outputs(weights) if can_join(weights) else None
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values that the codes stand for, of `dtype` or of the tensor's own type."""
+        dtype = dtype or self.dtype
+        matrices = [[part.read().dequantize(dtype) for part in parts] for parts in self.experts]
+        joined = [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in matrices]
+        return joined[0] if self.dim() == 2 else torch.stack(joined)
+
+    def of_expert(self, number: int) -> "CodedTensor":
+        """Return the matrix of one expert."""
+        return CodedTensor((self.experts[number],), self.dtype, dim=2)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch.inference_mode(
+            False
+        ):  # in which torch would not let it stand for a detached one
+            found = _joined(func, args)
+        if found is not None:
+            return found
+        plain = torch.utils._pytree.tree_map_only(CodedTensor, CodedTensor.dequantize, args)
+        return func(*plain, **(kwargs or {}))
+
+
+def _joined(func: Any, args: tuple[Any, ...]) -> CodedTensor | None:
+    """Return the result of an operation that moves whole matrices; None: it needs their values."""
+    first = args[0]
+    if func in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
+        return CodedTensor(first.experts, first.dtype, dim=first.dim())
+    if func is _aten.select.int and first.dim() == 3 and args[1] == 0:
+        return cast(CodedTensor, first).of_expert(args[2])
+    if func not in (_aten.stack.default, _aten.cat.default):
+        return None
+    dim = args[1] if len(args) > 1 else 0
+    if not all(isinstance(tensor, CodedTensor) for tensor in first):
+        return None
+    if func is _aten.stack.default and dim == 0 and first[0].dim() == 2:
+        return CodedTensor(_flat([tensor.experts for tensor in first]), first[0].dtype, dim=3)
+    if func is _aten.cat.default and dim == first[0].dim() - 2:
+        experts = tuple(map(_flat, zip(*(tensor.experts for tensor in first), strict=True)))
+        return CodedTensor(experts, first[0].dtype, dim=first[0].dim())
+    return None
+
+
+def _flat(nested: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple(item for inner in nested for item in inner)
+
+
+class CodedSlice:
+    """A weight that the loader takes without reading it, by the slice of all of it."""
+
+    def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+        self._stored, self._dtype = stored, dtype
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return CodedTensor(((self._stored,),), self._dtype, dim=2)
+
+
+def has_coded_tensors(model: nn.Module) -> bool:
+    """Return whether any weight of a model is still in its files."""
+    return any(isinstance(parameter, CodedTensor) for parameter in model.parameters())
