@@ -33,7 +33,7 @@ class Visibility(NamedTuple):
 
 
 def observe(mask_function: MaskFunction) -> Visibility:
-    """Return what a mask shows; UnsupportedModel: it is no causal one, or of another kind."""
+    """Return what a mask shows; UnsupportedModel: it is not causal, or of another kind."""
     sizes = [_size_at(mask_function, FAR_POSITION + offset) for offset in _OFFSETS]
     if all(size == FAR_POSITION + offset + 1 for size, offset in zip(sizes, _OFFSETS, strict=True)):
         return Visibility(None)

@@ -1,7 +1,7 @@
 """State blocks of the null runner: each remembers which tokens its state stands for.
 
 So a wrong table, a snapshot that is hit too early, a block with two owners and a state of other
-tokens are errors, whatever the core's books say.
+tokens are errors, even where the core's own records agree.
 """
 
 from binascii import crc32
